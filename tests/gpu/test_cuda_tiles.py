@@ -18,7 +18,7 @@ from pipeline.device.cuda_kernels import FewRows
 from shm.blocks import BlockFormat
 from shm.floe import FloeFormat
 from shm.layout import ExpertShape, StoreLayout, format_named
-from workers.kernels.c_types import Geometry
+from workers.kernels.matrix import HostMatrix
 from workers.kernels.channels import ChannelKernel
 from workers.kernels.cuda.experts import CudaExperts
 from workers.kernels.cuda.matrix import CudaChannels
@@ -135,8 +135,8 @@ def test_matrices_have_the_bits_of_the_host(device: CudaDevice, format: str, sha
     data = np.empty(form.matrix_bytes(*shape), np.uint8)
     form.encode_matrix(random.standard_normal(shape).astype(np.float32), data)
     matrix = device.quantized_matrix(form, data, shape)
-    kernel = host("fused").kernel(Geometry(form, shape[1], shape[0]))
+    on_host = HostMatrix(host("fused"), None, form, shape, data)
     for rows in (1, 2, 5, 33, 100):
         x = random.standard_normal((rows, shape[1])).astype(np.float32)
         found = matrix.product(torch.from_numpy(x).to(device.torch_device)).cpu().numpy()
-        same(found, kernel.matmul(data, kernel.quantize(x)))
+        same(found, on_host.product(x))

@@ -23,7 +23,7 @@ from workers.kernels.layer import (
     Projection,
     Tokens,
 )
-from workers.kernels.matrix import DenseMatrix, HostMatrix, quantized
+from workers.kernels.matrix import HostMatrix, quantized
 from workers.kernels.native import Library, Team
 
 
@@ -143,12 +143,8 @@ class Layer:
         def projection(name: str) -> Projection | None:
             if name not in self.data:
                 return None
-            matrix: HostMatrix | DenseMatrix
-            if isinstance(format, BlockFormat):
-                matrix = HostMatrix(format, self.data[name], self.sizes[name], team)
-            else:
-                address = self.data[name].ctypes.data
-                matrix = DenseMatrix(library, team, 8 * self.data[name].itemsize, self.sizes[name], address)
+            data = self.data[name].view(np.uint8).reshape(-1)
+            matrix = HostMatrix(library, team, format, self.sizes[name], data)
             return Projection(matrix, self.address(f"{name}_bias"))
 
         attention: Grouped | Latent

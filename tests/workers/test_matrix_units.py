@@ -21,7 +21,7 @@ from kernel_runs import bf16_expert, kernel_of
 from quantized_cases import make_case
 
 from shm.layout import ExpertShape, StoreLayout, format_named
-from workers.kernels.c_types import Geometry
+from workers.kernels.matrix import HostMatrix
 from workers.kernels.native import Library, load
 
 ROOT = Path(__file__).parents[2]
@@ -83,8 +83,7 @@ def test_products(emulated, vectors, threads, name, rows, outputs, inputs, seed)
     found = []
     for library in (emulated(1), vectors):
         team = library.team(threads)
-        kernel = library.kernel(Geometry(form, inputs, outputs), team)
-        found.append(kernel.matmul(data, kernel.quantize(x)))
+        found.append(HostMatrix(library, team, form, (outputs, inputs), data).product(x))
         if team is not None:
             team.close()
     np.testing.assert_array_equal(*found)

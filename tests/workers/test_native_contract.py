@@ -154,8 +154,6 @@ def test_arrays_of_wrong_shape_or_type_are_refused(library: Library, name: str) 
     for shape in ((4, hidden + 1), (hidden,), (1, 4, hidden)):
         with pytest.raises(ValueError, match="activations"):
             kernel.quantize(np.zeros(shape, np.float32))
-    with pytest.raises(ValueError, match="weights"):
-        kernel.matmul(case.data[:100], x)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int4-g128"])

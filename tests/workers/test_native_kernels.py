@@ -25,6 +25,7 @@ from quantized_cases import (
 
 from shm.layout import BlockFormat, format_named
 from workers.kernels.c_types import Geometry
+from workers.kernels.matrix import HostMatrix
 from workers.kernels.native import Library
 from workers.kernels.reference import int8_steps
 
@@ -96,8 +97,7 @@ def test_a_product_is_exact_but_for_the_rounding_of_each_group(
     number = format.matrix_bytes(n, k) // format.record_bytes
     data = records(random, format, number, *kinds[:2]).reshape(-1)
     x = states(random, kinds[2], rows, k)
-    kernel = library.kernel(Geometry(format, k, n))
-    found = kernel.matmul(data, kernel.quantize(x))
+    found = HostMatrix(library, None, format, (n, k), data).product(x)
 
     codes, steps = int8_codes(x, group)
     matrix = Matrix.of(format, data, n)
@@ -129,11 +129,9 @@ def test_largest_products_do_not_saturate(library: Library, name: str, code: int
         data[:, :64].view("<u2")[:, 16:] = 0
         weight = code & 15
     width = 3 * format.group
-    kernel = library.kernel(Geometry(format, width, 16))
+    matrix = HostMatrix(library, None, format, (16, width), data.reshape(-1))
     for rows in range(1, 10):
-        found = kernel.matmul(
-            data.reshape(-1), kernel.quantize(np.full((rows, width), sign * 127, np.float32))
-        )
+        found = matrix.product(np.full((rows, width), sign * 127, np.float32))
         np.testing.assert_array_equal(found, np.full((rows, 16), sign * 127 * weight * width))
 
 

@@ -35,12 +35,10 @@
 
 #include <string.h>
 
-int tandem_kernels_version(void) { return 16; }
+int tandem_kernels_version(void) { return 17; }
 
 enum { MOST_GROUP = 128 }; /* inputs that share a scale */
 enum { NEARBY = 1 << 19 }; /* bytes of outputs that a core's own cache holds, beside activations and weights */
-
-/* --- a matrix ------------------------------------------------------------------------------------------------- */
 
 /* The parts of the caller's scratch. */
 struct scratch {
@@ -70,14 +68,6 @@ static struct scratch lay_out(const struct weights *w, int64_t rows, void *from)
 }
 
 int64_t tandem_scratch(const struct weights *w, int64_t rows) { return lay_out(w, rows, NULL).bytes; }
-
-void tandem_matmul(struct team *team, const struct weights *w, const uint8_t *matrix, const struct activations *x,
-                   int64_t rows, float *y, void *memory) {
-    struct scratch s = lay_out(w, rows, memory);
-    pack(w, w->inputs, x, NULL, rows, s.x);
-    struct product product = {w, matrix, w->inputs, w->outputs, s.x, rows, y, w->outputs, BLOCK, 0};
-    parallel_for(team, blocks, &product, (w->outputs + BLOCK - 1) / BLOCK, 0);
-}
 
 /* --- tiles of an expert --------------------------------------------------------------------------------------- */
 

@@ -80,12 +80,8 @@ int tandem_supported(void);
 /* x float32 [rows, inputs] as activations; padding of the inputs to whole groups becomes 0. */
 void tandem_quantize(const struct weights *weights, const float *x, int64_t rows, void *codes, float *factors);
 
-/* Bytes of scratch that the functions below need for `rows` rows. */
+/* Bytes of scratch that tandem_tiles needs for `rows` rows; it is 64-byte aligned. */
 int64_t tandem_scratch(const struct weights *weights, int64_t rows);
-
-/* y float32 [rows, outputs] = x @ W.T of one matrix (integer formats). `scratch` is 64-byte aligned. */
-void tandem_matmul(struct team *team, const struct weights *weights, const uint8_t *matrix,
-                   const struct activations *x, int64_t rows, float *y, void *scratch);
 
 /* y float32 [count, H] = the sum of the outputs of `number` consecutive tiles for the rows chosen[0..count) of x, which
  * has `rows`. `ticks` (may be NULL) is incremented after each tile, as a sign of progress. */

@@ -321,9 +321,9 @@ static void down_by_panels(void *context, int64_t lo, int64_t hi) {
 #define CALL_PAIRS(n) multiply_panel(inner, stride, panel, 1, n, depth, from, to, to_stride, add)
 #define CALL_WIDE(n) multiply_panel(inner, stride, panel, 0, n, depth, from, to, to_stride, add)
                 if (p->pairs)
-                    UP_TO_SIX(CALL_PAIRS)
+                    BY_COUNT(rows, MANY, CALL_PAIRS)
                 else
-                    UP_TO_SIX(CALL_WIDE)
+                    BY_COUNT(rows, MANY, CALL_WIDE)
                 if (last && !whole) take_columns(p, h, width, first, rows, part);
             }
         }

@@ -18,28 +18,6 @@ enum { STRIP_BYTES = 1 << 19 }; /* of x: they stay in a core's cache while all w
  * chains to keep pace with memory. */
 enum { ONE_TALL = VECTOR_BYTES < 64 ? TALL : 1 };
 
-/* call(rows) with 1 to 6 rows as a constant. */
-#define UP_TO_SIX(call)                                                                                          \
-    switch (rows) {                                                                                              \
-    case 1: call(1); break;                                                                                      \
-    case 2: call(2); break;                                                                                      \
-    case 3: call(3); break;                                                                                      \
-    case 4: call(4); break;                                                                                      \
-    case 5: call(5); break;                                                                                      \
-    default: call(6);                                                                                            \
-    }
-
-/* The same with 1 to FEW rows. */
-#if VECTOR_BYTES == 64
-#define UP_TO_FEW UP_TO_SIX
-#else
-#define UP_TO_FEW(call)                                                                                          \
-    switch (rows) {                                                                                              \
-    case 1: call(1); break;                                                                                      \
-    default: call(2);                                                                                            \
-    }
-#endif
-
 /* --- rows of x as products with bf16 take them ---------------------------------------------------------------- */
 
 /* Bytes from one row to the next: not a power of two, whose lines would evict each other. */
@@ -176,9 +154,9 @@ INLINE void products_of(const struct weights *w, const void *weights, const int 
 #define CALL_TALL(n) products(from, kind, TALL, hidden, few, step, n, ahead, to, stride)
 #define CALL_ONE(n) products(from, kind, 1, hidden, few, step, n, ahead, to, stride)
                 if (taken > 1)
-                    UP_TO_FEW(CALL_TALL)
+                    BY_COUNT(rows, FEW, CALL_TALL)
                 else
-                    UP_TO_FEW(CALL_ONE)
+                    BY_COUNT(rows, FEW, CALL_ONE)
             }
         }
     }
