@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from device_layers import host, made, on_device, on_host, same
-from kernel_runs import bf16_expert
+from kernel_runs import plain_expert
 from quantized_cases import QUANTIZED
 
 from pipeline.device.cuda import CudaDevice
@@ -71,7 +71,7 @@ def test_tiles_in_the_hosts_memory_have_the_same_bits(device: CudaDevice) -> Non
 def test_plain_tiles_are_near_the_exact_numbers(device: CudaDevice, hidden: int, tile: int) -> None:
     """By our kernels for few rows, and by torch for more."""
     random = np.random.default_rng(1)
-    layout, (gate, up, down), data = bf16_expert(random, hidden, tile, 2)
+    layout, (gate, up, down), data = plain_expert(random, hidden, tile, 2)
     kernel, size = device.expert_kernel(layout), layout.tile_bytes
     assert isinstance(kernel, FewRows)
     tiles = [(0, i, torch.from_numpy(data[i * size :][:size]).to(device.torch_device)) for i in range(2)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import shutil
@@ -108,30 +107,6 @@ def test_pages_are_flushed_after_each_so_many_bytes_and_around_the_head(
     body = [name for name, _ in calls[:-3]]
     assert len(body) > 9
     assert body == (["write", "write", "sync"] * len(body))[: len(body)]
-
-
-def test_failed_write_frees_the_space_at_once_and_is_raised_at_the_end(
-    filled, manifest, tmp_path, monkeypatch
-) -> None:
-    """No later part is written."""
-    monkeypatch.setattr(disk_cache, "REPORT_SECONDS", 0.0)
-    pwrite, begun = os.pwrite, []
-
-    def failing(descriptor: int, data: memoryview, begin: int) -> int:
-        begun.append(begin)
-        if len(begun) == 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return pwrite(descriptor, data, begin)
-
-    file = tmp_path / manifest.fingerprint / "store.tmp"
-    with CacheWriter(tmp_path, manifest) as writer:
-        monkeypatch.setattr(os, "pwrite", failing)
-        filled.keep = writer.write
-        finished = filled.finish()
-        with pytest.raises(OSError, match="No space left"):
-            writer.finish(finished, lambda done: None)
-        assert (file.stat().st_size, len(begun)) == (0, 3)
-    assert list(tmp_path.iterdir()) == []
 
 
 FILLER = """

@@ -24,7 +24,7 @@ def any_case(name: str, rows: int, seed: int) -> Case:
     if name != "bf16":
         return make_case(name, 150, 1, 3, rows, "random", "normal", "normal", seed)
     random = np.random.default_rng(seed)
-    layout = StoreLayout(ExpertShape(1, 1, 75, 3 * 21, 21), format_named(name))
+    layout = StoreLayout(ExpertShape(1, 1, 75, 3 * 150, 150), format_named(name))
     data = np.empty(3 * layout.tile_bytes, np.uint8)
     for tile in range(3):
         part = data[tile * layout.tile_bytes : (tile + 1) * layout.tile_bytes]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_runs import bf16_expert, bits, kernel_of, quick, reference, run, seeds
+from kernel_runs import bits, kernel_of, plain_expert, quick, reference, run, seeds
 from quantized_cases import (
     QUANTIZED,
     TINY,
@@ -151,19 +151,22 @@ def test_tiles_equal_exact_arithmetic_and_the_reference(library: Library, case: 
 
 @quick(40)
 @given(
+    name=st.sampled_from(["f32", "bf16"]),
     hidden=st.integers(1, 200),
     tile=st.integers(1, 50),
     tiles=st.integers(1, 3),
     rows=st.integers(1, 20),
     seed=seeds,
 )
-def test_bf16_tiles_equal_the_brute_force_and_the_reference(library, hidden, tile, tiles, rows, seed) -> None:
+def test_plain_tiles_equal_the_brute_force_and_the_reference(
+    library, name, hidden, tile, tiles, rows, seed
+) -> None:
     random = np.random.default_rng(seed)
-    layout, (gate, up, down), data = bf16_expert(random, hidden, tile, tiles)
+    layout, (gate, up, down), data = plain_expert(random, hidden, tile, tiles, name)
     x = random.standard_normal((rows, hidden)).astype(np.float32)
     chosen = random.permutation(rows).astype(np.int32)
     kernel = kernel_of(library, layout)
     found = kernel.tiles(data, kernel.quantize(x), chosen)
-    exact = brute_force.expert(gate, up, down, x[chosen], "bf16")
+    exact = brute_force.expert(gate, up, down, x[chosen], name)
     assert exact.agrees(found)
     assert exact.agrees(reference(layout, data, x, chosen))

@@ -3,7 +3,6 @@ numbers that would read or write outside the arrays, which are refused."""
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import pairwise
 
 import numpy as np
@@ -145,14 +144,6 @@ def test_wrong_numbers_are_refused(work: Case) -> None:
     else:
         with pytest.raises(IndexError):
             computed(works, work)
-
-
-@pytest.mark.parametrize("layer", [-1, 1, 1 << 40])
-def test_layers_outside_the_store_are_refused(library, layer: int) -> None:
-    work = dataclasses.replace(work_of([(0, 0, 1)], [0, 1], [0]), layer=layer)
-    works = WorkKernel(library, LIMITED, np.zeros(LIMITED.total_bytes, np.uint8))
-    with pytest.raises(IndexError, match="no such layer"):
-        computed(works, work)
 
 
 @pytest.mark.parametrize("number", [ITEMS, ROWS, X_ROWS])
