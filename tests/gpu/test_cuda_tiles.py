@@ -18,10 +18,10 @@ from pipeline.device.cuda_kernels import FewRows
 from shm.blocks import BlockFormat
 from shm.floe import FloeFormat
 from shm.layout import ExpertShape, StoreLayout, format_named
-from workers.kernels.matrix import HostMatrix
 from workers.kernels.channels import ChannelKernel
 from workers.kernels.cuda.experts import CudaExperts
 from workers.kernels.cuda.matrix import CudaChannels
+from workers.kernels.matrix import HostMatrix
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

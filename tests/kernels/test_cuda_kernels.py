@@ -102,26 +102,6 @@ def test_the_smallest_numbers_have_the_codes_of_the_host() -> None:
     assert found.any()
 
 
-def test_decode_step_launches_four_kernels() -> None:
-    """Whatever the number of experts and tiles, and two more for each tile that lands."""
-    layer = made("int4", 128, 1, 4, 1, 6, "random", "normal", "normal", seed=1)
-    rows = tuple(np.zeros(1, np.int32) for _ in range(6))
-    layer = Layer(
-        layer.layout,
-        layer.data,
-        layer.x,
-        tuple((e, 4) for e in range(6)),
-        rows,
-        (np.ones(1, np.float32),) * 6,
-    )
-    gpu = launcher(layer.format, "fused")
-    emulated(gpu, layer, [4] * 6, [4] * 6, 0)
-    assert gpu.launched == {"quantize": 1, "gate_up_1": 1, "down_1": 1, "combine": 1}
-    gpu.launched.clear()
-    emulated(gpu, layer, [4, 3, 4, 4, 4, 2], [4] * 6, 0)
-    assert gpu.launched == {"quantize": 1, "gate_up_1": 4, "down_1": 4, "combine": 1}
-
-
 MATRICES = (*map(format_named, QUANTIZED), Int2(64))
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
-import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from small_store import SHAPE, build, file_of, fill, running
+from small_store import SHAPE, file_of, fill, running
 
 import shm.store
-from shm import disk_cache
 from shm.disk_cache import CachedStore, CacheWriter, sweep_cache, write_cache
 from shm.errors import StoreInvalid
 from shm.layout import PAGE
@@ -77,36 +74,6 @@ def test_too_little_free_space_is_an_error_before_the_first_write(manifest, tmp_
     with pytest.raises(OSError, match=r"200\.0 kB are free"):
         CacheWriter(tmp_path, manifest)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_pages_are_flushed_after_each_so_many_bytes_and_around_the_head(
-    fingerprint, tmp_path, monkeypatch
-) -> None:
-    """The file is complete on the disk before its head makes it a store."""
-    build(fingerprint)
-    monkeypatch.setattr(disk_cache, "PIECE", 8192)
-    monkeypatch.setattr(disk_cache, "FLUSH", 2 * 8192)
-    calls: list[tuple[str, int]] = []
-    pwrite, fsync = os.pwrite, os.fsync
-
-    def noted_write(descriptor: int, data: memoryview, begin: int) -> int:
-        calls.append(("write", begin))
-        return pwrite(descriptor, data, begin)
-
-    def noted_sync(descriptor: int) -> None:
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            calls.append(("sync", 0))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "pwrite", noted_write)
-    monkeypatch.setattr(os, "fsync", noted_sync)
-    with Store.attach(store_name(fingerprint)) as store:
-        write_cache(tmp_path, store, lambda done: None)
-    monkeypatch.undo()
-    assert calls[-3:] == [("sync", 0), ("write", 0), ("sync", 0)]
-    body = [name for name, _ in calls[:-3]]
-    assert len(body) > 9
-    assert body == (["write", "write", "sync"] * len(body))[: len(body)]
 
 
 FILLER = """

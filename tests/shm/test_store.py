@@ -1,7 +1,6 @@
 """The store: building, attaching, and its head against damage."""
 
 import struct
-import time
 import zlib
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec import msgpack
 from small_store import SHAPE, build, file_of, fill, flip
 
-from shm.checksums import damaged_layers, join_crc32
+from shm.checksums import join_crc32
 from shm.errors import SegmentMissing, StoreDamaged, StoreInvalid
 from shm.layout import PAGE
 from shm.manifest import (
@@ -143,32 +142,6 @@ def test_the_crc32_of_parts_is_that_of_the_whole(first, second):
     assert join_crc32(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
 
 
-def test_checksum_tasks_of_an_expert_run_in_any_thread(fingerprint, monkeypatch):
-    """So that all cores share the work after the last expert has been written."""
-    monkeypatch.setattr("shm.store.PART_BYTES", 3 * PAGE)
-    builder = StoreBuilder.create(store_name(fingerprint), StoreManifest(fingerprint, SHAPE, "bf16", ""))
-    fill(builder)
-    whole = builder.segment.array.copy()
-    kept: dict[int, bytes] = {}
-
-    def keep(begin: int, data: np.ndarray) -> None:
-        assert begin not in kept
-        kept[begin] = data.tobytes()
-
-    builder.keep = keep
-    last = builder.checksum_tasks(1, 2)
-    assert len(last) == -(-builder.layout.expert_stride // (3 * PAGE)) > 1
-    for part in reversed(last):
-        part()
-    assert len(kept) == len(last)
-    manifest = builder.finish()  # which sums all other parts
-    data = whole[-builder.layout.total_bytes :]
-    assert b"".join(kept[begin] for begin in sorted(kept)) == data.tobytes()
-    assert manifest.checksums == tuple(zlib.crc32(layer.data) for layer in data.reshape(2, -1))
-    with Store.attach(store_name(fingerprint), fingerprint) as store:
-        store.verify()
-
-
 def test_a_segment_that_is_no_store_is_refused(fingerprint):
     with Segment.create(store_name(fingerprint), 3 * PAGE) as segment:
         segment.array[:] = 1
@@ -242,20 +215,3 @@ def test_a_store_cut_short_or_too_long_is_refused():
     for size in (store_bytes(GOOD) - 1, store_bytes(GOOD) + 4096, 0):
         with pytest.raises(StoreInvalid):
             read_head(head, size)
-
-
-def test_comparison_of_checksums_stops_reading_when_its_caller_fails() -> None:
-    read_to_the_end = []
-
-    def parts(layer):
-        end = time.monotonic() + 20.0
-        while time.monotonic() < end:
-            yield memoryview(b"x")
-        read_to_the_end.append(layer)
-
-    def progress(done):
-        raise KeyError(done)
-
-    with pytest.raises(KeyError):
-        damaged_layers([0], parts, progress)
-    assert read_to_the_end == []

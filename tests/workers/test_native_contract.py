@@ -85,12 +85,11 @@ def test_compiled_variants_are_used_best_first(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_tiles_are_added_in_their_order_and_counted(library: Library, name: str) -> None:
+def test_tiles_are_added_in_their_order(library: Library, name: str) -> None:
     case = any_case(name, 11, 5)
     kernel = kernel_of(library, case.layout)
-    x, ticks = kernel.quantize(case.x), np.zeros(2, np.uint64)
-    whole = kernel.tiles(case.data, x, case.rows, int(ticks[1:].ctypes.data))
-    assert ticks.tolist() == [0, 3]
+    x = kernel.quantize(case.x)
+    whole = kernel.tiles(case.data, x, case.rows)
     y = kernel.tiles(case.tile(0), x, case.rows)
     for tile in (1, 2):
         y += kernel.tiles(case.tile(tile), x, case.rows)

@@ -64,7 +64,7 @@ class Library:
         self.functions = functions
         self._quantize = typed(functions.tandem_quantize, POINTER, POINTER, SIZE, POINTER, POINTER)
         self.scratch = typed(functions.tandem_scratch, POINTER, SIZE, result=SIZE)
-        tiles = (*[POINTER] * 3, SIZE, POINTER, SIZE, POINTER, SIZE, *[POINTER] * 3)
+        tiles = (*[POINTER] * 3, SIZE, POINTER, SIZE, POINTER, SIZE, *[POINTER] * 2)
         self._tiles = typed(functions.tandem_tiles, *tiles, result=checked)
         works = (functions.tandem_work, functions.tandem_guarded_work)
         self._work, self._guarded_work = (
@@ -153,10 +153,9 @@ class Kernel:
         self._library._quantize(self._address, x.ctypes.data, len(x), codes.ctypes.data, factors.ctypes.data)
         return Quantized(codes, factors)
 
-    def tiles(self, tiles: Bytes, x: Quantized, rows: NDArray[np.int32], ticks: int | None = None) -> Float32:
+    def tiles(self, tiles: Bytes, x: Quantized, rows: NDArray[np.int32]) -> Float32:
         """The sum of the outputs of consecutive tiles for the rows x[rows]: float32 [len(rows), H]. `tiles`:
-        uint8 [number * tile_bytes]; `ticks`: address of a 64-bit counter, increased with each tile. Raises
-        IndexError for a row outside x."""
+        uint8 [number * tile_bytes]. Raises IndexError for a row outside x."""
         height = self._check(tiles, x, self._tile_bytes)
         rows = np.require(rows, np.int32, ["C", "A"])
         y = np.empty((len(rows), self.geometry.outputs), np.float32)
@@ -164,7 +163,7 @@ class Kernel:
         scratch = self._scratch.reserve(self._library.scratch(self._address, len(rows)))
         self._library._tiles(
             handle_of(self._team), self._address, tiles.ctypes.data, number, _pointers(x), height,
-            rows.ctypes.data, len(rows), y.ctypes.data, scratch, ticks,
+            rows.ctypes.data, len(rows), y.ctypes.data, scratch,
         )  # fmt: skip
         return y
 

@@ -55,16 +55,17 @@ INLINE void dots(const uint8_t *data, int64_t group, const int8_t *codes, const 
                 for (int f = 0; f < fields; f++, all = _mm256_srli_epi16(all, width))
                     part[f][h] = _mm256_and_si256(all, low);
             }
-            for (int r = 0; r < rows; r++)
-                for (int f = 0; f < fields; f++) {
-                    const int upper = bits == INT8 ? f : 0;
-                    __m256i with = four(codes + r * group + j + (bits == INT8 ? 0 : 4 * f));
-                    for (int h = 0; h < halves; h++) {
-                        __m256i product = _mm256_maddubs_epi16(part[f][h], with);
+            for (int r = 0; r < rows; r++) {
+                __m256i with[4];
+                for (int f = 0; f < fields; f++) with[f] = four(codes + r * group + j + (bits == INT8 ? 0 : 4 * f));
+                for (int h = 0; h < halves; h++)
+                    for (int f = 0; f < fields; f++) {
+                        const int upper = bits == INT8 ? f : 0;
+                        __m256i product = _mm256_maddubs_epi16(part[f][h], with[f]);
                         sums[upper][h][r] = _mm256_add_epi16(sums[upper][h][r], product);
                         NOW(sums[upper][h][r]);
                     }
-                }
+            }
         }
         for (int h = 0; h < halves; h++)
             for (int r = 0; r < rows; r++) {

@@ -23,8 +23,8 @@ static int64_t block_bytes(const struct weights *w, int64_t inputs) {
     return groups * (64 + BLOCK * w->group * w->bits / 8);
 }
 
-/* A part of scratch memory `s`, from `at` on. */
-#define TAKE(field, size) (s.field = (void *)at, at += rounded_up((size), 64))
+/* A part of scratch memory, from `at` on. */
+#define TAKE(part, size) ((part) = (void *)at, at += rounded_up((size), 64))
 
 /* --- packing: for each chunk of rows, group by group --------------------------------------------------------- */
 

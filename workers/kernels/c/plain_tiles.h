@@ -346,7 +346,7 @@ static void arrange_rows(const struct weights *w, const float *x, const int32_t 
 }
 
 /* `tile`: of what all tiles share. */
-static void plain_tiles(struct team *team, struct plain_tile tile, int64_t number, volatile uint64_t *ticks) {
+static void plain_tiles(struct team *team, struct plain_tile tile, int64_t number) {
     int64_t count = tile.count, hidden = tile.w->inputs;
     int plain = tile.w->bits == FLOAT32, many = !plain && count >= FROM_ROWS;
     tile.units = !plain && by_units(count);
@@ -366,6 +366,5 @@ static void plain_tiles(struct team *team, struct plain_tile tile, int64_t numbe
             parallel_for(team, down_by_panels, &tile, (hidden + COLUMNS - 1) / COLUMNS, spin_ns);
         else
             parallel_for(team, plain ? float32_down : down_by_columns, &tile, (hidden + PAIR - 1) / PAIR, spin_ns);
-        if (ticks) (*ticks)++;
     }
 }

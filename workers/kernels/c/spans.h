@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention.h"
+#include "blocks.h"
 
 enum { PANEL = 64 };                            /* tokens whose keys and values are widened together */
 enum { QUERIES = 256 };                         /* query rows of a block, about: what a widened panel serves */
@@ -79,14 +80,13 @@ static struct span_scratch lay_out_span(const struct grouped *g, void *from) {
     struct span_scratch s;
     char *at = from;
     int64_t rows = block_tokens(g) * (g->heads / g->kv_heads), padded = rounded_up(g->width, LANES);
-#define TAKE_FLOATS(field, number) (s.field = (float *)at, at += rounded_up((number) * 4, 64))
-    TAKE_FLOATS(q, rows * g->width);
-    TAKE_FLOATS(keys, g->width * PANEL);
-    TAKE_FLOATS(values, PANEL * padded);
-    TAKE_FLOATS(scores, rows * PANEL);
-    TAKE_FLOATS(out, rows * padded);
-    TAKE_FLOATS(most, rows);
-    TAKE_FLOATS(sum, rows);
+    TAKE(s.q, 4 * rows * g->width);
+    TAKE(s.keys, 4 * g->width * PANEL);
+    TAKE(s.values, 4 * PANEL * padded);
+    TAKE(s.scores, 4 * rows * PANEL);
+    TAKE(s.out, 4 * rows * padded);
+    TAKE(s.most, 4 * rows);
+    TAKE(s.sum, 4 * rows);
     s.bytes = at - (char *)from;
     return s;
 }
