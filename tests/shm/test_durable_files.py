@@ -1,5 +1,5 @@
 """What is written for later reaches the disk in this order: the file, its name, the folder that has it.
-A power failure then leaves the old file or the new one."""
+A power failure then leaves the old file or the new one. All other files are written as "output" is."""
 
 from __future__ import annotations
 
@@ -10,23 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from plain_calibration import plain_calibration
 from small_store import build
 
-from launch.chat.conversation import Transcript
 from pipeline.backbone.disk_cache import BackboneCache
-from pipeline.calibration import cost_cache
-from pipeline.calibration import file as calibration_file
-from pipeline.calibration.cost_cache import Record, Setting
-from pipeline.policies.costs import Costs
 from shm.atomic_file import atomic_file
 from shm.disk_cache import write_cache
 from shm.segment import unlink
 from shm.store import Store, store_name
 
 FINGERPRINT = "1f" * 32
-SETTING = Setting("cpu", 2, "cpu", FINGERPRINT, "bf16", "bf16", (1,), "kernels", "")
-RECORD = Record(SETTING, "m", 3, 4096, 1e9, 0.25, Costs((1,), (1e-3,), (1e-4,), 5e-3, 1e-4, (1e-3,)))
 
 
 @pytest.fixture
@@ -74,17 +66,6 @@ def output(folder: Path) -> None:
 WRITERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "store": (store, f"{FINGERPRINT}/store.bin"),
     "backbone": (backbone, f"{FINGERPRINT}/backbone.bin"),
-    "costs": (lambda folder: cost_cache.keep(folder, RECORD), f"costs/{RECORD.setting.name}"),
-    "calibration": (
-        lambda folder: calibration_file.save(
-            folder / FINGERPRINT / calibration_file.NAME, plain_calibration(2, 3), {}
-        ),
-        f"{FINGERPRINT}/{calibration_file.NAME}",
-    ),
-    "transcript": (
-        lambda folder: Transcript.of("m", None, ()).save(folder / "chat.json"),
-        "chat.json",
-    ),
     "output": (output, "figure.png"),
 }
 

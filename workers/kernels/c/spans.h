@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "blocks.h"
+#include "rows.h"
 
 enum { PANEL = 64 };                            /* tokens whose keys and values are widened together */
 enum { QUERIES = 256 };                         /* query rows of a block, about: what a widened panel serves */
@@ -22,26 +23,7 @@ struct span_attention {
     int64_t blocks; /* blocks of query rows, of one head of keys */
 };
 
-/* c [rows, columns] = or += a [rows, depth] b [depth, columns] for `rows` and `vectors` (constants) of columns. */
-INLINE void multiply_part(const float *a, int64_t a_stride, const float *b, int64_t b_stride, float *c,
-                          int64_t c_stride, const int rows, const int vectors, int64_t depth, int add) {
-    vector sums[HIGH][ACROSS];
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < vectors; v++)
-            sums[r][v] = add ? loaded(c + r * c_stride + v * LANES) : (vector){0};
-    for (int64_t k = 0; k < depth; k++) {
-        vector across[ACROSS], zero = {0};
-        for (int v = 0; v < vectors; v++) across[v] = loaded(b + k * b_stride + v * LANES);
-        for (int r = 0; r < rows; r++) {
-            vector every = a[r * a_stride + k] - zero;
-            for (int v = 0; v < vectors; v++) sums[r][v] = VFMA(across[v], every, sums[r][v]);
-        }
-    }
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < vectors; v++) memcpy(c + r * c_stride + v * LANES, &sums[r][v], sizeof(vector));
-}
-
-/* columns: a multiple of LANES. */
+/* c [rows, columns] = or += a [rows, depth] b [depth, columns]; columns: a multiple of LANES. */
 static void multiply(const float *a, int64_t a_stride, const float *b, int64_t b_stride, float *c, int64_t c_stride,
                      int64_t rows, int64_t columns, int64_t depth, int add) {
     for (int64_t n = 0, across; n < columns; n += across) {
@@ -50,7 +32,8 @@ static void multiply(const float *a, int64_t a_stride, const float *b, int64_t b
             high = r + HIGH <= rows ? HIGH : 1;
             const float *from = a + r * a_stride;
             float *to = c + r * c_stride + n;
-#define MULTIPLY(high, vectors) multiply_part(from, a_stride, b + n, b_stride, to, c_stride, high, vectors, depth, add)
+#define MULTIPLY(high, vectors)                                                                                  \
+    multiply_part(from, a_stride, b + n, b_stride, 0, high, vectors, depth, add ? to : NULL, c_stride, to, c_stride, 0)
             if (across > LANES)
                 high > 1 ? MULTIPLY(HIGH, ACROSS) : MULTIPLY(1, ACROSS);
             else
