@@ -28,12 +28,13 @@ def serve(peer: ChildEndpoint, line: ControlLine, kernel: WorkKernel, slowdown: 
         started, used = time.perf_counter(), time.thread_time() if slowdown > 1 else 0.0
         line.begin(task.seq)
         try:
-            tally = kernel.compute(task.descriptor, task.x, task.y)
+            try:
+                tally = kernel.compute(task.descriptor, task.x, task.y)
+            finally:
+                line.end()  # before any answer, after which an exit is not put down to this Work
         except (IndexError, MemoryError) as e:
             exchange.refuse(task, str(e))
             continue
-        finally:
-            line.end()
         busy = time.perf_counter() - started
         if slowdown > 1:  # not of a pause in which another process had the core
             busy = slowdown * (time.thread_time() - used)

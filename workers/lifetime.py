@@ -57,15 +57,10 @@ def enter(lifeline: int) -> Future[dict[str, Any]]:
     supervisor started this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdout, sys.stderr = _visible_stream(1), _visible_stream(2)
-    end_with_parent()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     config: Future[dict[str, Any]] = Future()
     threading.Thread(target=_watch, args=(lifeline, config), name="lifeline", daemon=True).start()
     return config
-
-
-def end_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it exits."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _visible_stream(fd: int) -> VisibleStream:

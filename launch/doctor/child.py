@@ -23,8 +23,7 @@ from shm.descriptor import describe
 from shm.floe import FloeFormat
 from shm.layout import Bytes, ExpertShape, StoreLayout, format_named
 from shm.mask import DENSE, Mask
-from workers.kernels.c_types import Geometry
-from workers.kernels.native import best
+from workers.kernels.native import WorkKernel, best
 from workers.lifetime import pin
 
 BLOCK = 1 << 25  # bytes of one read
@@ -81,7 +80,6 @@ def _expert(name: str, shape: ExpertShape, most: int, share: float) -> Work:
     whole = StoreLayout(replace(shape, layers=1, experts=1), format_named(name))
     tiles = max(1, min(shape.tiles, most * shape.tiles // whole.total_bytes))
     layout = StoreLayout(replace(whole.shape, intermediate=tiles * shape.tile), whole.format)
-    kernel = best().kernel(Geometry.of_tiles(layout))
     x = np.full((1, shape.hidden), 0.5, np.float32)
     y, mask, read = np.empty_like(x), DENSE, layout.total_bytes
     if isinstance(layout.format, FloeFormat):
@@ -89,7 +87,7 @@ def _expert(name: str, shape: ExpertShape, most: int, share: float) -> Work:
         kept = mask.number(shape.tile) if share < 1 else shape.tile
         read = tiles * (layout.head_bytes + kept * layout.format.channel_bytes(shape.hidden))
     order = describe(0, [(0, 0, tiles)], [0, 1], [0], [1.0], 1, mask)
-    return Work(lambda data: kernel.works(data, layout).compute(order, x, y), layout.total_bytes, read)
+    return Work(lambda data: WorkKernel(best(), layout, data).compute(order, x, y), layout.total_bytes, read)
 
 
 def _rates(works: list[Work], buffer: Bytes, seconds: float) -> list[list[float]]:

@@ -18,7 +18,7 @@ from shm.errors import WeightsUnusable
 from shm.layout import FORMATS, Float32
 from workers.kernels.cuda.matrix import CudaMatrix
 from workers.kernels.layer import Projection
-from workers.kernels.matrix import DenseMatrix, HostMatrix, quantized
+from workers.kernels.matrix import HostMatrix, quantized
 from workers.kernels.reference import DTYPES
 
 FEW_ROWS = 16  # of a dense matrix's products on the host that C computes: more are faster by torch
@@ -39,12 +39,13 @@ class DenseLinear:
 
     def __init__(self, weight: Tensor, device: Device) -> None:
         self.weight = weight
-        self._host: DenseMatrix | None = None
+        self._host: HostMatrix | None = None
         if device.library is not None and weight.dtype in (torch.float32, torch.bfloat16):
             self.weight = weight.contiguous()
             outputs, inputs = weight.shape
-            bits, address = 8 * weight.itemsize, self.weight.data_ptr()
-            self._host = DenseMatrix(device.library, device.team, bits, (outputs, inputs), address)
+            data = self.weight.detach().view(torch.uint8).view(-1).numpy()
+            plain = FORMATS["f32" if weight.dtype == torch.float32 else "bf16"]
+            self._host = HostMatrix(device.library, device.team, plain, (outputs, inputs), data)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._host is not None and len(x) <= FEW_ROWS and not x.requires_grad:

@@ -142,7 +142,7 @@ class CpuDevice(Device):
         """The host's kernels compute quantized backbones."""
 
     def quantized_matrix(self, format: BlockFormat, data: Bytes, shape: tuple[int, int]) -> HostMatrix:
-        return HostMatrix(format, data, shape, self.team)
+        return HostMatrix(self.library, self.team, format, shape, data)
 
     def prepare(self, multiply_adds: int) -> None:
         torch.set_num_threads(self._all_threads if multiply_adds >= WORTH_SHARING else 1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from device_layers import host, made, on_device, on_host, same
-from kernel_runs import bf16_expert
+from kernel_runs import plain_expert
 from quantized_cases import QUANTIZED
 
 from pipeline.device.cuda import CudaDevice
@@ -18,10 +18,10 @@ from pipeline.device.cuda_kernels import FewRows
 from shm.blocks import BlockFormat
 from shm.floe import FloeFormat
 from shm.layout import ExpertShape, StoreLayout, format_named
-from workers.kernels.c_types import Geometry
 from workers.kernels.channels import ChannelKernel
 from workers.kernels.cuda.experts import CudaExperts
 from workers.kernels.cuda.matrix import CudaChannels
+from workers.kernels.matrix import HostMatrix
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -71,7 +71,7 @@ def test_tiles_in_the_hosts_memory_have_the_same_bits(device: CudaDevice) -> Non
 def test_plain_tiles_are_near_the_exact_numbers(device: CudaDevice, hidden: int, tile: int) -> None:
     """By our kernels for few rows, and by torch for more."""
     random = np.random.default_rng(1)
-    layout, (gate, up, down), data = bf16_expert(random, hidden, tile, 2)
+    layout, (gate, up, down), data = plain_expert(random, hidden, tile, 2)
     kernel, size = device.expert_kernel(layout), layout.tile_bytes
     assert isinstance(kernel, FewRows)
     tiles = [(0, i, torch.from_numpy(data[i * size :][:size]).to(device.torch_device)) for i in range(2)]
@@ -135,8 +135,8 @@ def test_matrices_have_the_bits_of_the_host(device: CudaDevice, format: str, sha
     data = np.empty(form.matrix_bytes(*shape), np.uint8)
     form.encode_matrix(random.standard_normal(shape).astype(np.float32), data)
     matrix = device.quantized_matrix(form, data, shape)
-    kernel = host("fused").kernel(Geometry(form, shape[1], shape[0]))
+    on_host = HostMatrix(host("fused"), None, form, shape, data)
     for rows in (1, 2, 5, 33, 100):
         x = random.standard_normal((rows, shape[1])).astype(np.float32)
         found = matrix.product(torch.from_numpy(x).to(device.torch_device)).cpu().numpy()
-        same(found, kernel.matmul(data, kernel.quantize(x)))
+        same(found, on_host.product(x))

@@ -15,10 +15,10 @@ from quantized_cases import CODES, HEADS, QUANTIZED, ROWS, records
 
 from shm.blocks import BlockFormat, Int2
 from shm.layout import Float32, format_named
-from workers.kernels.c_types import Geometry
 from workers.kernels.cuda.compiler import Program
 from workers.kernels.cuda.experts import CudaExperts
 from workers.kernels.cuda.matrix import CudaMatrix
+from workers.kernels.matrix import HostMatrix
 
 FORMATS = tuple(
     (name, sums) for name in QUANTIZED for sums in ("fused", "portable")
@@ -96,30 +96,10 @@ def test_the_smallest_numbers_have_the_codes_of_the_host() -> None:
     data = records(random, form, 2 * 2, "random", "huge").reshape(-1)
     x = np.concatenate([random.integers(-top, top + 1, (4, 128)) for top in (1, 63, 64, 130, 190, 300)])
     x = (x * 2.0**-149).astype(np.float32)
-    kernel = host("fused").kernel(Geometry(form, 128, 32))
+    matrix = HostMatrix(host("fused"), None, form, (32, 128), data)
     found = CudaMatrix(launcher(form, "fused"), form, data, (32, 128)).product(torch.from_numpy(x))
-    same(found.numpy(), kernel.matmul(data, kernel.quantize(x)))
+    same(found.numpy(), matrix.product(x))
     assert found.any()
-
-
-def test_decode_step_launches_four_kernels() -> None:
-    """Whatever the number of experts and tiles, and two more for each tile that lands."""
-    layer = made("int4", 128, 1, 4, 1, 6, "random", "normal", "normal", seed=1)
-    rows = tuple(np.zeros(1, np.int32) for _ in range(6))
-    layer = Layer(
-        layer.layout,
-        layer.data,
-        layer.x,
-        tuple((e, 4) for e in range(6)),
-        rows,
-        (np.ones(1, np.float32),) * 6,
-    )
-    gpu = launcher(layer.format, "fused")
-    emulated(gpu, layer, [4] * 6, [4] * 6, 0)
-    assert gpu.launched == {"quantize": 1, "gate_up_1": 1, "down_1": 1, "combine": 1}
-    gpu.launched.clear()
-    emulated(gpu, layer, [4, 3, 4, 4, 4, 2], [4] * 6, 0)
-    assert gpu.launched == {"quantize": 1, "gate_up_1": 4, "down_1": 4, "combine": 1}
 
 
 MATRICES = (*map(format_named, QUANTIZED), Int2(64))
@@ -141,8 +121,8 @@ def test_matrices(form, outputs, inputs, rows, seed) -> None:
     data = np.empty(form.matrix_bytes(outputs, inputs), np.uint8)
     form.encode_matrix(random.standard_normal((outputs, inputs)).astype(np.float32), data)
     x = random.standard_normal((rows, inputs)).astype(np.float32)
-    kernel = library.kernel(Geometry(form, inputs, outputs))
+    on_host = HostMatrix(library, None, form, (outputs, inputs), data)
     matrix = CudaMatrix(launcher(form, "fused"), form, data, (outputs, inputs))
     assert matrix.bytes == len(data)
     for part in (x, x[:1], x):
-        same(matrix.product(torch.from_numpy(part)).numpy(), kernel.matmul(data, kernel.quantize(part)))
+        same(matrix.product(torch.from_numpy(part)).numpy(), on_host.product(part))

@@ -9,7 +9,7 @@ import torch
 from emulated_cuda import EmulatedLauncher, library
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kernel_runs import bf16_expert, quick
+from kernel_runs import plain_expert, quick
 from numpy.typing import NDArray
 
 from shm.layout import Bytes, Float32, StoreLayout
@@ -50,7 +50,7 @@ def computed(layout: StoreLayout, data: Bytes, x: Float32, rows: NDArray[np.int3
 @example(hidden=63, tile=7, tiles=1, number=3, seed=0)
 def test_experts(hidden: int, tile: int, tiles: int, number: int, seed: int) -> None:
     random = np.random.default_rng(seed)
-    layout, (gate, up, down), data = bf16_expert(random, hidden, tile, tiles)
+    layout, (gate, up, down), data = plain_expert(random, hidden, tile, tiles)
     x = random.standard_normal((number + 2, hidden)).astype(np.float32)
     rows = np.sort(random.permutation(number + 2)[:number]).astype(np.int32)
     together = computed(layout, data, x, rows, 1)

@@ -254,20 +254,3 @@ async def test_stats_and_policies(endpoint, monkeypatch):
             await client.stats()
         with pytest.raises(RequestFailed, match=r"^the engine did not answer SetPolicy in 0.15 s$"):
             await client.set_policy("dali")
-
-
-async def test_a_failing_callback_does_not_end_the_client(endpoint):
-    reported = []
-    asyncio.get_running_loop().set_exception_handler(
-        lambda loop, context: reported.append(context["exception"])
-    )
-
-    def fail(message):
-        raise ValueError(message.policy)
-
-    async with both(endpoint) as (_, client), Client.connect(endpoint) as other:
-        other.on_policy = fail
-        await client.set_policy("fiddler")
-        await until(lambda: reported)
-        assert str(reported[0]) == "fiddler"
-        assert await other.stats()

@@ -104,17 +104,6 @@ async def test_missing_engine_is_an_error_within_the_timeout(endpoint):
     assert watch.shows(0.25, 1.0)
 
 
-async def test_connect_waits_for_a_starting_engine(endpoint):
-    async def connect():
-        async with Client.connect(endpoint) as client:
-            return await client.stats()
-
-    connecting = asyncio.create_task(connect())
-    await asyncio.sleep(0.3)
-    async with engine(endpoint):
-        assert await connecting
-
-
 NEWER = (
     f"the engine speaks protocol version 9, this client version {VERSION};"
     " use the client that was installed with"

@@ -6,9 +6,8 @@ import pytest
 from msgspec.structs import replace
 from protocol_engine import both, engine, until
 
-from protocol.answer import MAX_EXITS, Answer, RetryBudget
-from protocol.client import Client, copy_of
-from protocol.errors import EngineGone, RequestFailed, VersionMismatch
+from protocol.client import Client
+from protocol.errors import EngineGone, RequestFailed
 from protocol.messages import (
     Calibrate,
     Calibrated,
@@ -130,72 +129,3 @@ async def test_leaving_the_client_cancels_answers_and_calibrations_alone(endpoin
         await asyncio.sleep(0.02)
         assert server.ever(Cancel) == [Cancel(answer.request), Cancel(calibration)]
         assert ended.done.reason == "length"
-
-
-async def test_each_caller_gets_an_error_of_its_own(endpoint):
-    """An exception object belongs to one traceback."""
-    async with engine(endpoint):
-        async with Client.connect(endpoint) as client:
-            answers = [client.generate(prompt="slow", max_tokens=10_000) for _ in range(2)]
-        errors = [await client.lost(), await client.lost()]
-        for answer in answers:
-            with pytest.raises(EngineGone) as raised:
-                await answer.result()
-            errors.append(raised.value)
-        assert len({id(error) for error in errors}) == 4
-        assert {str(error) for error in errors} == {"this client is closed"}
-    assert type(copy_of(VersionMismatch("v"))) is VersionMismatch
-
-
-async def test_answer_that_is_read_twice_or_late_is_whole():
-    cancelled = []
-    answer = Answer(3, cancelled.append)
-    positions = []
-    answer.feed(Queued(3, 5))  # nothing is called
-    answer.on_queued = positions.append
-    answer.feed(Queued(3, 2))
-    assert positions == []  # called from the event loop
-    await asyncio.sleep(0)
-    assert positions == [2]
-    for index in range(3):
-        answer.feed(Token(3, index, 7 + index, "abc"[index]))
-    answer.feed(Done(3, "stop", text="!"))
-    assert answer.done.reason == "stop"  # before its tokens are read
-    for _ in range(2):
-        result = await answer.result()
-        assert (result.tokens, result.text) == ((7, 8, 9), "abc!")
-    async for token in answer:
-        assert token.index == 0
-        break
-    await answer.cancel()
-    assert cancelled == []
-    failed = Answer(4, cancelled.append)
-    failed.feed(Token(4, 0, 7, "a"))
-    failed.feed(EngineGone("gone"))
-    with pytest.raises(EngineGone, match="gone"):
-        await failed.result()
-    await failed.cancel()
-    assert (failed.token_ids, failed.done, cancelled) == ((7,), None, [])
-
-
-@pytest.mark.parametrize(
-    ("progress", "fails"),
-    [
-        ([0] * MAX_EXITS, True),
-        ([0] * (MAX_EXITS - 1), False),
-        ([0, 0, 1, 1], False),
-        ([0, 0, 1, 1, 1], True),
-        ([3, 3, 5, 3, 5], False),
-        ([1, 1, 1, 2], False),  # the third has failed already; the fourth counts anew
-    ],
-)
-def test_exits_are_counted_from_the_last_progress(progress, fails):
-    budget = RetryBudget()
-    found = [budget.count_loss(part) for part in progress]
-    assert (found[-1] is not None) is fails
-    if fails:
-        assert str(found[-1]).startswith(f"the engine exited {MAX_EXITS} times without progress")
-        assert not found[-1].usage
-
-
-# --- the link -----------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """A client with `retry`: engines that exit at any point, and restarted ones at the same endpoint."""
 
 import asyncio
-import fcntl
 import shutil
 from contextlib import AsyncExitStack
 
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from protocol_engine import BLOCK, QUIET, WELCOME, both, drain, engine, leaves_nothing, until
+from protocol_engine import BLOCK, QUIET, WELCOME, drain, engine, leaves_nothing, until
 from waiting import Stopwatch
 
 from protocol.client import Client
@@ -305,26 +304,6 @@ async def test_client_does_not_wait_for_an_engine_that_was_stopped(endpoint, run
             runtime.mkdir(mode=0o700, exist_ok=True)
 
 
-async def test_client_waits_as_long_as_a_process_holds_the_engines_lock(endpoint, runtime):
-    with (runtime / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        async with Restarts(endpoint) as engines:
-            engines.server.shares = {0: 2}
-            answer = engines.client.generate(prompt="hi", max_tokens=LENGTH)
-            await until(lambda: len(answer.token_ids) == 2)
-            await engines.next()
-            assert (await answer.result()).tokens == ANSWER
-
-
-async def test_client_closed_while_it_waits_ends_its_requests(endpoint):
-    async with Restarts(endpoint) as engines:
-        waiting = asyncio.create_task(engines.client.generate(prompt="slow", max_tokens=10_000).result())
-        await engines.stop()
-        await until(lambda: engines.events)
-    with pytest.raises(EngineGone, match=r"^this client is closed$"):
-        await waiting
-
-
 async def test_scores_across_restarts_have_each_row_once_in_order(endpoint):
     """From engines that cut the rows into blocks of different sizes, and exit after some of them. Each exits
     when the client has its rows: rows that are still under way may be lost, and are then no progress."""
@@ -366,16 +345,6 @@ async def test_score_without_progress_over_three_exits_fails(endpoint):
         with pytest.raises(RequestFailed, match=GIVEN_UP):
             await collecting
         assert not engines.server.ever(Score)
-
-
-async def test_client_that_is_dropped_connects_again(endpoint):
-    async with both(endpoint, retry=20.0) as (server, client):
-        for _ in range(2):
-            answer = client.generate(prompt="slow", max_tokens=8)
-            await until(lambda a=answer: len(a.token_ids) >= 2)
-            server.drop_clients()
-            assert (await answer.result()).tokens == tuple(range(100, 108))
-        assert client.strays == 0
 
 
 async def test_reconnections_leave_no_descriptor_and_no_task(endpoint):

@@ -26,19 +26,6 @@ from protocol.sockets import (
 )
 
 
-def test_a_router_and_a_dealer_exchange_messages(context, endpoint):
-    with (
-        bind_router(context, endpoint) as router,
-        connect_dealer(context, endpoint, identity=b"worker-0-1") as dealer,
-    ):
-        dealer.send_multipart([b"a", b"b"])
-        assert router.poll(5000)
-        assert router.recv_multipart() == [b"worker-0-1", b"a", b"b"]
-        router.send_multipart([b"worker-0-1", b"c"])
-        assert dealer.poll(5000)
-        assert dealer.recv_multipart() == [b"c"]
-
-
 def test_a_full_queue_is_an_error_for_its_own_peer_only(context, endpoint):
     with (
         bind_router(context, endpoint, send_hwm=1) as router,
@@ -61,17 +48,6 @@ def test_a_full_queue_is_an_error_for_its_own_peer_only(context, endpoint):
         assert quick.poll(5000)
         assert quick.recv() == b"through"
         router.close(linger=0)
-
-
-def test_a_peer_may_connect_first_and_survives_a_new_router(context, endpoint):
-    with connect_dealer(context, endpoint, identity=b"worker-0-1") as dealer:
-        for word in (b"one", b"two"):  # the second router binds over the file that the first one left
-            with bind_router(context, endpoint) as router:
-                for _ in range(50):  # what was sent before the dealer saw the first router go is lost
-                    dealer.send(word)
-                    if router.poll(100):
-                        break
-                assert router.recv_multipart(flags=zmq.NOBLOCK) == [b"worker-0-1", word]
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])

@@ -1,5 +1,5 @@
 """What is written for later reaches the disk in this order: the file, its name, the folder that has it.
-A power failure then leaves the old file or the new one."""
+A power failure then leaves the old file or the new one. All other files are written as "output" is."""
 
 from __future__ import annotations
 
@@ -10,22 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from plain_calibration import plain_calibration
 from small_store import build, write_cache
 
-from launch.chat.conversation import save as save_conversation
 from pipeline.backbone.disk_cache import BackboneCache
-from pipeline.calibration import cost_cache
-from pipeline.calibration import file as calibration_file
-from pipeline.calibration.cost_cache import Record, Setting
-from pipeline.policies.costs import Costs
 from shm.atomic_file import atomic_file
 from shm.segment import unlink
 from shm.store import Store, store_name
 
 FINGERPRINT = "1f" * 32
-SETTING = Setting("cpu", 2, "cpu", FINGERPRINT, "bf16", "bf16", (1,), "kernels", "")
-RECORD = Record(SETTING, "m", 3, 4096, 1e9, Costs((1,), (1e-3,), (1e-4,), 5e-3, 1e-4, (1e-3,)))
 
 
 @pytest.fixture
@@ -73,14 +65,6 @@ def output(folder: Path) -> None:
 WRITERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "store": (store, f"{FINGERPRINT}/store.bin"),
     "backbone": (backbone, f"{FINGERPRINT}/backbone.bin"),
-    "costs": (lambda folder: cost_cache.keep(folder, RECORD), f"costs/{RECORD.setting.name}"),
-    "calibration": (
-        lambda folder: calibration_file.save(
-            folder / FINGERPRINT / calibration_file.NAME, plain_calibration(2, 3), {}
-        ),
-        f"{FINGERPRINT}/{calibration_file.NAME}",
-    ),
-    "conversation": (lambda folder: save_conversation(folder / "chat.json", None, ()), "chat.json"),
     "output": (output, "figure.png"),
 }
 

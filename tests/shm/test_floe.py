@@ -15,7 +15,7 @@ from small_store import write_cache
 
 from shm.disk_cache import CachedStore
 from shm.floe import FLOE_FORMATS, FloeFormat
-from shm.layout import NO_HEAD, PAGE, ExpertShape, Float32, StoreLayout
+from shm.layout import NO_HEAD, ExpertShape, Float32
 from shm.manifest import StoreManifest
 from shm.segment import unlink
 from shm.store import Store, StoreBuilder
@@ -106,61 +106,6 @@ def test_what_pads_a_row_is_fixed(fmt: FloeFormat, hidden: int, seed: int) -> No
     halves = np.stack([f.reshape(16, -1, 16, 4) for f in fields], axis=2)  # row, line, half, i, b
     numbers = halves.swapaxes(-1, -2).reshape(16, -1)
     assert (numbers[:, hidden:] == (0 if bits == 4 else 128)).all()
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    formats,
-    st.builds(
-        ExpertShape,
-        layers=st.integers(1, 3),
-        experts=st.integers(1, 4),
-        hidden=st.integers(1, 150),
-        intermediate=st.integers(1, 150),
-        tile=st.integers(1, 6).map(lambda n: 16 * n),
-    ),
-    seeds,
-)
-def test_experts_decode_and_layouts_do_not_overlap(fmt: FloeFormat, shape: ExpertShape, seed: int) -> None:
-    layout = StoreLayout(shape, fmt)
-    written = np.zeros(layout.total_bytes, np.uint8)  # how often each byte is a tile's, a head's
-    for place in np.ndindex(shape.layers, shape.experts, shape.tiles):
-        begin, head = layout.offset(*place), layout.head_offset(*place)
-        written[begin : begin + layout.tile_bytes] += 1
-        written[head : head + layout.head_bytes] += 1
-        assert place[2] or (begin % PAGE, head % PAGE) == (0, 0)
-        layer = place[0] * layout.layer_stride
-        heads_end = layer + shape.experts * layout.head_stride
-        assert layer <= head < heads_end <= begin < layer + layout.layer_stride
-    assert written.max() == 1
-    assert written.sum() == layout.expert_bytes * shape.layers * shape.experts
-
-    gate, up = (normal(shape.intermediate, shape.hidden, seed + n) for n in range(2))
-    down = normal(shape.hidden, shape.intermediate, seed + 2)
-    out = np.full(layout.expert_stride, 0xAB, np.uint8)
-    heads = np.full(layout.head_stride, 0xAB, np.uint8)
-    layout.encode_expert(gate, up, down, out, heads)
-    tiles = (layout.tile_of(out, heads, tile) for tile in range(shape.tiles))
-    decoded = [decode(fmt, body, shape.hidden, shape.tile, head) for body, head in tiles]
-    together = np.concatenate(decoded, axis=1)
-    bits = fmt.rows.bits, fmt.up.bits, fmt.rows.bits
-    for part, w, n in zip(together, (gate, up, down.T), bits, strict=True):
-        assert np.abs(part[: shape.intermediate] - w).max() <= WORST[n] * np.abs(w).max()
-        assert not part[shape.intermediate :].any()
-    assert not out[layout.tile_bytes * shape.tiles :].any()
-    assert not heads[layout.head_bytes * shape.tiles :].any()
-    # The tiles of an expert together are as one tile, and 16 channels of a tile are a smaller tile.
-    whole = decode(
-        fmt,
-        out[: layout.tile_bytes * shape.tiles],
-        shape.hidden,
-        shape.padded,
-        heads[: layout.head_bytes * shape.tiles],
-    )
-    np.testing.assert_array_equal(whole, together)
-    small, small_head = fmt.tile_bytes(shape.hidden, 16), fmt.head_bytes(shape.hidden, 16)
-    first = decode(fmt, out[:small], shape.hidden, 16, heads[:small_head])
-    np.testing.assert_array_equal(first, together[:, :16])
 
 
 @pytest.mark.parametrize("fmt", FLOE_FORMATS, ids=IDS)

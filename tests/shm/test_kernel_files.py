@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shm.kernel_files import Limits, free_memory, limits, parse_cores, parse_cpuinfo, parse_quota
@@ -49,24 +49,9 @@ def test_list_of_cores_is_parsed(cores: set[int]) -> None:
     assert parse_cores(text) == cores
 
 
-@settings(deadline=None)  # the machine may be busy
-@given(st.text("0179-,", max_size=9))
-@example("1,,2")
-@example("3-")
-@example("-3")
-@example("1-2-3")
-@example(",")
-@example("12345")
+@pytest.mark.parametrize("text", ["", "1,,2", "3-", "-3", "1-2-3", ",", "12345", "a"])
 def test_malformed_list_of_cores_is_empty(text: str) -> None:
-    expected: set[int] = set()
-    for part in text.split(","):
-        low, dash, high = part.partition("-")
-        numbers = (low, high) if dash else (low,)
-        if not all(n.isdigit() and len(n) <= 4 for n in numbers):
-            expected = set()
-            break
-        expected |= set(range(int(numbers[0]), int(numbers[-1]) + 1))
-    assert parse_cores(text) == expected
+    assert parse_cores(text) == frozenset()
 
 
 def test_cpuinfo_of_x86_and_arm() -> None:

@@ -6,74 +6,77 @@ from decoding import decode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shm.blocks import Int2, Int8
 from shm.formats import round_to_bf16
-from shm.layout import PAGE, ExpertShape, StoreLayout, format_named
+from shm.layout import FORMATS, PAGE, BlockFormat, ExpertShape, FloeFormat, StoreLayout, TileFormat
 
-shapes = st.builds(
-    ExpertShape,
-    layers=st.integers(1, 3),
-    experts=st.integers(1, 4),
-    hidden=st.integers(1, 40),
-    intermediate=st.integers(1, 50),
-    tile=st.integers(1, 60),
-)
-formats = st.sampled_from(["f32", "bf16"]).map(format_named)
+WORST = {2: 0.75, 4: 0.35, 8: 0.01, 16: 0.004, 32: 0}  # of the largest weight, by bits
 
 
-def matrices(shape: ExpertShape, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    wide = (shape.intermediate, shape.hidden)
-    return tuple(rng.standard_normal(s).astype(np.float32) for s in (wide, wide, wide[::-1]))
+@st.composite
+def layouts(draw: st.DrawFn) -> StoreLayout:
+    format = draw(st.sampled_from([*FORMATS.values(), Int2(64), Int8(64)]))
+    tile = draw(st.integers(1, 2 if format.granularity > 1 else 60)) * format.granularity
+    sizes = draw(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 150), st.integers(1, 150)))
+    return StoreLayout(ExpertShape(*sizes, tile), format)
 
 
-@given(shapes, formats)
-def test_tiles_are_disjoint_in_order_and_experts_aligned(shape, fmt):
-    layout = StoreLayout(shape, fmt)
-    end = 0
-    for layer in range(shape.layers):
-        for expert in range(shape.experts):
-            assert layout.offset(layer, expert) % PAGE == 0
-            for tile in range(shape.tiles):
-                begin = layout.offset(layer, expert, tile)
-                assert begin == end if tile else 0 <= begin - end < PAGE
-                end = begin + layout.tile_bytes
-    assert end <= layout.total_bytes < end + PAGE
+def bits_of(format: TileFormat) -> tuple[int, int, int]:
+    """Of gate, up and down."""
+    if isinstance(format, FloeFormat):
+        return format.rows.bits, format.up.bits, format.rows.bits
+    bits = format.bits if isinstance(format, BlockFormat) else {"f32": 32, "bf16": 16}[format.name]
+    return bits, bits, bits
 
 
-@given(shapes, formats, st.integers(0, 2**32))
+@given(layouts())
 @settings(deadline=None)
-def test_every_number_decodes_and_padding_is_zero(shape, fmt, seed):
-    layout = StoreLayout(shape, fmt)
-    gate, up, down = matrices(shape, seed)
-    out = np.full(layout.expert_stride, 0xAB, dtype=np.uint8)
-    layout.encode_expert(gate, up, down, out)
-    tiles = [
-        decode(fmt, out[t * layout.tile_bytes : (t + 1) * layout.tile_bytes], shape.hidden, shape.tile)
-        for t in range(shape.tiles)
-    ]
-    decoded = np.concatenate(tiles, axis=1)  # [3, padded, H]
-    expected = np.stack((gate, up, down.T))
-    if fmt.name == "bf16":
-        expected = torch.from_numpy(expected).bfloat16().float().numpy()
-    np.testing.assert_array_equal(decoded[:, : shape.intermediate], expected)
-    assert not decoded[:, shape.intermediate :].any()
+def test_tiles_and_heads_do_not_overlap_and_experts_are_aligned(layout: StoreLayout) -> None:
+    shape = layout.shape
+    written = np.zeros(layout.total_bytes, np.uint8)  # how often each byte is a tile's, a head's
+    for place in np.ndindex(shape.layers, shape.experts, shape.tiles):
+        begin, head = layout.offset(*place), layout.head_offset(*place)
+        written[begin : begin + layout.tile_bytes] += 1
+        written[head : head + layout.head_bytes] += 1
+        assert place[2] or (begin % PAGE, head % PAGE) == (0, 0)
+        layer = place[0] * layout.layer_stride
+        heads_end = layer + shape.experts * layout.head_stride
+        assert layer <= head <= heads_end <= begin < layer + layout.layer_stride
+    assert written.max() == 1
+    assert written.sum() == layout.expert_bytes * shape.layers * shape.experts
+
+
+@given(layouts(), st.integers(0, 2**32))
+@settings(deadline=None)
+def test_experts_decode_and_padding_is_zero(layout: StoreLayout, seed: int) -> None:
+    shape, format, rng = layout.shape, layout.format, np.random.default_rng(seed)
+    wide = (shape.intermediate, shape.hidden)
+    gate, up, down = (rng.standard_normal(s).astype(np.float32) for s in (wide, wide, wide[::-1]))
+    out = np.full(layout.expert_stride, 0xAB, np.uint8)
+    heads = np.full(layout.head_stride, 0xAB, np.uint8)
+    layout.encode_expert(gate, up, down, out, heads)
+    tiles = (layout.tile_of(out, heads, tile) for tile in range(shape.tiles))
+    decoded = [decode(format, body, shape.hidden, shape.tile, head) for body, head in tiles]
+    together = np.concatenate(decoded, axis=1)  # [3, padded, H]
+    for part, w, bits in zip(together, (gate, up, down.T), bits_of(format), strict=True):
+        assert np.abs(part[: shape.intermediate] - w).max() <= WORST[bits] * np.abs(w).max()
+    assert not together[:2, shape.intermediate :].any()  # so whatever down's is, it adds nothing
     assert not out[layout.tile_bytes * shape.tiles :].any()
+    assert not heads[layout.head_bytes * shape.tiles :].any()
+    if not isinstance(format, FloeFormat):
+        return
+    # The tiles of an expert together are as one tile, and 16 channels of a tile are a smaller tile.
+    assert not together[2, shape.intermediate :].any()
+    for channels in (shape.padded, 16):
+        size, head = format.tile_bytes(shape.hidden, channels), format.head_bytes(shape.hidden, channels)
+        found = decode(format, out[:size], shape.hidden, channels, heads[:head])
+        np.testing.assert_array_equal(found, together[:, :channels])
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200))
 def test_bf16_rounds_as_torch_does(patterns):
-    edges = [
-        0,
-        1 << 31,
-        1,
-        0x807FFFFF,
-        0x7F800000,
-        0xFF800000,
-        0x7F7FFFFF,
-        0x7F800001,
-        0x3F808000,
-        0x3F818000,
-    ]
+    edges = [0, 1 << 31, 1, 0x807FFFFF, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x7F800001, 0x3F808000]
+    edges.append(0x3F818000)
     values = np.array(edges + patterns, dtype=np.uint32).view(np.float32)
     ours = round_to_bf16(values)
     theirs = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from small_store import SHAPE, build, file_of, run, running
+from small_store import SHAPE, build, file_of, running
 
 from shm.errors import SegmentMissing
 from shm.locks import StoreLease, build_folder, build_lock, remove_unused, sweep
@@ -67,15 +67,6 @@ def killed_user(fingerprint: str) -> Iterator[None]:
         yield
 
 
-def kill_a_builder(fingerprint: str) -> None:
-    """Run an engine that is killed while it holds the build lock."""
-    code = (
-        "import os, signal, sys; from shm.locks import build_lock\n"
-        "with build_lock(sys.argv[1]): os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    run(code, fingerprint)
-
-
 def test_lock_of_a_killed_builder_is_released(fingerprint):
     code = (
         "import sys, time; from shm.locks import build_lock\n"
@@ -111,13 +102,6 @@ def test_store_kept_by_any_user_stays_until_its_next_use(fingerprint):
     assert file_of(fingerprint).stat().st_mtime >= now - 1
     assert next_use.release(keep=False)
     assert not file_of(fingerprint).exists()
-
-
-def test_a_lease_needs_a_store(fingerprint):
-    with pytest.raises(SegmentMissing):
-        StoreLease.acquire(fingerprint)
-    build(fingerprint)
-    StoreLease.acquire(fingerprint).release(keep=False)
 
 
 def test_last_of_many_concurrent_leases_removes_the_store(fingerprint):
@@ -183,14 +167,6 @@ def test_lease_of_a_store_that_is_being_rebuilt_raises_segment_missing(fingerpri
     leave_half_built(fingerprint)
     with pytest.raises(SegmentMissing, match="unfinished"):
         StoreLease.acquire(fingerprint)
-
-
-def test_lock_files_of_killed_builders_are_swept(fingerprint):
-    kill_a_builder(fingerprint)
-    left = build_folder() / f"{fingerprint[:16]}.build"
-    assert left.exists()
-    assert sweep() == []
-    assert not left.exists()
 
 
 def test_a_store_in_use_is_not_removed(fingerprint):

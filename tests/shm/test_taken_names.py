@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from small_store import build
 
-from protocol.errors import NotPrivate
-from protocol.files import private_directory
 from shm.errors import SegmentMissing, ShmError
 from shm.file_locks import try_lock
 from shm.locks import StoreLease, build_lock, sweep
@@ -64,21 +62,6 @@ def test_a_segment_of_a_taken_name_is_neither_used_nor_made(fingerprint, taken):
         StoreLease.acquire(fingerprint)
     assert sweep() == []
     assert taken.lstat() == before
-
-
-@pytest.mark.parametrize("kind", [pytest.param("file", marks=as_root), pytest.param("folder", marks=as_root)])
-def test_a_taken_folder_is_an_error_with_what_to_do(tmp_path, kind):
-    take(tmp_path / "place", kind)
-    with pytest.raises(NotPrivate, match=r"have it removed|remove it and start again"):
-        private_directory(tmp_path / "place")
-
-
-def test_an_own_folder_that_is_open_is_an_error_with_what_to_do(tmp_path):
-    (tmp_path / "place").mkdir(mode=0o755)
-    with pytest.raises(NotPrivate, match="chmod 700"):
-        private_directory(tmp_path / "place")
-    with pytest.raises(NotPrivate, match="cannot create"):
-        private_directory(tmp_path / "missing" / "place")
 
 
 @pytest.mark.parametrize(("mode", "links"), [(0o620, 1), (0o600, 2)])

@@ -39,8 +39,11 @@ def tables(angles: np.ndarray) -> np.ndarray:
     return np.array((np.concatenate((cos, cos)), np.concatenate((-sin, sin))), np.float32)
 
 
-def normed(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + EPS) * weight
+def normed(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    if bias is not None:
+        x = x - x.mean(axis=-1, keepdims=True)
+    y = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + EPS) * weight
+    return y if bias is None else y + bias
 
 
 def softmax(x: np.ndarray) -> np.ndarray:

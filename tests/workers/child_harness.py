@@ -34,6 +34,7 @@ ROOT = Path(workers.__file__).parent.parent  # where child processes find the pa
 SHAPE = ExpertShape(layers=2, experts=4, hidden=48, intermediate=300, tile=16)  # 19 tiles, the last padded
 SECONDS = 100.0  # for any one answer: importing torch takes a while on a busy machine
 KEY = b"k" * 32  # of the engine
+UNTOUCHED = 0xAB  # bytes of a slab that nothing was copied to
 WORKERS = 4  # that the control segment has lines for
 MODULES = {"worker": "workers.expert_worker", "prefetcher": "workers.prefetcher"}
 SOCKETS = {"worker": "work.sock", "prefetcher": "fetch.sock"}

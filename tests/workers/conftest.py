@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 
 import pytest
 import torch
-from child_harness import small_store
+from child_harness import SHAPE, UNTOUCHED, small_store
 
+from shm.control import ControlSegment
+from shm.segment import unlink
+from shm.slab import Slab
+from shm.store import Store, store_name
 from workers.kernels.native import VARIANTS, Library, load
 
 
@@ -24,6 +29,26 @@ def fingerprint() -> Iterator[str]:
     """Of a small store."""
     with small_store() as fingerprint:
         yield fingerprint
+
+
+@pytest.fixture
+def control() -> Iterator[ControlSegment]:
+    """A control segment for one worker."""
+    control = ControlSegment.create(f"/tandem-tests-{uuid.uuid4().hex[:12]}-control-0", 1)
+    yield control
+    control.close()
+    unlink(control.segment.name)
+
+
+@pytest.fixture
+def slab(fingerprint: str) -> Iterator[Slab]:
+    """Slots for three experts of the small store, filled with UNTOUCHED."""
+    with Store.attach(store_name(fingerprint)) as store:
+        name, size = f"/tandem-test-slab-{uuid.uuid4().hex[:12]}", store.layout.tile_bytes
+    with Slab.create(name, 3 * SHAPE.tiles, size) as slab:
+        slab.segment.array[:] = UNTOUCHED
+        yield slab
+    unlink(name)
 
 
 @pytest.fixture(scope="module")

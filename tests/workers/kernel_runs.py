@@ -27,11 +27,11 @@ def bits(array: Float32) -> NDArray[np.uint32]:
     return np.ascontiguousarray(array).view(np.uint32)
 
 
-def bf16_expert(
-    random: np.random.Generator, hidden: int, tile: int, tiles: int
+def plain_expert(
+    random: np.random.Generator, hidden: int, tile: int, tiles: int, name: str = "bf16"
 ) -> tuple[StoreLayout, tuple[Float32, Float32, Float32], Bytes]:
-    """A layout of one expert in bf16, the expert's gate, up and down in float32, and its tiles' bytes."""
-    layout = StoreLayout(ExpertShape(1, 1, hidden, tiles * tile, tile), format_named("bf16"))
+    """A layout of one expert in a plain format; its gate, up and down in float32; its tiles' bytes."""
+    layout = StoreLayout(ExpertShape(1, 1, hidden, tiles * tile, tile), format_named(name))
     wide = (tiles * tile, hidden)
     gate, up, down = (
         (random.standard_normal(s) * s[1] ** -0.5).astype(np.float32) for s in (wide, wide, wide[::-1])

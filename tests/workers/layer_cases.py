@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from attention_cases import EPS, as_cached, numbers, read
+from attention_cases import EPS, as_cached, grouped_inputs, normed, numbers, read, softmax, tables, turned
 from decoding import decode_matrix
 from hypothesis import strategies as st
 
@@ -23,27 +23,8 @@ from workers.kernels.layer import (
     Projection,
     Tokens,
 )
-from workers.kernels.matrix import DenseMatrix, HostMatrix, quantized
+from workers.kernels.matrix import HostMatrix, quantized
 from workers.kernels.native import Library, Team
-
-
-def normed(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    if bias is not None:
-        x = x - x.mean(axis=-1, keepdims=True)
-    y = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + EPS) * weight
-    return y if bias is None else y + bias
-
-
-def softmax(x: np.ndarray) -> np.ndarray:
-    e = np.exp(x - x.max(axis=-1, keepdims=True))
-    return e / e.sum(axis=-1, keepdims=True)
-
-
-def turned(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
-    half = x.shape[-1] // 2
-    swapped = np.concatenate((-x[..., half:], x[..., :half]), axis=-1)
-    both = np.concatenate((angles, angles))
-    return x * np.cos(both) + swapped * np.sin(both)
 
 
 @dataclass(frozen=True)
@@ -143,12 +124,8 @@ class Layer:
         def projection(name: str) -> Projection | None:
             if name not in self.data:
                 return None
-            matrix: HostMatrix | DenseMatrix
-            if isinstance(format, BlockFormat):
-                matrix = HostMatrix(format, self.data[name], self.sizes[name], team)
-            else:
-                address = self.data[name].ctypes.data
-                matrix = DenseMatrix(library, team, 8 * self.data[name].itemsize, self.sizes[name], address)
+            data = self.data[name].view(np.uint8).reshape(-1)
+            matrix = HostMatrix(library, team, format, self.sizes[name], data)
             return Projection(matrix, self.address(f"{name}_bias"))
 
         attention: Grouped | Latent
@@ -211,9 +188,7 @@ class Rows:
         s = self.layer.shape
         caches = [[cache.copy() for cache in self.caches[row]] for row in rows]
         addresses = [np.array([c.ctypes.data for c in of_row], np.uint64) for of_row in caches]
-        angles = self.angles[rows]
-        cos, sin = np.cos(angles), np.sin(angles)
-        turns = np.stack((np.concatenate((cos, cos), 1), np.concatenate((-sin, sin), 1))).astype(np.float32)
+        turns = np.ascontiguousarray(np.stack([tables(each) for each in self.angles[rows]], axis=1))
         tokens = np.zeros(len(rows), TOKEN)
         for i, row in enumerate(rows):
             tokens[i] = (
@@ -262,16 +237,9 @@ class Rows:
 
     def _grouped(self, row: int, first, product, caches) -> tuple[np.ndarray, list[np.ndarray]]:
         s, w, position = self.layer.shape, self.layer.plain, self.positions[row]
+        weights = [w["query_norm"], w["key_norm"]]
         x = first.reshape(-1, 2 * s.half)
-        q, k, v = x[: s.heads], x[s.heads : s.heads + s.kv_heads], x[s.heads + s.kv_heads :]
-        if s.norm == "head":
-            q, k = normed(q, w["query_norm"]), normed(k, w["key_norm"])
-        elif s.norm == "all":
-            q = normed(q.ravel(), w["query_norm"]).reshape(q.shape)
-            k = normed(k.ravel(), w["key_norm"]).reshape(k.shape)
-        if s.clip is not None:
-            q, k, v = (np.clip(one, -s.clip, s.clip) for one in (q, k, v))
-        q, k = turned(q, self.angles[row]), turned(k, self.angles[row])
+        q, k, v = grouped_inputs(x, self.angles[row], s.kv_heads, s.norm, weights, s.clip)
         keys, values = (read(cache) for cache in caches)
         seen = slice(0 if s.window is None else max(0, position + 1 - s.window), position + 1)
         shared, scale = s.heads // s.kv_heads, (2 * s.half) ** -0.5

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
-
 import pytest
 
 from shm.control import ControlSegment
-from shm.segment import unlink
 from shm.slab import Slab
 from shm.store import Store, store_name
 from workers.copiers import EmulatedLink, HostCopier, TileCopy
@@ -32,25 +28,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("workers.copiers.time", clock)
-    monkeypatch.setattr("workers.copiers.time", clock)
     return clock
-
-
-@pytest.fixture
-def control() -> Iterator[ControlSegment]:
-    control = ControlSegment.create(f"/tandem-tests-{uuid.uuid4().hex[:12]}-control-0", 1)
-    yield control
-    control.close()
-    unlink(control.segment.name)
-
-
-@pytest.fixture
-def slab(fingerprint: str) -> Iterator[Slab]:
-    with Store.attach(store_name(fingerprint)) as store:
-        slab = Slab.create(f"/tandem-test-slab-{uuid.uuid4().hex[:12]}", 4, store.layout.tile_bytes)
-    yield slab
-    slab.close()
-    unlink(slab.segment.name)
 
 
 def links(control: ControlSegment, gbps: float) -> tuple[EmulatedLink, EmulatedLink]:

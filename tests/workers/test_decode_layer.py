@@ -14,7 +14,7 @@ from kernel_runs import bits, seeds
 from layer_cases import Layer, Rows, Shape, shapes
 
 from shm.layout import DENSE
-from workers.kernels.matrix import DenseMatrix
+from workers.kernels.matrix import HostMatrix
 from workers.kernels.native import Library, Team
 
 FEW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -130,7 +130,8 @@ def test_positions_outside_the_cache_are_refused(library, latent) -> None:
 def test_products_with_a_dense_matrix(library, team, number_bits, seed, rows, outputs, inputs) -> None:
     random = np.random.default_rng(seed)
     w, x = as_cached(numbers(random, outputs, inputs), number_bits), numbers(random, rows, inputs)
-    matrix = DenseMatrix(library, team, number_bits, (outputs, inputs), w.ctypes.data)
+    format = DENSE["f32" if number_bits == 32 else "bf16"]
+    matrix = HostMatrix(library, team, format, (outputs, inputs), w.view(np.uint8).reshape(-1))
     y = matrix.product(x)
     exact = read(as_cached(x, number_bits)) @ read(w).T
     np.testing.assert_allclose(y, exact, rtol=1e-4, atol=1e-4)
@@ -138,3 +139,5 @@ def test_products_with_a_dense_matrix(library, team, number_bits, seed, rows, ou
         np.testing.assert_array_equal(bits(matrix.product(x[row : row + 1])), bits(y[row : row + 1]))
     with pytest.raises(ValueError, match="activations"):
         matrix.product(numbers(random, 1, inputs + 1))
+    with pytest.raises(ValueError, match="weights"):
+        HostMatrix(library, team, format, (outputs, inputs), w.view(np.uint8).reshape(-1)[1:])

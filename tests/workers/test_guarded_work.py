@@ -14,7 +14,6 @@ import pytest
 
 from shm.descriptor import Descriptor, describe
 from shm.layout import ExpertShape, StoreLayout, format_named
-from workers.kernels.c_types import Geometry
 from workers.kernels.native import Library, WorkKernel
 
 LAYOUT = StoreLayout(ExpertShape(1, 2, 64, 128, 128), format_named("int4"))
@@ -36,8 +35,7 @@ def run(library: Library, path: Path) -> None:
     path.write_bytes(np.random.default_rng(0).bytes(LAYOUT.total_bytes))
     with path.open("r+b") as file:
         tiles = np.frombuffer(mmap.mmap(file.fileno(), LAYOUT.total_bytes), np.uint8)
-    kernel = library.kernel(Geometry(LAYOUT.format, 64, 64, 128))
-    guarded, plain = (kernel.works(tiles, LAYOUT, guarded=flag) for flag in (True, False))
+    guarded, plain = (WorkKernel(library, LAYOUT, tiles, guarded=flag) for flag in (True, False))
     expected = computed(plain, 0)
     assert expected.any()
     assert not np.array_equal(computed(plain, 1), expected)

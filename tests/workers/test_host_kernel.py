@@ -17,6 +17,7 @@ from protocol.messages import Partial
 from shm.layout import DENSE, BlockFormat, format_named
 from shm.store import Store, store_name
 from workers.kernels.matrix import HostMatrix, quantized
+from workers.kernels.native import best
 
 HIDDEN, TILES = 75, 3
 FEW = 4  # rows
@@ -35,7 +36,7 @@ def test_a_matrix_is_quantized_in_parts(name: str, monkeypatch: pytest.MonkeyPat
     data = quantized(format, w)
     np.testing.assert_array_equal(data, whole)
     x = np.random.default_rng(4).standard_normal((5, 37)).astype(np.float32)
-    matrix = HostMatrix(format, data, (100, 37), None)
+    matrix = HostMatrix(best(), None, format, (100, 37), data)
     assert matrix.bytes == len(whole)
     y = matrix.product(x)
     for rows in (4, 5):

@@ -148,16 +148,6 @@ def test_child_exits_with_its_killed_parent(pipe: tuple[int, int], held: bool, m
         assert wait_gone(pid)
 
 
-def test_child_exits_with_its_lifeline_while_its_parent_runs(pipe: tuple[int, int]) -> None:
-    os.write(pipe[1], pack_config({"role": "child"}))
-    with started(("-c", PARENT), pipe[0], *runs("its_module", pipe[0])) as parent:
-        pid = int(line_of(parent))
-        line_of(parent)
-        os.close(pipe[1])
-        assert wait_gone(pid)
-        assert parent.poll() is None
-
-
 @pytest.mark.parametrize(
     "sent", [b"", b"\0\0", pack_config({"role": "child"})[:-1]], ids=["none", "length", "half"]
 )

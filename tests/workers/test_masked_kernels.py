@@ -11,7 +11,7 @@ import torch
 from decoding import decode
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kernel_runs import bits, kernel_of, quick, seeds
+from kernel_runs import bits, quick, seeds
 from work_cases import Case
 
 from shm.descriptor import SHARE, THRESHOLD
@@ -19,7 +19,7 @@ from shm.floe import FLOE_FORMATS, FloeFormat
 from shm.layout import Bytes, ExpertShape, Float32, StoreLayout, format_named
 from shm.mask import DENSE, Mask, Tally
 from workers.kernels.channels import ChannelKernel
-from workers.kernels.native import Library
+from workers.kernels.native import Library, WorkKernel
 from workers.kernels.reference import ReferenceChannels, int8_steps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -79,7 +79,7 @@ def work_of(expert: Expert, mask: Mask, rows: list[int] | None = None) -> Case:
 def run(library: Library, expert: Expert, work: Case, threads: int = 1) -> tuple[Float32, Tally]:
     team = library.team(threads)
     try:
-        return work.computed(kernel_of(library, expert.layout, team).works(expert.data, expert.layout))
+        return work.computed(WorkKernel(library, expert.layout, expert.data, team))
     finally:
         if team is not None:
             team.close()
@@ -259,7 +259,7 @@ def test_channels_that_no_row_keeps_are_not_read(library: Library, name: str) ->
 def test_what_is_no_mask_is_refused(library: Library) -> None:
     expert = made("floe-int4", 64, 16, 1, 1, 0)
     good = work_of(expert, DENSE)
-    works = kernel_of(library, expert.layout).works(expert.data, expert.layout)
+    works = WorkKernel(library, expert.layout, expert.data)
     wrong = [(THRESHOLD, number) for number in (-1.0, np.nan, np.inf)] + [(SHARE, 1.5), (SHARE, np.nan)]
     for place, number in wrong:
         descriptor = good.descriptor

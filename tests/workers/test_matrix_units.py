@@ -17,11 +17,11 @@ import pytest
 from c_libraries import c_libraries
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from kernel_runs import bf16_expert, kernel_of
+from kernel_runs import kernel_of, plain_expert
 from quantized_cases import make_case
 
-from shm.layout import ExpertShape, StoreLayout, format_named
-from workers.kernels.c_types import Geometry
+from shm.layout import format_named
+from workers.kernels.matrix import HostMatrix
 from workers.kernels.native import Library, load
 
 ROOT = Path(__file__).parents[2]
@@ -83,8 +83,7 @@ def test_products(emulated, vectors, threads, name, rows, outputs, inputs, seed)
     found = []
     for library in (emulated(1), vectors):
         team = library.team(threads)
-        kernel = library.kernel(Geometry(form, inputs, outputs), team)
-        found.append(kernel.matmul(data, kernel.quantize(x)))
+        found.append(HostMatrix(library, team, form, (outputs, inputs), data).product(x))
         if team is not None:
             team.close()
     np.testing.assert_array_equal(*found)
@@ -114,7 +113,7 @@ def test_tiles_from_any_number_of_rows_on(emulated, vectors, name, least) -> Non
 @example(hidden=544, tile=300, tiles=2, rows=67, seed=0)  # two parts of a row and of the channels
 def test_bf16_tiles(emulated, vectors, threads, hidden, tile, tiles, rows, seed) -> None:
     random = np.random.default_rng(seed)
-    layout, (gate, up, down), data = bf16_expert(random, hidden, tile, tiles)
+    layout, (gate, up, down), data = plain_expert(random, hidden, tile, tiles)
     x, chosen = random.standard_normal((rows, hidden)).astype(np.float32), random.permutation(rows)
     found = {}
     for name, library in (("units", emulated(1)), ("vectors", emulated(1000)), ("pairs", vectors)):
@@ -125,16 +124,3 @@ def test_bf16_tiles(emulated, vectors, threads, hidden, tile, tiles, rows, seed)
             team.close()
     np.testing.assert_array_equal(found["pairs"], found["vectors"])
     assert brute_force.expert(gate, up, down, x[chosen], "bf16").agrees(found["units"])
-
-
-def test_a_row_of_bf16_has_the_same_bits_with_any_others(vectors) -> None:
-    """By vectors: of one read of the weights, of several, and of panels of down."""
-    layout = StoreLayout(ExpertShape(1, 1, 100, 300, 300), format_named("bf16"))
-    random, data = np.random.default_rng(1), np.empty(layout.tile_bytes, np.uint8)
-    layout.format.fill_random(random, 100, 300, 0.1, data)
-    kernel = kernel_of(vectors, layout)
-    x = kernel.quantize(random.standard_normal((40, 100)).astype(np.float32))
-    every = np.arange(40, dtype=np.int32)
-    alone = np.concatenate([kernel.tiles(data, x, every[row : row + 1]) for row in every])
-    for rows in (2, 3, 6, 7, 11, 12, 13, 40):
-        np.testing.assert_array_equal(kernel.tiles(data, x, every[:rows]), alone[:rows])

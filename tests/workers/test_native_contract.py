@@ -24,7 +24,7 @@ def any_case(name: str, rows: int, seed: int) -> Case:
     if name != "bf16":
         return make_case(name, 150, 1, 3, rows, "random", "normal", "normal", seed)
     random = np.random.default_rng(seed)
-    layout = StoreLayout(ExpertShape(1, 1, 75, 3 * 21, 21), format_named(name))
+    layout = StoreLayout(ExpertShape(1, 1, 75, 3 * 150, 150), format_named(name))
     data = np.empty(3 * layout.tile_bytes, np.uint8)
     for tile in range(3):
         part = data[tile * layout.tile_bytes : (tile + 1) * layout.tile_bytes]
@@ -85,12 +85,11 @@ def test_compiled_variants_are_used_best_first(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_tiles_are_added_in_their_order_and_counted(library: Library, name: str) -> None:
+def test_tiles_are_added_in_their_order(library: Library, name: str) -> None:
     case = any_case(name, 11, 5)
     kernel = kernel_of(library, case.layout)
-    x, ticks = kernel.quantize(case.x), np.zeros(2, np.uint64)
-    whole = kernel.tiles(case.data, x, case.rows, int(ticks[1:].ctypes.data))
-    assert ticks.tolist() == [0, 3]
+    x = kernel.quantize(case.x)
+    whole = kernel.tiles(case.data, x, case.rows)
     y = kernel.tiles(case.tile(0), x, case.rows)
     for tile in (1, 2):
         y += kernel.tiles(case.tile(tile), x, case.rows)
@@ -154,8 +153,6 @@ def test_arrays_of_wrong_shape_or_type_are_refused(library: Library, name: str) 
     for shape in ((4, hidden + 1), (hidden,), (1, 4, hidden)):
         with pytest.raises(ValueError, match="activations"):
             kernel.quantize(np.zeros(shape, np.float32))
-    with pytest.raises(ValueError, match="weights"):
-        kernel.matmul(case.data[:100], x)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int4-g128"])

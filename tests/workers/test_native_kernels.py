@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_runs import bf16_expert, bits, kernel_of, quick, reference, run, seeds
+from kernel_runs import bits, kernel_of, plain_expert, quick, reference, run, seeds
 from quantized_cases import (
     QUANTIZED,
     TINY,
@@ -25,6 +25,7 @@ from quantized_cases import (
 
 from shm.layout import BlockFormat, format_named
 from workers.kernels.c_types import Geometry
+from workers.kernels.matrix import HostMatrix
 from workers.kernels.native import Library
 from workers.kernels.reference import int8_steps
 
@@ -96,8 +97,7 @@ def test_a_product_is_exact_but_for_the_rounding_of_each_group(
     number = format.matrix_bytes(n, k) // format.record_bytes
     data = records(random, format, number, *kinds[:2]).reshape(-1)
     x = states(random, kinds[2], rows, k)
-    kernel = library.kernel(Geometry(format, k, n))
-    found = kernel.matmul(data, kernel.quantize(x))
+    found = HostMatrix(library, None, format, (n, k), data).product(x)
 
     codes, steps = int8_codes(x, group)
     matrix = Matrix.of(format, data, n)
@@ -129,11 +129,9 @@ def test_largest_products_do_not_saturate(library: Library, name: str, code: int
         data[:, :64].view("<u2")[:, 16:] = 0
         weight = code & 15
     width = 3 * format.group
-    kernel = library.kernel(Geometry(format, width, 16))
+    matrix = HostMatrix(library, None, format, (16, width), data.reshape(-1))
     for rows in range(1, 10):
-        found = kernel.matmul(
-            data.reshape(-1), kernel.quantize(np.full((rows, width), sign * 127, np.float32))
-        )
+        found = matrix.product(np.full((rows, width), sign * 127, np.float32))
         np.testing.assert_array_equal(found, np.full((rows, 16), sign * 127 * weight * width))
 
 
@@ -153,19 +151,22 @@ def test_tiles_equal_exact_arithmetic_and_the_reference(library: Library, case: 
 
 @quick(40)
 @given(
+    name=st.sampled_from(["f32", "bf16"]),
     hidden=st.integers(1, 200),
     tile=st.integers(1, 50),
     tiles=st.integers(1, 3),
     rows=st.integers(1, 20),
     seed=seeds,
 )
-def test_bf16_tiles_equal_the_brute_force_and_the_reference(library, hidden, tile, tiles, rows, seed) -> None:
+def test_plain_tiles_equal_the_brute_force_and_the_reference(
+    library, name, hidden, tile, tiles, rows, seed
+) -> None:
     random = np.random.default_rng(seed)
-    layout, (gate, up, down), data = bf16_expert(random, hidden, tile, tiles)
+    layout, (gate, up, down), data = plain_expert(random, hidden, tile, tiles, name)
     x = random.standard_normal((rows, hidden)).astype(np.float32)
     chosen = random.permutation(rows).astype(np.int32)
     kernel = kernel_of(library, layout)
     found = kernel.tiles(data, kernel.quantize(x), chosen)
-    exact = brute_force.expert(gate, up, down, x[chosen], "bf16")
+    exact = brute_force.expert(gate, up, down, x[chosen], name)
     assert exact.agrees(found)
     assert exact.agrees(reference(layout, data, x, chosen))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from shm.blocks import BlockFormat
 from shm.floe import FloeFormat
-from shm.formats import BF16, Float32, TileFormat
+from shm.formats import BF16, Bytes, Float32, TileFormat
 from shm.layout import StoreLayout
 
 LINE = 64  # bytes of a cache line
@@ -37,9 +37,18 @@ class Kept:
         return self._address
 
 
+POINTER, SIZE = ctypes.c_void_p, ctypes.c_int64
 BF16_BITS, FLOAT32_BITS = 16, 32
 
 Codes = NDArray[np.int8] | Float32
+
+
+class Weights(ctypes.Structure):
+    """A matrix, or with `channels` tiles. `channel_bits`: of gate and down, where they lie by channel."""
+
+    _fields_ = tuple(
+        (name, SIZE) for name in ("bits", "group", "inputs", "outputs", "channels", "channel_bits")
+    )
 
 
 @dataclass(frozen=True)
@@ -80,9 +89,22 @@ class Geometry:
         return self.format.rows.bits if isinstance(self.format, FloeFormat) else 0
 
     @property
+    def weights(self) -> Weights:
+        """Returns the structure of C."""
+        return Weights(self.bits, self.group, self.inputs, self.outputs, self.channels, self.channel_bits)
+
+    @property
     def padded(self) -> int:
         """Inputs in whole groups."""
         return -(-self.inputs // self.group) * self.group
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes of a matrix [outputs, inputs]."""
+        blocks = self._blocks
+        if blocks is not None:
+            return blocks.matrix_bytes(self.outputs, self.inputs)
+        return self.outputs * self.inputs * self.bits // 8
 
     @property
     def _blocks(self) -> BlockFormat | None:
@@ -99,7 +121,6 @@ class Quantized:
     factors: Float32
 
 
-POINTER, SIZE = ctypes.c_void_p, ctypes.c_int64
 FAULTS = {
     1: "a row outside x",
     2: "offsets that do not fit the rows",
@@ -114,14 +135,6 @@ FAULTS = {
     11: "a Work of another generation",
 }
 SMALL_BUFFERS = 4
-
-
-class Weights(ctypes.Structure):
-    """A matrix, or with `channels` tiles. `channel_bits`: of gate and down, where they lie by channel."""
-
-    _fields_ = tuple(
-        (name, SIZE) for name in ("bits", "group", "inputs", "outputs", "channels", "channel_bits")
-    )
 
 
 class Matrix(ctypes.Structure):
@@ -155,6 +168,14 @@ class TallyNumbers(ctypes.Structure):
         ("kept", SIZE),
         ("channels", SIZE),
     )
+
+
+def check_weights(data: Bytes, unit: int) -> None:
+    """Raises ValueError unless these are whole units of so many contiguous bytes."""
+    if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
+        raise ValueError("weights are contiguous bytes")
+    if unit == 0 or len(data) == 0 or len(data) % unit:
+        raise ValueError(f"{len(data)} bytes of weights are not whole units of {unit}")
 
 
 def checked(fault: int) -> None:

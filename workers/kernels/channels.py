@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shm.blocks import LANES
 from shm.floe import FloeFormat
 from shm.formats import Bytes, Float32
 from workers.kernels.c_types import (
@@ -18,20 +19,19 @@ from workers.kernels.c_types import (
     Activations,
     Geometry,
     Kept,
-    Quantized,
-    Weights,
     checked,
     typed,
 )
-from workers.kernels.native import Kernel, Library, Team
+from workers.kernels.matrix import HostMatrix
+from workers.kernels.native import Library, Team, handle_of
 
 
 @dataclass(frozen=True)
 class ChannelInputs:
-    """Rows of x in the forms that the products with up and with gate read; `gate`: uint8 [R, bytes of a
-    row], at a cache line."""
+    """Rows of x, and in the form that the products with gate read: uint8 [R, bytes of a row], at a cache
+    line."""
 
-    up: Quantized
+    x: Float32
     gate: Bytes
 
 
@@ -40,8 +40,7 @@ class ChannelKernel:
 
     def __init__(self, library: Library, format: FloeFormat, hidden: int, team: Team | None) -> None:
         self._library, self._format, self._hidden, self._team = library, format, hidden, team
-        g = self._geometry = Geometry(format, hidden, hidden)
-        self._weights = Weights(g.bits, g.group, hidden, hidden, 0, g.channel_bits)
+        self._weights = Geometry(format, hidden, hidden).weights
         self._address = ctypes.addressof(self._weights)
         functions = library.functions
         self._gate_bytes = typed(functions.tandem_gate_x_bytes, POINTER, result=SIZE)(self._address)
@@ -51,24 +50,25 @@ class ChannelKernel:
         self._compute = typed(
             functions.tandem_channels, *[POINTER] * 3, SIZE, *of_x, *[POINTER] * 3, result=checked
         )
-        self._ups: dict[int, Kernel] = {}  # by the number of channels
+        self._quantizer = library.kernel(Geometry(format.up, hidden, LANES))
         self._scratch = Kept()
 
     def activations(self, x: Float32) -> ChannelInputs:
         """Returns the rows x float32 [R, H] in the forms that the products read."""
         x = np.require(x, np.float32, ["C", "A"])
-        quantized = self._up(16).quantize(x)
+        quantized = self._quantizer.quantize(x)
         raw = np.empty(len(x) * self._gate_bytes + LINE, np.uint8)
         start = -raw.ctypes.data % LINE
         gate = raw[start : start + len(x) * self._gate_bytes].reshape(len(x), -1)
         of = Activations(quantized.codes.ctypes.data, quantized.factors.ctypes.data)
         self._arrange(self._address, x.ctypes.data, ctypes.byref(of), len(x), gate.ctypes.data)
-        return ChannelInputs(quantized, gate)
+        return ChannelInputs(x, gate)
 
     def up(self, heads: Bytes, x: ChannelInputs, rows: NDArray[np.int32]) -> Float32:
         """u of all channels of consecutive heads, float32 [len(rows), channels]."""
-        channels = len(heads) // self._format.head_bytes(self._hidden, 16) * 16
-        return self._up(channels).matmul(heads, Quantized(x.up.codes[rows], x.up.factors[rows]))
+        channels = len(heads) // self._format.head_bytes(self._hidden, LANES) * LANES
+        matrix = HostMatrix(self._library, self._team, self._format.up, (channels, self._hidden), heads)
+        return matrix.product(x.x[rows])
 
     def channels(self, records: Bytes, u: Float32, x: ChannelInputs, rows: NDArray[np.int32]) -> Float32:
         """The sum over channels of silu(gate . x) * u * down: float32 [len(rows), H]. records: uint8
@@ -82,19 +82,12 @@ class ChannelKernel:
         if u.shape != (len(rows), number):
             raise ValueError(f"u {u.shape} for {len(rows)} rows and {number} channels")
         if x.gate.shape[1:] != (self._gate_bytes,):
-            raise ValueError(f"activations {x.gate.shape} for {self._geometry}")
+            raise ValueError(f"activations {x.gate.shape} of {self._gate_bytes} bytes a row")
         y = np.zeros((len(rows), self._hidden), np.float32)
         if y.size and number:
             scratch = self._scratch.reserve(self._size(self._address, number, len(rows)))
-            team = None if self._team is None else self._team.handle
             self._compute(
-                team, self._address, records.ctypes.data, number, x.gate.ctypes.data, len(x.gate),
-                rows.ctypes.data, len(rows), u.ctypes.data, y.ctypes.data, scratch,
+                handle_of(self._team), self._address, records.ctypes.data, number, x.gate.ctypes.data,
+                len(x.gate), rows.ctypes.data, len(rows), u.ctypes.data, y.ctypes.data, scratch,
             )  # fmt: skip
         return y
-
-    def _up(self, channels: int) -> Kernel:
-        if channels not in self._ups:
-            geometry = Geometry(self._format.up, self._hidden, channels)
-            self._ups[channels] = self._library.kernel(geometry, self._team)
-        return self._ups[channels]

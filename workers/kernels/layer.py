@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workers.kernels.c_types import POINTER, SIZE, Kept, Matrix, checked, typed
-from workers.kernels.matrix import Address, DenseMatrix, HostMatrix
-from workers.kernels.native import Library, Team
+from workers.kernels.matrix import Address, HostMatrix
+from workers.kernels.native import Library, Team, handle_of
 
 QK_NORMS = ("", "head", "all")  # of queries and keys: none, of each head, of all heads together
 TOKEN_STEP = 1024  # scratch for attention grows by so many tokens
@@ -88,7 +88,7 @@ class _Step(ctypes.Structure):
 class Projection:
     """A matrix and the address of its bias float32 [outputs]."""
 
-    matrix: HostMatrix | DenseMatrix
+    matrix: HostMatrix
     bias: Address | None = None
 
 
@@ -166,9 +166,7 @@ class LayerKernel:
             step.scratch_bytes = self._scratch_bytes(self._address, rows, self._threads, self._sized[1])
         step.rows, step.tokens, step.scratch = rows, tokens.address, self._scratch.reserve(step.scratch_bytes)
         step.h, step.out, step.x, step.logits, step.shared = h, out, x, logits, shared
-        self._call(
-            None if self._team is None else self._team.handle, self._address, self._index, self._step_address
-        )
+        self._call(handle_of(self._team), self._address, self._index, self._step_address)
 
 
 class RMSNorm:
@@ -208,8 +206,7 @@ class SpanKernel:
         """`count` tokens, the first after `position` others: qkv [count, (heads + 2 kv_heads) * width],
         changed in place; cosines and sines [count, width]; the streams are keys and values [kv_heads,
         capacity, width]; out [count, heads * width]. Raises IndexError for positions outside the capacity."""
-        team = None if self._team is None else self._team.handle
         self._function(
-            team, ctypes.byref(self._grouped), qkv, *cos_sin, *streams, capacity, position, count, out,
-            self._scratch.reserve(self._size),
+            handle_of(self._team), ctypes.byref(self._grouped), qkv, *cos_sin, *streams, capacity, position,
+            count, out, self._scratch.reserve(self._size),
         )  # fmt: skip

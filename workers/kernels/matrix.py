@@ -12,69 +12,49 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from shm.blocks import LANES, BlockFormat
-from shm.formats import Bytes, Float32
+from shm.formats import Bytes, Float32, TileFormat
 from shm.huge import private
-from workers.kernels.c_types import POINTER, SIZE, Geometry, Kept, Matrix, Weights, typed
-from workers.kernels.native import Library, Team, best
+from workers.kernels.c_types import POINTER, SIZE, Geometry, Kept, Matrix, check_weights, typed
+from workers.kernels.native import Library, Team, handle_of
 
 Address = int
 PART_NUMBERS = 1 << 20  # quantized at a time by one core
 
 
 class HostMatrix:
-    """W [outputs, inputs] of a quantized format, made from float32 numbers. Used by one thread at a time."""
+    """W [outputs, inputs] in the bytes of a quantized format, or row-major in bf16 or float32. Used by one
+    thread at a time."""
 
     def __init__(
-        self,
-        format: BlockFormat,
-        data: Bytes,
-        shape: tuple[int, int],
-        team: Team | None,
+        self, library: Library, team: Team | None, format: TileFormat, shape: tuple[int, int], data: Bytes
     ) -> None:
-        """`data`: the matrix [outputs, inputs] of this `shape` in the format's bytes, see `quantized`."""
-        outputs, inputs = shape
-        self._data = data
+        """`data`: the matrix [outputs, inputs] of this `shape` in the format's bytes, see `quantized`. Raises
+        ValueError where they are not as many."""
+        self._outputs, self._inputs = shape
+        geometry = Geometry(format, self._inputs, self._outputs)
+        check_weights(data, geometry.matrix_bytes)
+        self._data, self._team = data, team
+        self._scratch = Kept()
+        self.facts = geometry.weights
         self.address: Address = data.ctypes.data
-        self.facts = Weights(format.bits, format.group, inputs, outputs)
-        geometry = Geometry(format, inputs, outputs)
-        self._kernel = best().kernel(geometry, team)
+        self._structure = Matrix(self.facts, self.address, None)
+        types = (*[POINTER] * 3, SIZE, POINTER, POINTER, SIZE)
+        self._product = typed(library.functions.tandem_product, *types)
+        self._scratch_bytes = typed(library.functions.tandem_product_scratch, POINTER, SIZE, result=SIZE)
 
     @property
     def bytes(self) -> int:
         return len(self._data)
 
     def product(self, x: Float32) -> Float32:
-        """x @ W.T, x float32 [R, inputs]: float32 [R, outputs]."""
-        return self._kernel.matmul(self._data, self._kernel.quantize(x))
-
-
-class DenseMatrix:
-    """W [outputs, inputs], row-major in bf16 or float32: products with a few rows. Used by one thread at a
-    time."""
-
-    def __init__(
-        self, library: Library, team: Team | None, bits: int, shape: tuple[int, int], data: Address
-    ) -> None:
-        """`data` stays valid as long as this object; of `bits` a number, 16 (bf16) or 32."""
-        self._outputs, self._inputs = shape
-        self._team = team
-        self._scratch = Kept()
-        self.facts = Weights(bits, 1, self._inputs, self._outputs)
-        self.address = data
-        self._structure = Matrix(self.facts, data, None)
-        types = (*[POINTER] * 3, SIZE, POINTER, POINTER, SIZE)
-        self._product = typed(library.functions.tandem_product, *types)
-        self._scratch_bytes = typed(library.functions.tandem_product_scratch, POINTER, SIZE, result=SIZE)
-
-    def product(self, x: Float32) -> Float32:
-        """x @ W.T, x float32 [R, inputs], rounded to bf16 for a matrix in bf16: float32 [R, outputs]."""
+        """x @ W.T, x float32 [R, inputs], rounded as the format's kernels do: float32 [R, outputs]."""
         x = np.require(x, np.float32, ["C", "A"])
         if x.ndim != 2 or x.shape[1] != self._inputs:
             raise ValueError(f"activations {x.shape} for {self._inputs} inputs")
         rows, structure = len(x), ctypes.byref(self._structure)
         y = np.empty((rows, self._outputs), np.float32)
         scratch = self._scratch.reserve(self._scratch_bytes(structure, rows))
-        team = None if self._team is None else self._team.handle
+        team = handle_of(self._team)
         self._product(team, structure, x.ctypes.data, rows, y.ctypes.data, scratch, 0)
         return y
 

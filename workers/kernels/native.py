@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shm.blocks import BlockFormat
 from shm.control import ControlLine
 from shm.descriptor import Descriptor, address_of
 from shm.errors import NotCompiled
@@ -38,7 +37,7 @@ from workers.kernels.c_types import (
     Kept,
     Quantized,
     TallyNumbers,
-    Weights,
+    check_weights,
     checked,
     typed,
 )
@@ -49,7 +48,7 @@ VARIANTS = {  # best first
     "avx2": "AVX2",
     "portable": "portable C",
 }
-VERSION = 16  # of the functions in c/kernels.h
+VERSION = 17  # of the functions in c/kernels.h
 OTHER_VERSION = "compiled from another version: install again"
 
 log = logging.getLogger(__name__)
@@ -65,8 +64,7 @@ class Library:
         self.functions = functions
         self._quantize = typed(functions.tandem_quantize, POINTER, POINTER, SIZE, POINTER, POINTER)
         self.scratch = typed(functions.tandem_scratch, POINTER, SIZE, result=SIZE)
-        self._matmul = typed(functions.tandem_matmul, *[POINTER] * 4, SIZE, POINTER, POINTER)
-        tiles = (*[POINTER] * 3, SIZE, POINTER, SIZE, POINTER, SIZE, *[POINTER] * 3)
+        tiles = (*[POINTER] * 3, SIZE, POINTER, SIZE, POINTER, SIZE, *[POINTER] * 2)
         self._tiles = typed(functions.tandem_tiles, *tiles, result=checked)
         works = (functions.tandem_work, functions.tandem_guarded_work)
         self._work, self._guarded_work = (
@@ -85,8 +83,7 @@ class Library:
         the time it takes is the limit of everything that reads weights."""
         if not memory.flags.c_contiguous or memory.nbytes % LINE:
             raise ValueError(f"{memory.nbytes} bytes are no whole lines of {LINE}")
-        handle = None if team is None else team.handle
-        total: int = self._read(handle, memory.ctypes.data, memory.nbytes)
+        total: int = self._read(handle_of(team), memory.ctypes.data, memory.nbytes)
         return total
 
     def team(self, threads: int) -> Team | None:
@@ -123,6 +120,11 @@ class Team:
             self.handle = None
 
 
+def handle_of(team: Team | None) -> int | None:
+    """Returns a team as the functions take it."""
+    return None if team is None else team.handle
+
+
 class Kernel:
     """Computes one geometry. Used by one thread at a time, and holds its scratch memory."""
 
@@ -131,10 +133,8 @@ class Kernel:
         self.geometry = g = geometry
         self._library = library
         self._team = team
-        self._weights = Weights(g.bits, g.group, g.inputs, g.outputs, g.channels, g.channel_bits)
+        self._weights = g.weights
         self._address = ctypes.addressof(self._weights)
-        blocks = g.format if isinstance(g.format, BlockFormat) else None
-        self._matrix_bytes = 0 if blocks is None else blocks.matrix_bytes(g.outputs, g.inputs)
         self._tile_bytes = (
             g.format.tile_bytes(g.inputs, g.channels) if g.channels and not g.channel_bits else 0
         )
@@ -153,52 +153,24 @@ class Kernel:
         self._library._quantize(self._address, x.ctypes.data, len(x), codes.ctypes.data, factors.ctypes.data)
         return Quantized(codes, factors)
 
-    def matmul(self, matrix: Bytes, x: Quantized) -> Float32:
-        """x @ W.T: float32 [R, outputs]. matrix: uint8 [matrix_bytes] of a quantized format."""
-        rows = self._check(matrix, x, self._matrix_bytes)
-        y = np.empty((rows, self.geometry.outputs), np.float32)
-        scratch = self._scratch.reserve(self._library.scratch(self._address, rows))
-        self._library._matmul(
-            self._handle, self._address, matrix.ctypes.data, _pointers(x), rows, y.ctypes.data, scratch,
-        )  # fmt: skip
-        return y
-
-    def tiles(self, tiles: Bytes, x: Quantized, rows: NDArray[np.int32], ticks: int | None = None) -> Float32:
+    def tiles(self, tiles: Bytes, x: Quantized, rows: NDArray[np.int32]) -> Float32:
         """The sum of the outputs of consecutive tiles for the rows x[rows]: float32 [len(rows), H]. `tiles`:
-        uint8 [number * tile_bytes]; `ticks`: address of a 64-bit counter, increased with each tile. Raises
-        IndexError for a row outside x."""
+        uint8 [number * tile_bytes]. Raises IndexError for a row outside x."""
         height = self._check(tiles, x, self._tile_bytes)
         rows = np.require(rows, np.int32, ["C", "A"])
         y = np.empty((len(rows), self.geometry.outputs), np.float32)
         number = len(tiles) // self._tile_bytes
         scratch = self._scratch.reserve(self._library.scratch(self._address, len(rows)))
         self._library._tiles(
-            self._handle, self._address, tiles.ctypes.data, number, _pointers(x), height,
-            rows.ctypes.data, len(rows), y.ctypes.data, scratch, ticks,
+            handle_of(self._team), self._address, tiles.ctypes.data, number, _pointers(x), height,
+            rows.ctypes.data, len(rows), y.ctypes.data, scratch,
         )  # fmt: skip
         return y
-
-    def works(
-        self,
-        tiles: Bytes,
-        layout: StoreLayout,
-        ticks: int | None = None,
-        guarded: bool = False,
-        generation: int = 0,
-    ) -> WorkKernel:
-        """Returns what computes Works of this generation on all `tiles` of a store, uint8 [total_bytes].
-        `ticks` as of `tiles`. `guarded`: a Work that crashes raises IndexError; only without a team."""
-        self._check_weights(tiles, layout.total_bytes)
-        return WorkKernel(self, tiles, layout, ticks, guarded, generation)
-
-    @property
-    def _handle(self) -> int | None:
-        return None if self._team is None else self._team.handle
 
     def _check(self, data: Bytes, x: Quantized, unit: int) -> int:
         """Rows of x. Raises ValueError if weights or activations do not fit this geometry."""
         g = self.geometry
-        self._check_weights(data, unit)
+        check_weights(data, unit)
         width, kind = (g.inputs, np.float32) if g.bits >= BF16_BITS else (g.padded, np.int8)
         if x.codes.dtype != kind or x.codes.shape[1:] != (width,) or not x.codes.flags.c_contiguous:
             raise ValueError(f"activations {x.codes.dtype} {x.codes.shape} for {g}")
@@ -207,38 +179,34 @@ class Kernel:
             raise ValueError(f"activations with factors {x.factors.dtype} {x.factors.shape} for {g}")
         return len(x.codes)
 
-    @staticmethod
-    def _check_weights(data: Bytes, unit: int) -> None:
-        if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
-            raise ValueError("weights are contiguous bytes")
-        if unit == 0 or len(data) == 0 or len(data) % unit:
-            raise ValueError(f"{len(data)} bytes of weights are not whole units of {unit}")
-
 
 class WorkKernel:
-    """Computes Works. Used by one thread at a time."""
+    """Computes Works on all tiles of a store. Used by one thread at a time."""
 
     def __init__(
         self,
-        kernel: Kernel,
-        tiles: Bytes,
+        library: Library,
         layout: StoreLayout,
-        ticks: int | None,
-        guarded: bool,
-        generation: int,
+        tiles: Bytes,
+        team: Team | None = None,
+        ticks: int | None = None,
+        guarded: bool = False,
+        generation: int = 0,
     ) -> None:
-        """Use `Kernel.works`."""
-        shape, start = layout.shape, tiles.ctypes.data
+        """`tiles`: uint8 [total_bytes]. `team`: the threads that compute; None: the caller alone. `ticks`:
+        address of a 64-bit counter, increased with each tile. `guarded`: a Work that crashes raises
+        IndexError; only without a team. `generation`: of the Works."""
+        check_weights(tiles, layout.total_bytes)
+        g, shape, start = Geometry.of_tiles(layout), layout.shape, tiles.ctypes.data
         self.hidden = shape.hidden
         self._tiles = tiles  # mapped as long as this object lives
         self._memory = Kept()
         self._host = Host(
-            kernel._handle, kernel._weights, start + layout.offset(0, 0), start + layout.head_offset(0, 0),
+            handle_of(team), g.weights, start + layout.offset(0, 0), start + layout.head_offset(0, 0),
             generation, shape.layers, shape.experts, shape.tiles,
             layout.layer_stride, layout.expert_stride, layout.tile_bytes,
             layout.head_stride, layout.head_bytes, ticks,
         )  # fmt: skip
-        library = kernel._library
         self._call = library._guarded_work if guarded else library._work
         self._address = ctypes.addressof(self._host)
         self._tally = TallyNumbers()
@@ -287,11 +255,10 @@ def store_kernel(
     guarded: bool = False,
     generation: int = 0,
 ) -> WorkKernel:
-    """Returns what computes Works on a store's tiles. `team`: the threads that compute; None: the caller
-    alone. `line`: ticked for each tile. `guarded`, `generation`: as of `Kernel.works`. Raises NotCompiled."""
-    kernel = best().kernel(Geometry.of_tiles(store.layout), team)
+    """Returns what computes Works on a store's tiles; `line` is ticked for each. The rest is as of
+    WorkKernel. Raises NotCompiled."""
     ticks = None if line is None else line.address
-    return kernel.works(store.all_tiles(), store.layout, ticks, guarded, generation)
+    return WorkKernel(best(), store.layout, store.all_tiles(), team, ticks, guarded, generation)
 
 
 def best() -> Library:

@@ -12,7 +12,6 @@ y = sum of silu(gate . x) * u * down, all in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -93,9 +92,7 @@ def tile_numbers(layout: StoreLayout, tile: Tensor, head: Tensor | None = None) 
 class ReferenceKernel:
     """Computes tiles in a uint8 tensor, on that tensor's device."""
 
-    def __init__(self, layout: StoreLayout, tick: Callable[[], None] | None = None) -> None:
-        """`tick` is called after each tile, as a sign of progress."""
-        self._tick = tick
+    def __init__(self, layout: StoreLayout) -> None:
         self._tile = layout.shape.tile
         self._hidden = layout.shape.hidden
         self._tile_bytes = layout.tile_bytes
@@ -114,8 +111,6 @@ class ReferenceKernel:
         for tile in data.view(-1, self._tile_bytes):
             part = self._tile_output(tile, x)
             total = part if total is None else total.add_(part)
-            if self._tick is not None:
-                self._tick()
         if total is None:
             raise ValueError("no tiles")
         return total

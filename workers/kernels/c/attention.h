@@ -146,12 +146,7 @@ static void attend(const struct stream *s, int64_t bits, const float *q, int64_t
 #define ATTEND(n)                                                                                                \
     (bits == BF16 ? attend_heads(s, BF16, q, stride, n, first, tokens, scale, scores, out)                          \
                   : attend_heads(s, 32, q, stride, n, first, tokens, scale, scores, out))
-    switch (number) {
-    case 1: ATTEND(1); break;
-    case 2: ATTEND(2); break;
-    case 3: ATTEND(3); break;
-    default: ATTEND(4);
-    }
+    BY_COUNT(number, SHARING, ATTEND)
 }
 
 /* --- heads in groups that share keys and values -------------------------------------------------------------- */

@@ -1,11 +1,10 @@
 /* AVX2. Products of four bits and eight are added in 16 bits, which hold the sum of eight pairs
  * (8 * 2 * 15 * 127 < 32768), and then in 32 bits. Nothing saturates.
  *
- * A block of 16 outputs is two halves of 8. dots_int4, dots_int8 and dots_int2 give, for one group and one half or
- * both, the exact integer products of the outputs with each row's codes. data: the first 32 bytes of a half, the next
+ * A block of 16 outputs is two halves of 8. `dots` gives, for one group and one half or both, the exact integer products
+ * of the outputs with each row's codes. data: the first 32 bytes of a half, the next
  * ones 64 bytes further; codes [rows, group]; dot [halves, ROWS]. */
 #include "kernels.h"
-
 
 #include <immintrin.h>
 #include <string.h>
@@ -37,87 +36,44 @@ INLINE __m256 eight_bf16(const void *numbers) {
 /* 16-bit sums as 32-bit ones, neighbours added. */
 INLINE __m256i wide(__m256i sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
 
-INLINE void dots_int4(const uint8_t *data, int64_t group, const int8_t *codes, const int rows, const int halves,
-                      __m256i (*dot)[ROWS]) {
-    const __m256i low = _mm256_set1_epi8(15);
+/* A byte is taken in fields of 2 or 4 bits. Those of INT2 and INT4 are weights of different inputs; an INT8 weight is its
+ * lower four bits and 16 times its upper four, which have sums of their own. */
+INLINE void dots(const uint8_t *data, int64_t group, const int8_t *codes, const int bits, const int rows,
+                 const int halves, __m256i (*dot)[ROWS]) {
+    const int width = bits == INT2 ? 2 : 4, fields = 8 / width, step = 32 / bits; /* inputs of a line */
+    const __m256i low = _mm256_set1_epi8((char)((1 << width) - 1));
     for (int h = 0; h < halves; h++)
         for (int r = 0; r < rows; r++) dot[h][r] = _mm256_setzero_si256();
     for (int64_t start = 0; start < group; start += 32) { /* 8 pairs */
-        __m256i sum[2][ROWS];
+        __m256i sums[2][2][ROWS]; /* [1]: of INT8's upper four bits */
         for (int h = 0; h < halves; h++)
-            for (int r = 0; r < rows; r++) sum[h][r] = _mm256_setzero_si256();
-        for (int64_t j = start; j < start + 32; j += 8) {
-            __m256i even[2], odd[2];
+            for (int r = 0; r < rows; r++) sums[0][h][r] = sums[1][h][r] = _mm256_setzero_si256();
+        for (int64_t j = start; j < start + 32; j += step) {
+            __m256i part[4][2];
             for (int h = 0; h < halves; h++) {
-                __m256i both = _mm256_loadu_si256((const __m256i *)(data + 8 * j + 32 * h));
-                even[h] = _mm256_and_si256(both, low), odd[h] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+                __m256i all = _mm256_loadu_si256((const __m256i *)(data + 64 / step * j + 32 * h));
+                for (int f = 0; f < fields; f++, all = _mm256_srli_epi16(all, width))
+                    part[f][h] = _mm256_and_si256(all, low);
             }
             for (int r = 0; r < rows; r++) {
-                __m256i first = four(codes + r * group + j), second = four(codes + r * group + j + 4);
-                for (int h = 0; h < halves; h++) {
-                    sum[h][r] = _mm256_add_epi16(sum[h][r], _mm256_maddubs_epi16(even[h], first));
-                    sum[h][r] = _mm256_add_epi16(sum[h][r], _mm256_maddubs_epi16(odd[h], second));
-                    NOW(sum[h][r]);
-                }
-            }
-        }
-        for (int h = 0; h < halves; h++)
-            for (int r = 0; r < rows; r++) dot[h][r] = _mm256_add_epi32(dot[h][r], wide(sum[h][r]));
-    }
-}
-
-/* A weight is 16 times its upper four bits and its lower four. */
-INLINE void dots_int8(const uint8_t *data, int64_t group, const int8_t *codes, const int rows, const int halves,
-                      __m256i (*dot)[ROWS]) {
-    const __m256i low = _mm256_set1_epi8(15);
-    for (int h = 0; h < halves; h++)
-        for (int r = 0; r < rows; r++) dot[h][r] = _mm256_setzero_si256();
-    for (int64_t start = 0; start < group; start += 32) { /* 8 pairs */
-        __m256i lower[2][ROWS], upper[2][ROWS];
-        for (int h = 0; h < halves; h++)
-            for (int r = 0; r < rows; r++) lower[h][r] = upper[h][r] = _mm256_setzero_si256();
-        for (int64_t j = start; j < start + 32; j += 4) {
-            __m256i even[2], odd[2];
-            for (int h = 0; h < halves; h++) {
-                __m256i both = _mm256_loadu_si256((const __m256i *)(data + 16 * j + 32 * h));
-                even[h] = _mm256_and_si256(both, low), odd[h] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
-            }
-            for (int r = 0; r < rows; r++) {
-                __m256i first = four(codes + r * group + j);
-                for (int h = 0; h < halves; h++) {
-                    lower[h][r] = _mm256_add_epi16(lower[h][r], _mm256_maddubs_epi16(even[h], first));
-                    upper[h][r] = _mm256_add_epi16(upper[h][r], _mm256_maddubs_epi16(odd[h], first));
-                    NOW(lower[h][r]);
-                    NOW(upper[h][r]);
-                }
+                __m256i with[4];
+                for (int f = 0; f < fields; f++) with[f] = four(codes + r * group + j + (bits == INT8 ? 0 : 4 * f));
+                for (int h = 0; h < halves; h++)
+                    for (int f = 0; f < fields; f++) {
+                        const int upper = bits == INT8 ? f : 0;
+                        __m256i product = _mm256_maddubs_epi16(part[f][h], with[f]);
+                        sums[upper][h][r] = _mm256_add_epi16(sums[upper][h][r], product);
+                        NOW(sums[upper][h][r]);
+                    }
             }
         }
         for (int h = 0; h < halves; h++)
             for (int r = 0; r < rows; r++) {
-                dot[h][r] = _mm256_add_epi32(dot[h][r], wide(lower[h][r]));
-                dot[h][r] = _mm256_add_epi32(dot[h][r], _mm256_slli_epi32(wide(upper[h][r]), 4));
+                dot[h][r] = _mm256_add_epi32(dot[h][r], wide(sums[0][h][r]));
+                if (bits == INT8)
+                    dot[h][r] = _mm256_add_epi32(dot[h][r], _mm256_slli_epi32(wide(sums[1][h][r]), 4));
             }
     }
-}
-
-INLINE void dots_int2(const uint8_t *data, int64_t group, const int8_t *codes, const int rows, const int halves,
-                      __m256i (*dot)[ROWS]) {
-    const __m256i low = _mm256_set1_epi8(3);
-    for (int h = 0; h < halves; h++)
-        for (int r = 0; r < rows; r++) dot[h][r] = _mm256_setzero_si256();
-    for (int64_t j = 0; j < group; j += 16) /* 4 pairs */
-        for (int h = 0; h < halves; h++) {
-            __m256i all = _mm256_loadu_si256((const __m256i *)(data + 4 * j + 32 * h));
-            __m256i sum[ROWS];
-            for (int f = 0; f < 4; f++, all = _mm256_srli_epi16(all, 2)) {
-                __m256i part = _mm256_and_si256(all, low);
-                for (int r = 0; r < rows; r++) {
-                    __m256i product = _mm256_maddubs_epi16(part, four(codes + r * group + j + 4 * f));
-                    sum[r] = f ? _mm256_add_epi16(sum[r], product) : product;
-                }
-            }
-            for (int r = 0; r < rows; r++) dot[h][r] = _mm256_add_epi32(dot[h][r], wide(sum[r]));
-        }
 }
 
 INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes, const float *factors,
@@ -130,14 +86,8 @@ INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const 
             PREFETCH(block + line + AHEAD);
         __m256i dot[2][ROWS];
         const int halves = rows < TWICE ? 2 : 1;
-        for (int half = 0; half < 2; half += halves) {
-            if (bits == INT2)
-                dots_int2(data + 32 * half, group, codes, rows, halves, dot + half);
-            else if (bits == INT4)
-                dots_int4(data + 32 * half, group, codes, rows, halves, dot + half);
-            else
-                dots_int8(data + 32 * half, group, codes, rows, halves, dot + half);
-        }
+        for (int half = 0; half < 2; half += halves)
+            dots(data + 32 * half, group, codes, bits, rows, halves, dot + half);
         for (int half = 0; half < 2; half++) {
             __m256 scale, zero;
             if (bits != INT8)

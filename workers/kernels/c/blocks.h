@@ -23,8 +23,8 @@ static int64_t block_bytes(const struct weights *w, int64_t inputs) {
     return groups * (64 + BLOCK * w->group * w->bits / 8);
 }
 
-/* A part of scratch memory `s`, from `at` on. */
-#define TAKE(field, size) (s.field = (void *)at, at += rounded_up((size), 64))
+/* A part of scratch memory, from `at` on. */
+#define TAKE(part, size) ((part) = (void *)at, at += rounded_up((size), 64))
 
 /* --- packing: for each chunk of rows, group by group --------------------------------------------------------- */
 
@@ -53,18 +53,6 @@ static void pack(const struct weights *w, int64_t inputs, const struct activatio
 
 /* --- blocks --------------------------------------------------------------------------------------------------- */
 
-#define EACH_COUNT(call)                                                                                          \
-    switch (rows) {                                                                                               \
-    case 1: call(1); break;                                                                                       \
-    case 2: call(2); break;                                                                                       \
-    case 3: call(3); break;                                                                                       \
-    case 4: call(4); break;                                                                                       \
-    case 5: call(5); break;                                                                                       \
-    case 6: call(6); break;                                                                                       \
-    case 7: call(7); break;                                                                                       \
-    default: call(8);                                                                                             \
-    }
-
 #define CALL_INT2(n) block_of(block, groups, 64, codes, factors, INT2, n, y)
 #define CALL_INT4_64(n) block_of(block, groups, 64, codes, factors, INT4, n, y)
 #define CALL_INT4(n) block_of(block, groups, w->group, codes, factors, INT4, n, y)
@@ -73,13 +61,13 @@ static void pack(const struct weights *w, int64_t inputs, const struct activatio
 static void one_block(const struct weights *w, const uint8_t *block, int64_t groups, const int8_t *codes,
                       const float *factors, int64_t rows, float *y) {
     if (w->bits == INT8) {
-        EACH_COUNT(CALL_INT8)
+        BY_COUNT(rows, ROWS, CALL_INT8)
     } else if (w->bits == INT2) {
-        EACH_COUNT(CALL_INT2)
+        BY_COUNT(rows, ROWS, CALL_INT2)
     } else if (w->group == 64) {
-        EACH_COUNT(CALL_INT4_64)
+        BY_COUNT(rows, ROWS, CALL_INT4_64)
     } else {
-        EACH_COUNT(CALL_INT4)
+        BY_COUNT(rows, ROWS, CALL_INT4)
     }
 }
 

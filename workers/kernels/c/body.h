@@ -35,12 +35,10 @@
 
 #include <string.h>
 
-int tandem_kernels_version(void) { return 16; }
+int tandem_kernels_version(void) { return 17; }
 
 enum { MOST_GROUP = 128 }; /* inputs that share a scale */
 enum { NEARBY = 1 << 19 }; /* bytes of outputs that a core's own cache holds, beside activations and weights */
-
-/* --- a matrix ------------------------------------------------------------------------------------------------- */
 
 /* The parts of the caller's scratch. */
 struct scratch {
@@ -56,28 +54,20 @@ static struct scratch lay_out(const struct weights *w, int64_t rows, void *from)
     struct scratch s = {.w = w};
     uint8_t *at = from;
     int64_t inputs = rounded_up(w->inputs, w->group), channels = w->channels;
-    TAKE(x.codes, w->bits >= BF16 ? x_bytes(w, rows) : rows * inputs);
-    TAKE(x.factors, rows * inputs / w->group * 8);
-    TAKE(inner.codes, w->bits >= BF16 ? inner_bytes(w, rows) : rows * channels);
-    TAKE(inner.factors, rows * channels / w->group * 8);
-    TAKE(both, rows * 2 * channels * 4);
+    TAKE(s.x.codes, w->bits >= BF16 ? x_bytes(w, rows) : rows * inputs);
+    TAKE(s.x.factors, rows * inputs / w->group * 8);
+    TAKE(s.inner.codes, w->bits >= BF16 ? inner_bytes(w, rows) : rows * channels);
+    TAKE(s.inner.factors, rows * channels / w->group * 8);
+    TAKE(s.both, rows * 2 * channels * 4);
     if (w->bits >= BF16)
-        TAKE(part, part_bytes(w, rows));
+        TAKE(s.part, part_bytes(w, rows));
     else
-        TAKE(part, channels && rows > ROWS ? rows * rounded_up(w->outputs, BLOCK) * 4 : 0);
+        TAKE(s.part, channels && rows > ROWS ? rows * rounded_up(w->outputs, BLOCK) * 4 : 0);
     s.bytes = at - (uint8_t *)from;
     return s;
 }
 
 int64_t tandem_scratch(const struct weights *w, int64_t rows) { return lay_out(w, rows, NULL).bytes; }
-
-void tandem_matmul(struct team *team, const struct weights *w, const uint8_t *matrix, const struct activations *x,
-                   int64_t rows, float *y, void *memory) {
-    struct scratch s = lay_out(w, rows, memory);
-    pack(w, w->inputs, x, NULL, rows, s.x);
-    struct product product = {w, matrix, w->inputs, w->outputs, s.x, rows, y, w->outputs, BLOCK, 0};
-    parallel_for(team, blocks, &product, (w->outputs + BLOCK - 1) / BLOCK, 0);
-}
 
 /* --- tiles of an expert --------------------------------------------------------------------------------------- */
 
@@ -120,8 +110,7 @@ static void as_rows(void *context, int64_t lo, int64_t hi) {
 }
 
 static void compute_tiles(struct team *team, const struct weights *w, const uint8_t *tiles, int64_t number,
-                          const struct activations *x, const int32_t *chosen, int64_t count, float *y, void *memory,
-                          volatile uint64_t *ticks) {
+                          const struct activations *x, const int32_t *chosen, int64_t count, float *y, void *memory) {
     struct scratch s = lay_out(w, count, memory);
     int64_t channels = w->channels;
     if (w->bits >= BF16) {
@@ -129,7 +118,7 @@ static void compute_tiles(struct team *team, const struct weights *w, const uint
         struct plain_tile tile = {.w = w, .tile = (const uint16_t *)tiles, .x = (const char *)s.x.codes, .count = count,
                                  .gate = s.both, .up = s.both + count * channels, .inner = (float *)s.inner.codes,
                                  .part = s.part, .y = y};
-        plain_tiles(team, tile, number, ticks);
+        plain_tiles(team, tile, number);
         return;
     }
     pack(w, w->inputs, x, chosen, count, s.x);
@@ -150,7 +139,6 @@ static void compute_tiles(struct team *team, const struct weights *w, const uint
         parallel_for(count < ROWS ? NULL : team, activate, &inner, count, WAKE_NS);
         parallel_for(team, blocks, &out, blocks_down, spin_ns);
         tiles += wide + blocks_down * block_bytes(w, channels);
-        if (ticks) (*ticks)++;
     }
     if (in_blocks) parallel_for(team, as_rows, &summed, blocks_down, 0);
 }

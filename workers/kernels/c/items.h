@@ -56,14 +56,13 @@ static int64_t part_numbers(const struct weights *w, const struct work *k) {
 
 /* tandem_tiles without its checks. */
 static void compute_tiles(struct team *team, const struct weights *w, const uint8_t *tiles, int64_t number,
-                          const struct activations *x, const int32_t *chosen, int64_t count, float *y, void *memory,
-                          volatile uint64_t *ticks);
+                          const struct activations *x, const int32_t *chosen, int64_t count, float *y, void *memory);
 
 int tandem_tiles(struct team *team, const struct weights *w, const uint8_t *tiles, int64_t number,
                  const struct activations *x, int64_t rows, const int32_t *chosen, int64_t count, float *y,
-                 void *memory, volatile uint64_t *ticks) {
+                 void *memory) {
     if (!rows_within(chosen, count, rows)) return BAD_ROWS;
-    compute_tiles(team, w, tiles, number, x, chosen, count, y, memory, ticks);
+    compute_tiles(team, w, tiles, number, x, chosen, count, y, memory);
     return FINE;
 }
 
@@ -90,7 +89,7 @@ static void compute_part(struct team *team, const struct source *s, int64_t item
         masked_tiles(team, s->w, s->heads + which[0] * s->head_stride + tile * s->head_bytes, s->head_bytes, tiles,
                      s->tile_bytes, number, &s->x, rows, count, &s->mask, y, scratch, s->tallies + at);
     else
-        compute_tiles(team, s->w, tiles, number, &s->x.of, rows, count, y, scratch, NULL);
+        compute_tiles(team, s->w, tiles, number, &s->x.of, rows, count, y, scratch);
 }
 
 /* Bytes of scratch that `rows` rows of a tile need. */

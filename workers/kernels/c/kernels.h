@@ -80,18 +80,14 @@ int tandem_supported(void);
 /* x float32 [rows, inputs] as activations; padding of the inputs to whole groups becomes 0. */
 void tandem_quantize(const struct weights *weights, const float *x, int64_t rows, void *codes, float *factors);
 
-/* Bytes of scratch that the functions below need for `rows` rows. */
+/* Bytes of scratch that tandem_tiles needs for `rows` rows; it is 64-byte aligned. */
 int64_t tandem_scratch(const struct weights *weights, int64_t rows);
 
-/* y float32 [rows, outputs] = x @ W.T of one matrix (integer formats). `scratch` is 64-byte aligned. */
-void tandem_matmul(struct team *team, const struct weights *weights, const uint8_t *matrix,
-                   const struct activations *x, int64_t rows, float *y, void *scratch);
-
 /* y float32 [count, H] = the sum of the outputs of `number` consecutive tiles for the rows chosen[0..count) of x, which
- * has `rows`. `ticks` (may be NULL) is incremented after each tile, as a sign of progress. */
+ * has `rows`. */
 int tandem_tiles(struct team *team, const struct weights *weights, const uint8_t *tiles, int64_t number,
                  const struct activations *x, int64_t rows, const int32_t *chosen, int64_t count, float *y,
-                 void *scratch, volatile uint64_t *ticks);
+                 void *scratch);
 
 /* A Work of items [number, 3]: expert, first tile, end. Item i has the rows rows[offsets[i]..offsets[i + 1]) of x,
  * ascending, and their weights; offsets [number + 1]. */
@@ -113,7 +109,7 @@ struct host {
     int64_t layers, experts, tiles; /* of the store, of a layer, of an expert */
     int64_t layer_bytes, expert_bytes, tile_bytes; /* from one to the next */
     int64_t head_stride, head_bytes;               /* of an expert's heads, of a tile's */
-    volatile uint64_t *ticks; /* incremented after each tile; may be NULL */
+    volatile uint64_t *ticks; /* incremented after each tile, as a sign of progress; may be NULL */
     void *memory;             /* 64-byte aligned */
     int64_t memory_bytes, needed;
 };

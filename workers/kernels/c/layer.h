@@ -26,16 +26,15 @@ struct multiplication {
 static int64_t lay_out_product(struct multiplication *m, uint8_t *scratch) {
     const struct weights *w = &m->matrix->of;
     uint8_t *at = scratch;
-#define PLACE(field, size) (m->field = (void *)at, at += rounded_up((size), 64))
     if (w->bits >= BF16) {
-        PLACE(plain.codes, w->bits == BF16 ? m->rows * arranged_bytes(w->inputs) : 0);
+        TAKE(m->plain.codes, w->bits == BF16 ? m->rows * arranged_bytes(w->inputs) : 0);
         return at - scratch;
     }
     int64_t inputs = rounded_up(w->inputs, w->group);
-    PLACE(packed.codes, m->rows * inputs);
-    PLACE(packed.factors, m->rows * inputs / w->group * 8);
-    PLACE(plain.codes, m->rows * inputs);
-    PLACE(plain.factors, m->rows * inputs / w->group * 8);
+    TAKE(m->packed.codes, m->rows * inputs);
+    TAKE(m->packed.factors, m->rows * inputs / w->group * 8);
+    TAKE(m->plain.codes, m->rows * inputs);
+    TAKE(m->plain.factors, m->rows * inputs / w->group * 8);
     return at - scratch;
 }
 
@@ -116,13 +115,12 @@ static int64_t lay_out_layer(struct layer_run *run, int64_t rows, int64_t tokens
         if (matrices[n]) product = most(product, tandem_product_scratch(matrices[n], rows));
     run->scores_each = rounded_up(l->latent ? 2 * l->latent->rank + l->latent->rope + tokens : SHARING * tokens, 16);
     uint8_t *at = scratch;
-#define LAY(field, size) (run->field = (void *)at, at += rounded_up((size), 64))
-    LAY(wide, 4 * rows * most(outputs_of(l->first), outputs_of(l->up)));
-    LAY(narrow, 4 * rows * most(inputs_of(l->query), most(inputs_of(l->output), inputs_of(l->down))));
-    LAY(query, 4 * rows * outputs_of(l->query));
-    LAY(dense, 4 * rows * (l->router ? 0 : l->hidden));
-    LAY(scores, 4 * run->threads * run->scores_each);
-    LAY(product, product);
+    TAKE(run->wide, 4 * rows * most(outputs_of(l->first), outputs_of(l->up)));
+    TAKE(run->narrow, 4 * rows * most(inputs_of(l->query), most(inputs_of(l->output), inputs_of(l->down))));
+    TAKE(run->query, 4 * rows * outputs_of(l->query));
+    TAKE(run->dense, 4 * rows * (l->router ? 0 : l->hidden));
+    TAKE(run->scores, 4 * run->threads * run->scores_each);
+    TAKE(run->product, product);
     return at - scratch;
 }
 

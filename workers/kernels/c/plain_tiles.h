@@ -72,7 +72,6 @@ static int by_units(int64_t count) { return (void)count, 0; }
 enum { TOGETHER = 8 };  /* channels: their rows of down are added in one pass for several rows of x */
 enum { COLUMNS = 64 };  /* of down, that are made a panel for many rows of x ... */
 enum { DEEP = 128 };    /* ... with so many channels, or pairs of them */
-enum { MANY = 6 };      /* rows multiplied together with a panel */
 enum { FROM_ROWS = 12 }; /* the least that a panel is made for: two readings by MANY repay making it; changes no bits */
 
 struct plain_tile {
@@ -251,33 +250,12 @@ static void make_panel(const struct plain_tile *p, int64_t t, int64_t number, in
     }
 }
 
-/* to[r] [COLUMNS] = (add: +=) from[r] (NULL: 0) + inner [rows, depth] panel [depth, COLUMNS]; `rows` and `pairs` are
- * constants. */
+/* to [rows, COLUMNS] = from [rows, COLUMNS] (NULL: 0) + inner panel, as multiply_part. */
 INLINE void multiply_panel(const float *inner, int64_t stride, const float *panel, const int pairs, const int rows,
                            int64_t depth, const float *from, float *to, int64_t to_stride, int add) {
-    for (int64_t c = 0; c < COLUMNS; c += ACROSS * LANES) {
-        vector sums[MANY][ACROSS];
-        for (int r = 0; r < rows; r++)
-            for (int v = 0; v < ACROSS; v++)
-                sums[r][v] = from ? loaded(from + r * COLUMNS + c + v * LANES) : (vector){0};
-        for (int64_t k = 0; k < depth; k++) {
-            vector across[ACROSS];
-            for (int v = 0; v < ACROSS; v++) across[v] = loaded(panel + k * COLUMNS + c + v * LANES);
-            for (int r = 0; r < rows; r++) {
-                uint32_t pair;
-                memcpy(&pair, inner + r * stride + k, sizeof pair);
-                vector zero = {0}, every = pairs ? (vector)(pair - (words)zero) : inner[r * stride + k] - zero;
-                for (int v = 0; v < ACROSS; v++)
-                    sums[r][v] = pairs ? WITH_PAIRS(across[v], every, sums[r][v]) : VFMA(across[v], every, sums[r][v]);
-            }
-        }
-        for (int r = 0; r < rows; r++)
-            for (int v = 0; v < ACROSS; v++) {
-                float *at = to + r * to_stride + c + v * LANES;
-                if (add) sums[r][v] = loaded(at) + sums[r][v];
-                memcpy(at, &sums[r][v], sizeof(vector));
-            }
-    }
+    for (int64_t c = 0; c < COLUMNS; c += ACROSS * LANES)
+        multiply_part(inner, stride, panel + c, COLUMNS, pairs, rows, ACROSS, depth, from ? from + c : NULL, COLUMNS,
+                      to + c, to_stride, add);
 }
 
 /* Columns [h, h + width) of y = or += part [rows, COLUMNS], for rows from `first` on. */
@@ -321,9 +299,9 @@ static void down_by_panels(void *context, int64_t lo, int64_t hi) {
 #define CALL_PAIRS(n) multiply_panel(inner, stride, panel, 1, n, depth, from, to, to_stride, add)
 #define CALL_WIDE(n) multiply_panel(inner, stride, panel, 0, n, depth, from, to, to_stride, add)
                 if (p->pairs)
-                    UP_TO_SIX(CALL_PAIRS)
+                    BY_COUNT(rows, MANY, CALL_PAIRS)
                 else
-                    UP_TO_SIX(CALL_WIDE)
+                    BY_COUNT(rows, MANY, CALL_WIDE)
                 if (last && !whole) take_columns(p, h, width, first, rows, part);
             }
         }
@@ -346,7 +324,7 @@ static void arrange_rows(const struct weights *w, const float *x, const int32_t 
 }
 
 /* `tile`: of what all tiles share. */
-static void plain_tiles(struct team *team, struct plain_tile tile, int64_t number, volatile uint64_t *ticks) {
+static void plain_tiles(struct team *team, struct plain_tile tile, int64_t number) {
     int64_t count = tile.count, hidden = tile.w->inputs;
     int plain = tile.w->bits == FLOAT32, many = !plain && count >= FROM_ROWS;
     tile.units = !plain && by_units(count);
@@ -366,6 +344,5 @@ static void plain_tiles(struct team *team, struct plain_tile tile, int64_t numbe
             parallel_for(team, down_by_panels, &tile, (hidden + COLUMNS - 1) / COLUMNS, spin_ns);
         else
             parallel_for(team, plain ? float32_down : down_by_columns, &tile, (hidden + PAIR - 1) / PAIR, spin_ns);
-        if (ticks) (*ticks)++;
     }
 }

@@ -11,34 +11,13 @@
 enum { PAIRS = 1 }; /* like BF16 or FLOAT32: bf16 by WITH_PAIRS */
 enum { TALL = 4 };  /* rows of weights that are taken together */
 enum { FEW = VECTOR_BYTES == 64 ? 6 : 2 }; /* most rows of x that one read of the weights is applied to */
+enum { MANY = 6 }; /* most rows that are multiplied by a matrix of float32 or pairs together */
 enum { STRIP_BYTES = 1 << 19 }; /* of x: they stay in a core's cache while all weights are multiplied */
 
 /* Rows of weights that are taken together for one row of x, which shares no reads. One stream of memory is read
  * faster than several; but each row's products are added one after the other, and narrow registers need several such
  * chains to keep pace with memory. */
 enum { ONE_TALL = VECTOR_BYTES < 64 ? TALL : 1 };
-
-/* call(rows) with 1 to 6 rows as a constant. */
-#define UP_TO_SIX(call)                                                                                          \
-    switch (rows) {                                                                                              \
-    case 1: call(1); break;                                                                                      \
-    case 2: call(2); break;                                                                                      \
-    case 3: call(3); break;                                                                                      \
-    case 4: call(4); break;                                                                                      \
-    case 5: call(5); break;                                                                                      \
-    default: call(6);                                                                                            \
-    }
-
-/* The same with 1 to FEW rows. */
-#if VECTOR_BYTES == 64
-#define UP_TO_FEW UP_TO_SIX
-#else
-#define UP_TO_FEW(call)                                                                                          \
-    switch (rows) {                                                                                              \
-    case 1: call(1); break;                                                                                      \
-    default: call(2);                                                                                            \
-    }
-#endif
 
 /* --- rows of x as products with bf16 take them ---------------------------------------------------------------- */
 
@@ -176,15 +155,42 @@ INLINE void products_of(const struct weights *w, const void *weights, const int 
 #define CALL_TALL(n) products(from, kind, TALL, hidden, few, step, n, ahead, to, stride)
 #define CALL_ONE(n) products(from, kind, 1, hidden, few, step, n, ahead, to, stride)
                 if (taken > 1)
-                    UP_TO_FEW(CALL_TALL)
+                    BY_COUNT(rows, FEW, CALL_TALL)
                 else
-                    UP_TO_FEW(CALL_ONE)
+                    BY_COUNT(rows, FEW, CALL_ONE)
             }
         }
     }
 }
 
-/* The same; x arranged. */
+/* to [rows, columns] = from (NULL: 0) + a [rows, depth] b [depth, columns], or with `add` += that; `vectors` of columns.
+ * `rows` (at most MANY), `vectors` and `pairs` (a's and b's numbers are pairs of bf16) are constants. */
+INLINE void multiply_part(const float *a, int64_t a_stride, const float *b, int64_t b_stride, const int pairs,
+                          const int rows, const int vectors, int64_t depth, const float *from, int64_t from_stride,
+                          float *to, int64_t to_stride, int add) {
+    vector sums[MANY][ACROSS], zero = {0};
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) sums[r][v] = from ? loaded(from + r * from_stride + v * LANES) : zero;
+    for (int64_t k = 0; k < depth; k++) {
+        vector across[ACROSS];
+        for (int v = 0; v < vectors; v++) across[v] = loaded(b + k * b_stride + v * LANES);
+        for (int r = 0; r < rows; r++) {
+            uint32_t pair;
+            memcpy(&pair, a + r * a_stride + k, sizeof pair);
+            vector every = pairs ? (vector)(pair - (words)zero) : a[r * a_stride + k] - zero;
+            for (int v = 0; v < vectors; v++)
+                sums[r][v] = pairs ? WITH_PAIRS(across[v], every, sums[r][v]) : VFMA(across[v], every, sums[r][v]);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) {
+            float *at = to + r * to_stride + v * LANES;
+            if (add) sums[r][v] = loaded(at) + sums[r][v];
+            memcpy(at, &sums[r][v], sizeof(vector));
+        }
+}
+
+/* The same as products_of; x arranged. */
 static void bf16_products(const struct weights *w, const uint16_t *weights, int64_t lo, int64_t hi, const char *x,
                           int64_t count, float *y, int64_t stride) {
     int64_t step = arranged_bytes(w->inputs);

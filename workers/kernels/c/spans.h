@@ -5,6 +5,8 @@
 #pragma once
 
 #include "attention.h"
+#include "blocks.h"
+#include "rows.h"
 
 enum { PANEL = 64 };                            /* tokens whose keys and values are widened together */
 enum { QUERIES = 256 };                         /* query rows of a block, about: what a widened panel serves */
@@ -21,26 +23,7 @@ struct span_attention {
     int64_t blocks; /* blocks of query rows, of one head of keys */
 };
 
-/* c [rows, columns] = or += a [rows, depth] b [depth, columns] for `rows` and `vectors` (constants) of columns. */
-INLINE void multiply_part(const float *a, int64_t a_stride, const float *b, int64_t b_stride, float *c,
-                          int64_t c_stride, const int rows, const int vectors, int64_t depth, int add) {
-    vector sums[HIGH][ACROSS];
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < vectors; v++)
-            sums[r][v] = add ? loaded(c + r * c_stride + v * LANES) : (vector){0};
-    for (int64_t k = 0; k < depth; k++) {
-        vector across[ACROSS], zero = {0};
-        for (int v = 0; v < vectors; v++) across[v] = loaded(b + k * b_stride + v * LANES);
-        for (int r = 0; r < rows; r++) {
-            vector every = a[r * a_stride + k] - zero;
-            for (int v = 0; v < vectors; v++) sums[r][v] = VFMA(across[v], every, sums[r][v]);
-        }
-    }
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < vectors; v++) memcpy(c + r * c_stride + v * LANES, &sums[r][v], sizeof(vector));
-}
-
-/* columns: a multiple of LANES. */
+/* c [rows, columns] = or += a [rows, depth] b [depth, columns]; columns: a multiple of LANES. */
 static void multiply(const float *a, int64_t a_stride, const float *b, int64_t b_stride, float *c, int64_t c_stride,
                      int64_t rows, int64_t columns, int64_t depth, int add) {
     for (int64_t n = 0, across; n < columns; n += across) {
@@ -49,7 +32,8 @@ static void multiply(const float *a, int64_t a_stride, const float *b, int64_t b
             high = r + HIGH <= rows ? HIGH : 1;
             const float *from = a + r * a_stride;
             float *to = c + r * c_stride + n;
-#define MULTIPLY(high, vectors) multiply_part(from, a_stride, b + n, b_stride, to, c_stride, high, vectors, depth, add)
+#define MULTIPLY(high, vectors)                                                                                  \
+    multiply_part(from, a_stride, b + n, b_stride, 0, high, vectors, depth, add ? to : NULL, c_stride, to, c_stride, 0)
             if (across > LANES)
                 high > 1 ? MULTIPLY(HIGH, ACROSS) : MULTIPLY(1, ACROSS);
             else
@@ -79,14 +63,13 @@ static struct span_scratch lay_out_span(const struct grouped *g, void *from) {
     struct span_scratch s;
     char *at = from;
     int64_t rows = block_tokens(g) * (g->heads / g->kv_heads), padded = rounded_up(g->width, LANES);
-#define TAKE_FLOATS(field, number) (s.field = (float *)at, at += rounded_up((number) * 4, 64))
-    TAKE_FLOATS(q, rows * g->width);
-    TAKE_FLOATS(keys, g->width * PANEL);
-    TAKE_FLOATS(values, PANEL * padded);
-    TAKE_FLOATS(scores, rows * PANEL);
-    TAKE_FLOATS(out, rows * padded);
-    TAKE_FLOATS(most, rows);
-    TAKE_FLOATS(sum, rows);
+    TAKE(s.q, 4 * rows * g->width);
+    TAKE(s.keys, 4 * g->width * PANEL);
+    TAKE(s.values, 4 * PANEL * padded);
+    TAKE(s.scores, 4 * rows * PANEL);
+    TAKE(s.out, 4 * rows * padded);
+    TAKE(s.most, 4 * rows);
+    TAKE(s.sum, 4 * rows);
     s.bytes = at - (char *)from;
     return s;
 }

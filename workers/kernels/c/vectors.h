@@ -18,6 +18,23 @@ typedef int32_t ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
 
+/* call(n) with n = `count`, 1 to `most` (at most 8, a constant), as a constant. */
+#define IF_COUNT(n, most, call)                                                                                  \
+    case n:                                                                                                      \
+        if (n <= (most)) { call(n); }                                                                            \
+        break;
+#define BY_COUNT(count, most, call)                                                                              \
+    switch (count) {                                                                                             \
+        IF_COUNT(1, most, call)                                                                                  \
+        IF_COUNT(2, most, call)                                                                                  \
+        IF_COUNT(3, most, call)                                                                                  \
+        IF_COUNT(4, most, call)                                                                                  \
+        IF_COUNT(5, most, call)                                                                                  \
+        IF_COUNT(6, most, call)                                                                                  \
+        IF_COUNT(7, most, call)                                                                                  \
+        IF_COUNT(8, most, call)                                                                                  \
+    }
+
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
