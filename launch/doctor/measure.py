@@ -73,15 +73,7 @@ def busy(load: float, cores: int) -> list[Finding]:
     return [Finding("speed", "note", words, means, "close other programs and run this again")]
 
 
-async def measure_memory(cores: Sequence[int]) -> tuple[float, float]:
-    """Returns the bytes a second that one core reads, and that all do; takes a few seconds. Raises
-    TrialFailed where too little memory is available or a child fails."""
-    (one,) = await _rates(cores[:1])
-    (every,) = await _rates(cores) if len(cores) > 1 else (one,)
-    return one, every
-
-
-async def _rates(cores: Sequence[int], experts: Sequence[Any] = (), left_out: float = 0.0) -> list[float]:
+async def rates(cores: Sequence[int], experts: Sequence[Any] = (), left_out: float = 0.0) -> list[float]:
     """Returns the bytes a second that these cores together read, and compute with an expert of each kind; see
     `child.py`. Raises TrialFailed."""
     with _buffer() as (fd, size):
@@ -148,8 +140,8 @@ async def prove(options: Options, interrupts: Interrupts, device: str) -> dict[s
         raise TrialFailed(str(e)) from e
     finally:
         log.setLevel(before)
-    figures = {name: result.done.stats.get(name, 0.0) for name in ("first_token_s", "decode_tok_s")}
-    return {"start_s": start, "tokens": len(result.tokens), "policy": client.welcome.policy} | figures
+    figures = {"start_s": start, "tokens": len(result.tokens), "policy": client.welcome.policy}
+    return figures | {"decode_tok_s": result.done.stats.get("decode_tok_s", 0.0)}
 
 
 # --- a model that need not be there -------------------------------------------------------------------------
@@ -164,7 +156,7 @@ async def measure_speeds(
     cores = [core for cpus in here.for_workers(here.default_workers()) for core in cpus.cores]
     every = [*names, asked.backbone_dtype]
     kinds = [(name, astuple(expert_shape(source.config, asked.tile, format_named(name)))) for name in every]
-    reads, *paces = await _rates(cores, kinds, left_out(asked))
+    reads, *paces = await rates(cores, kinds, left_out(asked))
     tok_s = (await prove(options, interrupts, "cpu"))["decode_tok_s"]
     small = reads_of(model_dir())
     layer = max(0.0, 1 / tok_s - small.token / reads) / small.header.shape.layers
