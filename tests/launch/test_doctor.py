@@ -27,7 +27,7 @@ from shm.segment import engine_prefix
 from workers.kernels.native import VARIANTS
 
 GB = 1_000_000_000
-TOPICS = {"cpu", "threads", "kernels", "memory", "shared memory"}
+TOPICS = {"cpu", "kernels", "memory", "shared memory"}
 TOPICS |= {"places", "gpu", "speed", "engine"}
 
 
@@ -121,9 +121,6 @@ def test_limits_on_cores_are_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     notes = words(list(machine.processor(Cores(eight, quota=2.5))), "note")
     assert "8 of 16 threads" in notes
     assert "workers compute on 2 cores" in notes
-    (threads,) = [f for f in machine.processor(Cores(eight)) if f.topic == "threads"]
-    assert threads.found == f"8 workers: on {' | '.join(map(str, range(8)))}"
-    assert "2 NUMA nodes" in threads.means
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def test_lines_give_the_rate_of_the_stage(monkeypatch, caplog) -> None:
     caplog.set_level(logging.INFO, logger="tandem")
     began = now = time.monotonic()
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    display = ProgressDisplay("bytes", "store: ")
+    display = ProgressDisplay("bytes")
     updates = [
         (0.0, "allocating", 0),
         (1.0, "allocating", 50),
@@ -42,10 +42,10 @@ def test_lines_give_the_rate_of_the_stage(monkeypatch, caplog) -> None:
         display.update(stage, done * MB, 200 * MB)
     lines = [record.message for record in caplog.records]
     assert lines == [
-        "store: encoding, 0 B of 200.0 MB",
-        "store: encoding, 120.0 MB of 200.0 MB, 20.0 MB/s, 4 s left",
-        "store: encoding, 200.0 MB of 200.0 MB, 18.2 MB/s, 0 s left",
-        "store: writing, 155.0 MB of 200.0 MB, 10.0 MB/s, 4 s left",
+        "encoding, 0 B of 200.0 MB",
+        "encoding, 120.0 MB of 200.0 MB, 20.0 MB/s, 4 s left",
+        "encoding, 200.0 MB of 200.0 MB, 18.2 MB/s, 0 s left",
+        "writing, 155.0 MB of 200.0 MB, 10.0 MB/s, 4 s left",
     ]
 
 
