@@ -25,7 +25,7 @@ from launch.chat.conversation import KEYS
 from launch.chat.tables import COMMANDS, describe, meaning
 from launch.errors import WrongUsage
 from pipeline.policies.options import Choice
-from pipeline.policies.presets import PRESETS
+from pipeline.policies.presets import PARTS, PRESETS
 from protocol.program import user_folder
 
 MENU_LINES = 12  # of the screen, for the prompt and the menu of completions
@@ -101,8 +101,9 @@ def _choices(before: list[str]) -> Iterator[tuple[str, str]]:
             yield from ((preset.name, describe(preset)) for preset in PRESETS.values())
         case ["/policy", name, *_] if name in PRESETS:
             for option in PRESETS[name].options:
-                values = option.choices if isinstance(option, Choice) else ("",)
-                yield from ((f"{option.name}={value}", option.help) for value in values)
+                parts = PARTS.get(option.name, {})
+                for value in option.choices if isinstance(option, Choice) else ("",):
+                    yield f"{option.name}={value}", parts[value].help if parts else option.help
         case ["/set", *_]:
             yield from ((f"{key}=", meaning(key)) for key in KEYS)
 
