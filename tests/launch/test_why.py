@@ -77,12 +77,6 @@ def test_why_shows_time_by_cause_and_by_layer_and_what_would_help() -> None:
     assert "resident: the" not in text
 
 
-def test_why_shows_the_fidelity_of_an_approximate_policy() -> None:
-    shares = {"exact": False, "skipped": 0.0, "substituted": 0.034, "stale": 0.25, "predicted": 0.5}
-    words = flat(shown(why_text(reply(decode(), fidelity=shares), {"tile_bytes": TILE}, WELCOME)))
-    assert "fidelity: approximate: 3.4% substituted, 25.0% stale, 50.0% predicted" in words
-
-
 def test_why_needs_an_answer_of_several_tokens() -> None:
     with pytest.raises(WrongUsage, match="no answer"):
         why_text(None, {}, WELCOME)
