@@ -41,7 +41,7 @@ from pipeline.policies.view import PolicyRequest
 from protocol.errors import ProtocolError
 from shm.errors import ShmError
 from shm.layout import format_named
-from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes
+from shm.segment import available_memory, byte_size
 
 CHILD = "launch.doctor.child"
 STEP, LARGEST = 1 << 26, 1 << 30  # bytes of the buffer: many times what a cache holds
@@ -95,24 +95,18 @@ async def rates(cores: Sequence[int], experts: Sequence[Any] = (), left_out: flo
 
 @contextmanager
 def _buffer() -> Iterator[tuple[int, int]]:
-    """Yields a nameless file in memory and its size: with the mount options of /dev/shm, where that has
-    space. Raises TrialFailed."""
+    """Yields a nameless file in memory and its size. Raises TrialFailed."""
     size = min(LARGEST, available_memory() // SHARE) // STEP * STEP
     if size <= 0:
         raise TrialFailed("too little memory is available to measure")
-    fd = -1
+    fd = os.memfd_create("tandem-doctor")
     try:
-        if free_shm_bytes() > 2 * size:
-            fd = os.open(SHM_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        else:
-            fd = os.memfd_create("tandem-doctor")
         os.posix_fallocate(fd, 0, size)
         yield fd, size
     except OSError as e:
         raise TrialFailed(f"no buffer of {byte_size(size)}: {e.strerror}") from e
     finally:
-        if fd >= 0:
-            os.close(fd)
+        os.close(fd)
 
 
 # --- an engine ----------------------------------------------------------------------------------------------
