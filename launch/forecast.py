@@ -28,7 +28,6 @@ from shm.layout import FloeFormat, StoreLayout, format_named
 
 CONTEXT = 1000  # tokens that an expected token attends to
 MARGIN = 0.2  # of the range: how evenly a token's experts divide over the workers is not measured
-SIDE = 1024  # of a matrix whose formats' sizes are compared
 HIDDEN = ("setting", "notes")  # from `Estimate.to_map`
 
 
@@ -96,12 +95,6 @@ def sizes_of(source: ModelSource, config: EngineConfig, format: FormatName) -> S
         head=head,
         kv_token=known.kv_token // spec.layers,
     )
-
-
-def format_bytes(name: str) -> int:
-    """Returns the bytes of a matrix in this format, to compare formats by."""
-    tile_format = format_named(name)
-    return tile_format.head_bytes(SIDE, SIDE) + tile_format.tile_bytes(SIDE, SIDE)
 
 
 # --- by bytes and rates -------------------------------------------------------------------------------------

@@ -14,23 +14,17 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition
-from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input.vt100 import Vt100Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output.vt100 import Vt100_Output
-from prompt_toolkit.styles import Style
 
 from launch.chat.conversation import KEYS
 from launch.chat.tables import COMMANDS, describe, meaning
 from launch.errors import WrongUsage
 from pipeline.policies.options import Choice
-from pipeline.policies.presets import PRESETS
+from pipeline.policies.presets import PARTS, PRESETS
 from protocol.program import user_folder
-
-MENU_LINES = 12  # of the screen, for the prompt and the menu of completions
-PROMPT = "> "
-STYLE = Style.from_dict({"prompt": "ansigreen bold", "continuation": "ansibrightblack"})
 
 
 class InputLine:
@@ -44,15 +38,12 @@ class InputLine:
         # does not answer costs a second.
         output.enable_cpr = False
         self._session: PromptSession[str] = PromptSession(
-            [("class:prompt", PROMPT)],
+            [("ansigreen bold", "> ")],
             multiline=True,
-            prompt_continuation=_continuation,
             key_bindings=_keys(hint),
             completer=CommandCompleter(),
             complete_while_typing=Condition(self._is_command),
-            reserve_space_for_menu=MENU_LINES,
             history=history,
-            style=STYLE,
             include_default_pygments_style=False,
             input=Vt100Input(self._terminal),
             output=output,
@@ -101,8 +92,9 @@ def _choices(before: list[str]) -> Iterator[tuple[str, str]]:
             yield from ((preset.name, describe(preset)) for preset in PRESETS.values())
         case ["/policy", name, *_] if name in PRESETS:
             for option in PRESETS[name].options:
-                values = option.choices if isinstance(option, Choice) else ("",)
-                yield from ((f"{option.name}={value}", option.help) for value in values)
+                parts = PARTS.get(option.name, {})
+                for value in option.choices if isinstance(option, Choice) else ("",):
+                    yield f"{option.name}={value}", parts[value].help if parts else option.help
         case ["/set", *_]:
             yield from ((f"{key}=", meaning(key)) for key in KEYS)
 
@@ -149,11 +141,6 @@ def _open_terminal() -> TextIO:
         else:
             return open(fd, encoding=sys.stdin.encoding)
     raise WrongUsage(f"cannot open this terminal for reading: {reason}; send the questions through a pipe")
-
-
-def _continuation(width: int, number: int, wrapped: int) -> StyleAndTextTuples:
-    """Returns the prefix of a continuation line: a dot, or spaces where a long line was wrapped."""
-    return [("class:continuation", " " * width if wrapped else "· ".rjust(width))]
 
 
 def _keys(hint: Callable[[], None]) -> KeyBindings:

@@ -164,10 +164,9 @@ def _setting(argument: str, setting: str, names: list[str]) -> tuple[list[str], 
         raise WrongUsage(f"{argument} {setting}: write it as {names[0]}.option=value or option=value")
     if match[1] is None:
         return names, match[2], match[3]
-    name = names[0] if match[1] == "policy" and len(names) == 1 else match[1]
-    if name not in names:
-        raise WrongUsage(f"{argument} {setting}: the policy is {' or '.join(names)}, not {name}")
-    return [name], match[2], match[3]
+    if match[1] not in names:
+        raise WrongUsage(f"{argument} {setting}: the policy is {' or '.join(names)}, not {match[1]}")
+    return [match[1]], match[2], match[3]
 
 
 def _swept(requests: list[PolicyRequest], axis: Axis, names: list[str]) -> list[PolicyRequest]:

@@ -78,18 +78,18 @@ async def _speed(cores: Sequence[int], token: int, example: Sizes) -> tuple[Find
     """Measures the memory; returns what its bandwidth means for `token`, the bytes of experts that a token of
     the embedded model reads, and for `example`, a large model; and the figures."""
     try:
-        one, every = await measure.measure_memory(cores)
+        (pace,) = await measure.rates(cores)
     except TrialFailed as e:
         means = "the bound on this machine's speed is unknown"
         return Finding("speed", "note", f"memory was not measured: {e}", means), {"ceiling_tok_s": None}
-    words = f"one core reads {rate(one)}" + f", {len(cores)} together {rate(every)}" * (len(cores) > 1)
+    words = f"{count(len(cores), 'core')} together: {rate(pace)} read from memory"
     means = (
         f"a token of {example.header.model} reads {byte_size(example.token)} of experts: at most"
-        f" {every / example.token:.2g} tok/s with all-host; the embedded model's {byte_size(token)}: at most"
-        f" {every / token:,.0f}"
+        f" {pace / example.token:.2g} tok/s with all-host; the embedded model's {byte_size(token)}: at most"
+        f" {pace / token:,.0f}"
     )
-    figures = {"read_one_core_gbps": one / 1e9, "read_all_cores_gbps": every / 1e9, "cores": len(cores)}
-    return Finding("speed", "ok", words, means), figures | {"ceiling_tok_s": every / token}
+    figures = {"read_all_cores_gbps": pace / 1e9, "cores": len(cores), "ceiling_tok_s": pace / token}
+    return Finding("speed", "ok", words, means), figures
 
 
 async def _engine(options: Options, interrupts: Interrupts) -> tuple[Finding, dict[str, Any]]:

@@ -60,7 +60,7 @@ class Finding:
 
 
 def processor(cores: Cores) -> Iterator[Finding]:
-    """Describes the cores, their clock, and where an engine's workers compute."""
+    """Describes the cores and their clock."""
     model = parse_cpuinfo(contents(Path("/proc/cpuinfo")))
     logical, usable = psutil.cpu_count() or len(cores.numbers), len(cores.numbers)
     physical = psutil.cpu_count(logical=False)
@@ -83,12 +83,6 @@ def processor(cores: Cores) -> Iterator[Finding]:
         means = "workers sleep between tokens, and each token waits for the cores to reach full clock again"
         do = "sudo cpupower frequency-set -g performance"
         yield Finding("cpu", "note", f"frequency governor: {governor}", means, do)
-    seats = cores.for_workers(cores.default_workers())
-    sets = " | ".join(",".join(map(str, seat.cores)) for seat in seats)
-    words = f"{count(len(seats), 'worker')}: on {sets}"
-    nodes = f"{count(len(cores.nodes), 'NUMA node')}; " if len(cores.nodes) > 1 else ""
-    means = f"{nodes}the coordinator computes on any of these cores while the workers wait"
-    yield Finding("threads", "ok", words, means)
 
 
 def pip_install(arguments: str) -> str:

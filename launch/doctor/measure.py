@@ -41,7 +41,7 @@ from pipeline.policies.view import PolicyRequest
 from protocol.errors import ProtocolError
 from shm.errors import ShmError
 from shm.layout import format_named
-from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes
+from shm.segment import available_memory, byte_size
 
 CHILD = "launch.doctor.child"
 STEP, LARGEST = 1 << 26, 1 << 30  # bytes of the buffer: many times what a cache holds
@@ -73,15 +73,7 @@ def busy(load: float, cores: int) -> list[Finding]:
     return [Finding("speed", "note", words, means, "close other programs and run this again")]
 
 
-async def measure_memory(cores: Sequence[int]) -> tuple[float, float]:
-    """Returns the bytes a second that one core reads, and that all do; takes a few seconds. Raises
-    TrialFailed where too little memory is available or a child fails."""
-    (one,) = await _rates(cores[:1])
-    (every,) = await _rates(cores) if len(cores) > 1 else (one,)
-    return one, every
-
-
-async def _rates(cores: Sequence[int], experts: Sequence[Any] = (), left_out: float = 0.0) -> list[float]:
+async def rates(cores: Sequence[int], experts: Sequence[Any] = (), left_out: float = 0.0) -> list[float]:
     """Returns the bytes a second that these cores together read, and compute with an expert of each kind; see
     `child.py`. Raises TrialFailed."""
     with _buffer() as (fd, size):
@@ -103,24 +95,18 @@ async def _rates(cores: Sequence[int], experts: Sequence[Any] = (), left_out: fl
 
 @contextmanager
 def _buffer() -> Iterator[tuple[int, int]]:
-    """Yields a nameless file in memory and its size: with the mount options of /dev/shm, where that has
-    space. Raises TrialFailed."""
+    """Yields a nameless file in memory and its size. Raises TrialFailed."""
     size = min(LARGEST, available_memory() // SHARE) // STEP * STEP
     if size <= 0:
         raise TrialFailed("too little memory is available to measure")
-    fd = -1
+    fd = os.memfd_create("tandem-doctor")
     try:
-        if free_shm_bytes() > 2 * size:
-            fd = os.open(SHM_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        else:
-            fd = os.memfd_create("tandem-doctor")
         os.posix_fallocate(fd, 0, size)
         yield fd, size
     except OSError as e:
         raise TrialFailed(f"no buffer of {byte_size(size)}: {e.strerror}") from e
     finally:
-        if fd >= 0:
-            os.close(fd)
+        os.close(fd)
 
 
 # --- an engine ----------------------------------------------------------------------------------------------
@@ -148,8 +134,8 @@ async def prove(options: Options, interrupts: Interrupts, device: str) -> dict[s
         raise TrialFailed(str(e)) from e
     finally:
         log.setLevel(before)
-    figures = {name: result.done.stats.get(name, 0.0) for name in ("first_token_s", "decode_tok_s")}
-    return {"start_s": start, "tokens": len(result.tokens), "policy": client.welcome.policy} | figures
+    figures = {"start_s": start, "tokens": len(result.tokens), "policy": client.welcome.policy}
+    return figures | {"decode_tok_s": result.done.stats.get("decode_tok_s", 0.0)}
 
 
 # --- a model that need not be there -------------------------------------------------------------------------
@@ -164,7 +150,7 @@ async def measure_speeds(
     cores = [core for cpus in here.for_workers(here.default_workers()) for core in cpus.cores]
     every = [*names, asked.backbone_dtype]
     kinds = [(name, astuple(expert_shape(source.config, asked.tile, format_named(name)))) for name in every]
-    reads, *paces = await _rates(cores, kinds, left_out(asked))
+    reads, *paces = await rates(cores, kinds, left_out(asked))
     tok_s = (await prove(options, interrupts, "cpu"))["decode_tok_s"]
     small = reads_of(model_dir())
     layer = max(0.0, 1 / tok_s - small.token / reads) / small.header.shape.layers

@@ -134,7 +134,6 @@ class ModelPlan:
             yield "tok/s, about", "", alike([each.usual for each in expected])
             slow, fast = (alike(speeds) for speeds in zip(*(each.range for each in expected), strict=True))
             yield "  range", "", list(map("{}-{}".format, slow, fast))
-            yield "  memory's limit", "", alike([each.limit for each in expected])
 
 
 def _cell(place: int, row: TableRow) -> Cell:

@@ -32,10 +32,8 @@ class ProgressDisplay:
     """Shows one stage after the other, of bytes or of items. The line of a terminal is cleared at the end. A
     context manager; draws nothing before the first `update`."""
 
-    def __init__(self, unit: Literal["bytes", "items"], prefix: str = "") -> None:
-        """`prefix`: written before the stage in log lines, for which a bar has no space."""
+    def __init__(self, unit: Literal["bytes", "items"]) -> None:
         self._unit = unit
-        self._prefix = prefix
         self._bars: Bars | None = None
         self._stage = ""
         self._began = 0.0  # the stage; monotonic seconds
@@ -55,7 +53,7 @@ class ProgressDisplay:
             self._draw(note, begins)
         elif now - self._last_line >= LINE_INTERVAL:
             self._last_line = now
-            words = (f"{self._prefix}{stage}", self.figures(), note)
+            words = (stage, self.figures(), note)
             log.log(NOTICE, ", ".join(word for word in words if word))
 
     def figures(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launch import cli
-from launch.command_line.options import Options, parse
+from launch.command_line.options import Options
 from launch.errors import AnswerLost, DownloadFailed, StartFailed, WrongUsage
 from launch.terminal.interrupts import Interrupts
 from pipeline.errors import UsageError
@@ -51,19 +51,6 @@ def test_each_error_has_its_exit_code_and_one_line(
     assert out == ""
     assert err.startswith(f"launch.py: {line}")
     assert err.count("\n") == 1
-
-
-def test_each_command_has_its_function() -> None:
-    """The chat where none is named; a replay in place of a benchmark."""
-    for words, name in (
-        ("", "chat"),
-        ("bench", "bench"),
-        ("bench --replay /nowhere", "replay"),
-        ("cache", "cache"),
-        ("generate hello", "generate"),
-    ):
-        found = cli._command(parse(words.split()))
-        assert found.__name__ == name  # type: ignore[attr-defined]
 
 
 # --- signals ------------------------------------------------------------------------------------------------

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.processes.cores import Cores, CpuSet, Thread, read_threads
 from launch.processes.supervisor import Supervisor
-from pipeline.config import EngineConfig, ResolvedConfig, WorkerCores
-from pipeline.experts.division import Divider, split_layer
-from pipeline.policies.view import Routing
-from shm.descriptor import parts_of
-from shm.formats import F32
-from shm.layout import PAGE, ExpertShape, StoreLayout
-from shm.numa import interleave
+from pipeline.config import EngineConfig, ResolvedConfig
 
 
 def machine(nodes: int, cores: int, threads: int = 1) -> tuple[Thread, ...]:
@@ -112,53 +104,6 @@ def test_topology_is_read_from_sysfs(tmp_path: Path) -> None:
     found = read_threads({1, 2, 3}, tmp_path)
     assert found == (Thread(3, 1, 1), Thread(3, 1, 3))
     assert Cores(found).for_workers(1) == (CpuSet((1,), 3),)
-
-
-@pytest.mark.parametrize(("experts", "chosen", "tiles"), [(8, 2, 28), (128, 8, 6)], ids=["coarse", "fine"])
-def test_workers_read_their_own_node_s_memory(experts: int, chosen: int, tiles: int, tmp_path: Path) -> None:
-    """From the files of a machine with two sockets to the memory that each worker reads in decode."""
-    write(
-        tmp_path,
-        sys__devices__system__cpu__online="0-15",
-        sys__devices__system__node__node0__cpulist="0-3,8-11",
-        sys__devices__system__node__node1__cpulist="4-7,12-15",
-        **{
-            f"sys__devices__system__cpu__cpu{n}__topology__thread_siblings_list": f"{n % 8},{n % 8 + 8}"
-            for n in range(16)
-        },
-    )
-    cores = Cores(read_threads(range(16), tmp_path))
-    workers = cores.for_workers(cores.default_workers())
-    assert [(cpus.cores, cpus.node) for cpus in workers] == [((n,), n // 4) for n in range(8)]
-
-    layout = StoreLayout(ExpertShape(1, experts, 1024, tiles * 4, 4), F32())
-    bound = np.full(layout.total_bytes // PAGE, -1)
-    with os.fdopen(os.memfd_create("tandem-test-cores"), "r+b") as file:
-        file.truncate(layout.total_bytes)
-        base: list[int] = []  # address of the first page, which is bound first
-
-        def mbind(address: int, length: int, node: int) -> int:
-            base.append(address)
-            first = (address - base[0]) // PAGE
-            bound[first : first + length // PAGE] = node
-            return 0
-
-        assert interleave(file.fileno(), layout, 0, cores.nodes, mbind) == ""
-    assert Counter(bound.tolist()) == {0: len(bound) // 2, 1: len(bound) // 2}
-
-    random, own, every = np.random.default_rng(19), 0, 0
-    divider = Divider(WorkerCores((1,) * len(workers), len(cores.nodes)), experts, tiles)
-    for _ in range(200):
-        routed = np.sort(random.choice(experts, chosen, replace=False)).astype(np.int32)
-        routing = Routing(routed[None], np.ones((1, chosen), np.float32))
-        none = np.zeros(experts, np.int32)
-        for worker, part in divider.divide(split_layer(routing, none, none, tiles), 0).parts:
-            for expert, lo, hi in parts_of(part).items.tolist():
-                start = layout.offset(0, expert, lo) // PAGE
-                pages = bound[start : start + (hi - lo) * layout.tile_bytes // PAGE]
-                own, every = own + int((pages == workers[worker].node).sum()), every + len(pages)
-    assert every == 200 * chosen * tiles * layout.tile_bytes // PAGE
-    assert own == every
 
 
 @pytest.mark.parametrize("quota", [None, 6.5])

@@ -40,21 +40,14 @@ def written(path: Path, *entries: object) -> Path:
     ("entry", "reason"),
     [
         ("{", "this is not JSON"),
-        ("[]", "Expected `object`"),
         (
             GOOD | {"contxt": "x"},
             "Object contains unknown field `contxt`; known are context, choices",
         ),
         ({"context": "a", "choices": [" c", " d"]}, "Object missing required field `answer`"),
         (GOOD | {"context": ""}, "Expected `str` of length >= 1 - at `$.context`"),
-        (GOOD | {"context": 3}, "Expected `str`, got `int` - at `$.context`"),
-        (GOOD | {"choices": [" c"]}, "Expected `array` of length >= 2 - at `$.choices`"),
         (GOOD | {"choices": [" c", " c"]}, "choices must be different texts"),
-        (GOOD | {"choices": [" c", ""]}, "Expected `str` of length >= 1 - at `$.choices"),
-        (GOOD | {"choices": " c"}, "Expected `array`, got `str` - at `$.choices`"),
         (GOOD | {"answer": 2}, "answer must be an index of the choices, 0 to 1"),
-        (GOOD | {"answer": True}, "Expected `int`, got `bool` - at `$.answer`"),
-        (GOOD | {"kind": 1}, "Expected `str`, got `int` - at `$.kind`"),
         ('{"context": "a", "choices": ["\\ud800", "b"], "answer": 0}', "this is not JSON"),
     ],
 )

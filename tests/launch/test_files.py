@@ -1,4 +1,4 @@
-"""Files that commands read and write: lines of stdin, the matrix of log-probabilities."""
+"""Files that commands read, and the windows of a text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 from engines import run
 from hypothesis import given
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from launch.command_line.checks import read_ids, read_text
 from launch.errors import WrongUsage
-from launch.score.command import matrix_file, windows_of
+from launch.score.command import windows_of
 from launch.stress.load import read_script
 from launch.terminal.interrupts import Lines
 
@@ -75,24 +74,6 @@ def test_a_start_does_not_wait_for_a_pipe_in_the_models_folder(tiny_model: Path,
         assert err.splitlines()[-1] == f"launch.py: {folder / name} cannot be read: it is not a file"
         (folder / name).unlink()
         shutil.copy(tiny_model / name, folder)
-
-
-def test_a_matrix_is_what_numpy_reads(tmp_path: Path) -> None:
-    blocks = [
-        np.random.default_rng(i).standard_normal((n, 7)).astype(np.float32) for i, n in enumerate((3, 1, 200))
-    ]
-    with matrix_file(tmp_path / "p.npy", 204, 7) as append:
-        for block in blocks:
-            append(block)
-        assert not (tmp_path / "p.npy").exists()
-    np.testing.assert_array_equal(np.load(tmp_path / "p.npy", allow_pickle=False), np.concatenate(blocks))
-    assert list(tmp_path.iterdir()) == [tmp_path / "p.npy"]
-
-
-def test_an_unfinished_matrix_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), matrix_file(tmp_path / "p.npy", 1, 7):
-        raise RuntimeError("the engine is gone")
-    assert list(tmp_path.iterdir()) == []
 
 
 @given(tokens=st.integers(0, 300), context=st.integers(2, 60))

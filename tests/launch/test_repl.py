@@ -141,10 +141,10 @@ def _commands(terminal: Terminal, file: Path) -> None:
     terminal.until(READY)
     terminal.until("^system message: Be brief.$")
     terminal.paste("two\nlines")
-    terminal.until("^> two\n· lines$")
+    terminal.until("^> two\n  lines$")
     terminal.keys("M-Enter")
     terminal.line("and a third: ä 漢 🎉")
-    terminal.until(r"^· and a third: ä 漢 🎉\n(?s:.+)cut\s+at\s+max_tokens\n\n>$")
+    terminal.until(r"^  and a third: ä 漢 🎉\n(?s:.+)cut\s+at\s+max_tokens\n\n>$")
 
     terminal.line(f"/save {file}")
     terminal.until(r"^saved 1 question to\s")

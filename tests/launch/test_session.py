@@ -319,7 +319,6 @@ async def test_chat_from_a_pipe_goes_on_after_an_error(
     for context, words, most, lines, code, answers in (
         (1024, "--stop A --stop B --top-p 0.5", 512, "one?\n/set seed=3\ntwo?\n", 0, 2),
         (100, "", 50, "/retry\none?\n/nothing\n\n/quit\ntwo?\n", 1, 1),
-        (1, "", 1, "one?", 0, 1),
         (100, "--max-tokens 70 --system Brief.", 70, "/system\none?", 0, 1),
     ):
         engine = StandInEngine(replace(WELCOME, context=context, sampling=Sampling(0.25)))

@@ -7,8 +7,6 @@ import io
 import json
 import os
 import re
-import shutil
-import struct
 import subprocess
 import sys
 import threading
@@ -26,7 +24,6 @@ from rich.text import Text
 from launch.runtime import EngineInfo, RuntimeDir
 from launch.terminal.progress import ProgressDisplay
 from launch.terminal.tables import Column, Table, VisibleConsole, render
-from pipeline.assets import model_dir
 from protocol.codec import decode, encode
 from protocol.messages import VERSION, Done, Error, Generate, Heartbeat, Hello, Token, Welcome
 from protocol.program import escaped, one_line, visible
@@ -141,22 +138,6 @@ def test_the_names_of_files_and_engines_are_shown_in_a_line(tmp_path: Path) -> N
         assert one_line(name) in err
     code, _, err = run("generate", "hi", "--connect", name)
     assert (code, err.count("\n"), CONTROL.search(err.rstrip("\n"))) == (2, 1, None)
-
-
-def test_a_tensors_name_is_shown_in_a_line(tmp_path: Path) -> None:
-    shutil.copytree(model_dir(), tmp_path / "model")
-    weights = tmp_path / "model" / "model.safetensors"
-    data = weights.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    end = len(data) - 8 - length
-    header[LINES] = {"dtype": "F32", "shape": [1], "data_offsets": [end, end + 4]}
-    packed = json.dumps(header).encode()
-    packed += b" " * (-len(packed) % 8)
-    weights.write_bytes(struct.pack("<Q", len(packed)) + packed + data[8 + length :] + bytes(4))
-    code, _, err = run("generate", "hi", "--model", str(tmp_path / "model"))
-    assert (code, err.count("\n")) == (2, 1)
-    assert f"the tensor {one_line(LINES)} is not one" in err
 
 
 # --- logs, tables and displays ----------------------------------------------------------------------------
