@@ -94,7 +94,6 @@ def header_of(model: Drawn) -> Header:
 def calibrated(header: Header, steps: Sequence[TracedStep], accuracy: float) -> Calibration:
     """Returns what `launch.py calibrate` would find on these steps, as far as MoEpic uses it."""
     shape, order = header.shape, TokenOrder(header.shape)
-    counts = np.zeros((shape.layers, shape.experts), np.int64)
     for step in steps:
         order.begin(step.phase, step.sequences)
         for index, layer in enumerate(step.layers):
@@ -102,13 +101,12 @@ def calibrated(header: Header, steps: Sequence[TracedStep], accuracy: float) -> 
             order.layer(
                 LayerDecision(index, Signals(None, {}), gated, nothing, nothing), np.zeros((1, 1), np.float32)
             )
-            counts[index] += gated.routing.workload(shape.experts)
         order.end()
     named = np.full(shape.layers, accuracy, np.float32)
     named[0] = 0
     empty = np.zeros((0, 0), np.float32)
     return Calibration(
-        decode_counts=counts,
+        decode_counts=order.decode_counts(),
         residual_logits=empty,
         accuracy={"raw": named},
         kept=np.zeros((0, 0, 0), np.float32),

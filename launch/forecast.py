@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -189,14 +189,6 @@ class Priced:
 
     costs: Costs  # per tile
     rest: float  # seconds of a step outside its layers
-
-    def faster(self, side: str, factor: float) -> Priced:
-        """Returns the costs with a `link`, a `host` or a `device` that is so many times as fast."""
-        costs, changed = self.costs, dict[str, Any]()
-        for name in {"link": ("link",), "host": ("host",), "device": ("device", "other")}[side]:
-            value = getattr(costs, name)
-            changed[name] = value / factor if name == "link" else tuple(each / factor for each in value)
-        return replace(self, costs=replace(costs, **changed))
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch.command_line.checks import (
-    MAX_TEXT_BYTES,
-    check_reads_text,
-    check_request,
-    read_text,
-)
+from launch.command_line.checks import MAX_TEXT_BYTES, check_reads_text, check_request
 from launch.command_line.options import RANDOM_OPTIONS, Options
 from launch.connect import reconnecting_client
 from launch.errors import AnswerLost, WrongUsage
@@ -76,14 +71,10 @@ def answer_settings(options: Options, otherwise: Sampling) -> dict[str, Any]:
 async def _text(options: Options) -> str | None:
     """Returns the prompt as text, from the command line, a file or stdin, of which the last line's end is no
     part; None where token ids are given. Raises WrongUsage."""
-    path, prompt = options.written.get("file"), options.written.get("prompt")
-    if path is not None:
-        prompt, source = read_text(path).removesuffix("\n"), path
-    elif prompt == "-":
-        prompt, source = await _stdin(), Path("stdin")
-    else:
-        return prompt
-    check_request(source, Generate(0, prompt=prompt))
+    prompt: str | None = options.written.get("prompt")
+    if prompt == "-":
+        prompt = await _stdin()
+        check_request(Path("stdin"), Generate(0, prompt=prompt))
     return prompt
 
 
@@ -134,8 +125,7 @@ def _finish(options: Options, answer: Answer, tokens: list[Token], client: Clien
             "policy": stats.get("policy", client.welcome.policy),
             "fidelity": stats.get("fidelity"),
             "stats": stats,
-        },
-        detail="detail" in options.written,
+        }
     )
 
 

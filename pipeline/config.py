@@ -25,7 +25,7 @@ FloeName = Literal[
     "floe-u8", "floe-u8-int8", "floe-u8-int4",
 ]  # fmt: skip
 FormatName = Literal[DenseName, FloeName]
-ExchangeName = Literal["auto", "zmq", "shm"]
+ExchangeName = Literal["shm", "zmq"]
 GraphsName = Literal["auto", "off"]
 BackboneDType = Literal["f32", "bf16", "int8", "int4"]
 
@@ -53,10 +53,9 @@ class EngineConfig:
     costs: Path | None = None  # use these instead of measuring
     record: Path | None = None  # a new file for the trace of every step's routing; absolute
     seed: int = 0  # of the preset `random` and of requests that give none
-    exchange: ExchangeName = "auto"  # of Work with the workers; auto: shm
+    exchange: ExchangeName = "shm"  # of Work with the workers
     graphs: GraphsName = "auto"  # CUDA graphs of decode steps
     keep_store: bool = False
-    verify: bool = False  # compare the store's bytes with their checksums before they are used
     http: str | None = None  # HOST:PORT of the gateway, for clients over HTTP; None: there is no gateway
     http_keys: Path | None = None  # file of its API keys; None: without keys, for this machine alone
 

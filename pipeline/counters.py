@@ -94,23 +94,12 @@ class Hits:
 
 @dataclass
 class ChannelCounters:
-    """Channels that were moved to the device, and how well they were predicted: the experts of a layer by the
-    layer before, and of those that the layer used the channels."""
+    """Counts channels that were moved to the device, and how well they were predicted."""
 
     moved: int = 0
-    named_experts: int = 0
-    right_experts: int = 0  # of them, used by their layer
-    used_experts: int = 0  # by the layers of which predictions named some
-    wasted: int = 0  # of the moved channels, predicted for experts that their layer did not need
-    guessed: int = 0  # channels that landed or were on their way when their expert was needed
+    wasted: int = 0  # of them, predicted for experts that their layer did not need
+    guessed: int = 0  # landed for a prediction when their expert was needed
     right: int = 0  # of them, kept by its mask
-    kept: int = 0  # by the masks of these experts
-
-    def book(self, guessed: int, right: int, kept: int) -> None:
-        """Count one expert that was predicted and is needed."""
-        self.guessed += guessed
-        self.right += right
-        self.kept += kept
 
 
 @dataclass

@@ -5,9 +5,8 @@ disk cache. A store is not cached on disk where that would not be faster: with t
 random weights. The loader holds the store's build lock meanwhile, so engines that start together share one
 store. It imports no torch, which on a small model would take nearly all of its time.
 
-A damaged store or cached file is written again, with a warning, but never while another engine uses it. A
-cached file's checksums are verified whenever it is read; those of a store in memory, and of the cached file
-beside it, only on request (`verify`), because attaching otherwise takes no time.
+An invalid store or a damaged cached file is written again, with a warning, but never while another engine
+uses it. A cached file's checksums are verified whenever it is read.
 
 The store's first user is the supervisor: where its StoreLease raises SegmentMissing after Ready (the last
 user of an attached store has just left), it starts the loader again.
@@ -22,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import zmq
 
@@ -39,7 +38,6 @@ from shm.disk_cache import (
     note_use,
     store_path,
     sweep_cache,
-    write_cache,
 )
 from shm.errors import NotEnoughMemory, SegmentMissing, ShmError, StoreDamaged, StoreInvalid, UnknownFormat
 from shm.layout import format_named
@@ -50,7 +48,6 @@ from shm.store import Store, StoreBuilder, store_name
 
 ROLE = "loader"
 PROGRESS_SECONDS = 0.1
-T = TypeVar("T")
 log = logging.getLogger(ROLE)
 
 
@@ -101,7 +98,6 @@ class Loading:
         self.cached = self.source.worth_keeping(config["format"])  # whether the disk cache is used
         self.cache_folder = Path(config["cache_dir"])
         self.reserve: int = config["reserve_bytes"]
-        self.verify: bool = config["verify"]
         self.nodes: list[int] = config["nodes"]
         self.origin = ""
         self.notes: tuple[str, ...] = ()
@@ -119,8 +115,6 @@ class Loading:
         with build_lock(self.fingerprint, lambda: waiting(0)):
             if self._attached():
                 origin, read, cached = "attached", 0, 0
-                if self.verify and self.cached:
-                    self._verify_cache()
             elif self._from_cache():
                 origin, read, cached = "cache", 0, self.size
             else:
@@ -132,32 +126,18 @@ class Loading:
         )
 
     def _attached(self) -> bool:
-        """Returns whether a usable store exists. A damaged one is removed; ShmError where another engine
+        """Returns whether a usable store exists. An invalid one is removed; ShmError where another engine
         uses it."""
         try:
-            with Store.attach(self.name, self.fingerprint) as store:
-                if self.verify:
-                    store.verify(self.control.stage("verifying the store", store.layout.total_bytes))
+            Store.attach(self.name, self.fingerprint).close()
         except SegmentMissing:
             return False
-        except (StoreInvalid, StoreDamaged) as e:
+        except StoreInvalid as e:
             if not remove_unused(self.name):
                 raise ShmError(f"{e}, and another engine uses it: end that engine, then start again") from e
             log.warning(f"{e}; it is removed and made again")
             return False
         return True
-
-    def _verify_cache(self) -> None:
-        """Verify the cached file, if it exists; where it is damaged, write it again from memory."""
-        try:
-            cached = CachedStore.open(self.cache_folder, self.fingerprint)
-            if cached is not None:
-                with cached:
-                    cached.verify(self.control.stage("verifying the cache", self.manifest.layout.total_bytes))
-        except (StoreInvalid, StoreDamaged) as e:
-            log.warning(f"{e}; it is written again from the store in memory")
-            with _cache_optional(), Store.attach(self.name, self.fingerprint) as store:
-                write_cache(self.cache_folder, store, self.control.stage("writing the cache", self.size))
 
     def _builder(self) -> StoreBuilder:
         """Create the segment, after removing unused ones. Raises NotEnoughMemory."""
@@ -190,11 +170,11 @@ class Loading:
             builder = self._builder()
             if writer is not None:
                 builder.keep = writer.write
-            read, manifest = self._fill(builder, self.source.fill, self.source.filling)
+            read = self._fill(builder, self.source.fill, self.source.filling)
             try:
                 if writer is not None:
                     with _cache_optional():
-                        writer.finish(manifest, self.control.stage("writing the cache", self.size))
+                        writer.finish(self.control.stage("writing the cache", self.size))
             except BaseException:
                 unlink(self.name)
                 raise
@@ -208,16 +188,16 @@ class Loading:
         return nullcontext()
 
     def _fill(
-        self, builder: StoreBuilder, fill: Callable[[StoreBuilder, Callable[[int], None]], T], stage: str
-    ) -> tuple[T, StoreManifest]:
-        """Fill the store and mark it ready; returns the result of `fill` and the manifest."""
+        self, builder: StoreBuilder, fill: Callable[[StoreBuilder, Callable[[int], None]], int], stage: str
+    ) -> int:
+        """Fill the store and mark it ready; returns the bytes read."""
         try:
-            result = fill(builder, self.control.stage(stage, self.manifest.layout.total_bytes))
-            manifest = builder.finish()
+            read = fill(builder, self.control.stage(stage, self.manifest.layout.total_bytes))
+            builder.finish()
         except BaseException:
             builder.discard()
             raise
-        return result, manifest
+        return read
 
 
 @contextmanager

@@ -331,15 +331,12 @@ class Calibrate(Record, frozen=True):
 
     At most 131072 `tokens`.
 
-    Of a longer text the engine reads windows from all of it. A text that is too long for a message is sent
-    as excerpts, one after the other."""
+    Of a longer text the engine reads windows from all of it."""
 
     request: Int
     text: str | None = None
     token_ids: Ints | None = None
     tokens: Int = CALIBRATION_TOKENS  # most tokens used; the rest of the text is left out
-    starts: Ints = ()  # where the second and further excerpts begin, in characters or ids
-    share: Float = 1.0  # of the whole text that the excerpts are
     max_loss: Float | None = None  # percent that approximations may add to the perplexity of held-out text
 
 

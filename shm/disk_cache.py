@@ -1,4 +1,4 @@
-"""Stores on disk: `<cache folder>/<fingerprint>/store.bin`, the same bytes as the segment.
+"""Stores on disk: `<cache folder>/<fingerprint>/store.bin`, the bytes of the segment, with checksums.
 
 Files are 0600 in 0700 folders; a file that another user can write is not used. A file is written as
 store.tmp, flushed and then renamed, so a store.bin was complete when it was written.
@@ -12,8 +12,8 @@ Beside it lies `about.json`, a record of the folder's content and last use: the 
 that they were made for, and many file systems do not keep access times. Each reader and writer sets its
 modification time. An error there never fails a start.
 
-A file is written from memory that is complete or still being filled, by a thread of its own, so that a slow
-disk delays only `finish`. Writeback starts after each write, and at most FLUSH bytes of it stay in the page
+A file is written layer by layer while the store is being filled, by a thread of its own, so that a slow disk
+delays only `finish`. Writeback starts after each write, and at most FLUSH bytes of it stay in the page
 cache: the store itself may fill nearly all of the memory. The head is written last, so the file of a killed
 writer is never a valid store, whatever its name.
 """
@@ -29,9 +29,10 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -39,13 +40,12 @@ import numpy as np
 from protocol.errors import NotPrivate
 from protocol.files import OTHERS_READ_OR_WRITE, check_private, make_folders, read_small
 from shm.atomic_file import atomic_file, put_in_place
-from shm.checksums import damaged_layers, name_layers
 from shm.errors import StoreDamaged, StoreInvalid
 from shm.file_locks import try_lock
 from shm.layout import PAGE, Bytes
 from shm.manifest import MAX_MANIFEST, READY, StoreManifest, data_offset, pack_head, read_head, store_bytes
 from shm.segment import byte_size
-from shm.store import Store, StoreBuilder
+from shm.store import StoreBuilder
 
 RECORD = "about.json"
 MAX_RECORD = 1 << 16  # bytes
@@ -143,38 +143,18 @@ class CachedStore:
             raise StoreInvalid(f"the cached store {path} cannot be used: {reason}") from None
         return cls(descriptor, path, manifest, start)
 
-    def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> None:
-        """Read all experts directly into a new store; `progress` is called with the bytes read so far. Raises
-        StoreDamaged if a checksum does not match."""
+    def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
+        """Read all experts directly into a new store, and return their bytes; `progress` is called with those
+        read so far. Raises StoreDamaged if a checksum does not match."""
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            sums: list[Future[None]] = []
+            sums = []
             for layer in range(self.manifest.shape.layers):
                 self._read_layer(builder, layer, progress)
-                for expert in range(self.manifest.shape.experts):
-                    sums += [pool.submit(part) for part in builder.checksum_tasks(layer, expert)]
-            for part in sums:
-                part.result()
-        for layer, expected in enumerate(self.manifest.checksums):
-            if builder.checksum(layer) != expected:
+                sums.append(pool.submit(zlib.crc32, builder.layer(layer).data))
+        for layer, (found, expected) in enumerate(zip(sums, self.manifest.checksums, strict=True)):
+            if found.result() != expected:
                 raise StoreDamaged(f"the cached store {self._path} is damaged in layer {layer}")
-
-    def verify(self, progress: Callable[[int], None]) -> None:
-        """Compare every layer with its checksum, on all cores; `progress` is called with the bytes compared
-        so far. Raises StoreDamaged naming the layers that differ."""
-        stride = self.manifest.layout.layer_stride
-
-        def parts(layer: int) -> Iterator[memoryview]:
-            buffer = memoryview(bytearray(min(CHUNK, stride)))
-            begin = layer * stride
-            end = begin + stride
-            while begin < end:
-                count = self._read(buffer[: end - begin], begin)
-                yield buffer[:count]
-                begin += count
-
-        damaged = damaged_layers(self.manifest.checksums, parts, progress)
-        if damaged:
-            raise StoreDamaged(f"the cached store {self._path} is damaged in {name_layers(damaged)}")
+        return builder.layout.total_bytes
 
     def _read_layer(self, builder: StoreBuilder, layer: int, progress: Callable[[int], None]) -> None:
         target = builder.layer(layer).data
@@ -237,6 +217,9 @@ class CacheWriter:
 
     def __init__(self, folder: Path, manifest: StoreManifest) -> None:
         """Create the file. Raises OSError; ENOSPC if the disk has too little free space for the store."""
+        self._manifest = manifest
+        self._start = data_offset(len(manifest.pack()))
+        self._checksums = [0] * manifest.shape.layers
         self._path = store_path(folder, manifest.fingerprint)
         self._temporary = self._path.with_name(UNFINISHED)
         self._size = store_bytes(manifest)
@@ -253,15 +236,15 @@ class CacheWriter:
             raise
         self._thread = ThreadPoolExecutor(1, "cache")
 
-    def write(self, begin: int, data: Bytes) -> None:
-        """Queue these bytes, which must not change any more, for writing at byte `begin` of the store; for
-        any thread. Returns at once: `finish` raises the error of a failed write."""
-        self._thread.submit(self._write, begin, data)
+    def write(self, layer: int, data: Bytes) -> None:
+        """Queue a layer's bytes, which must not change any more; for any thread. Returns at once: `finish`
+        raises the error of a failed write."""
+        self._thread.submit(self._write, layer, data)
 
-    def finish(self, manifest: StoreManifest, progress: Callable[[int], None]) -> None:
-        """Wait until everything is written, write the head and rename the file; `progress` is called with the
-        bytes written so far. Raises OSError if a write failed, and what `progress` raises."""
-        end = self._thread.submit(self._end, manifest)
+    def finish(self, progress: Callable[[int], None]) -> None:
+        """Wait until all layers are written, write the head and rename the file; `progress` is called with
+        the bytes written so far. Raises OSError if a write failed, and what `progress` raises."""
+        end = self._thread.submit(self._end)
         progress(self._written)
         while not wait([end], REPORT_SECONDS).done:
             progress(self._written)
@@ -273,12 +256,15 @@ class CacheWriter:
         put_in_place(self._descriptor, self._temporary, self._path)
         self._close()
 
-    def _write(self, begin: int, data: Bytes) -> None:
+    def _write(self, layer: int, data: Bytes) -> None:
         if self._failure is not None:
             return
+        begin = self._start + layer * len(data)
         try:
             for at in range(0, len(data), PIECE):
-                self._write_piece(begin + at, data[at : at + PIECE].data)
+                piece = data[at : at + PIECE].data
+                self._checksums[layer] = zlib.crc32(piece, self._checksums[layer])
+                self._write_piece(begin + at, piece)
         except Exception as e:  # any error: this thread has no caller that could receive it
             self._failure = e
             with contextlib.suppress(OSError):  # free the space now: other programs use the disk, too
@@ -301,10 +287,11 @@ class CacheWriter:
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         self._unflushed = 0
 
-    def _end(self, manifest: StoreManifest) -> None:
+    def _end(self) -> None:
         if self._failure is not None:
             raise self._failure
         self._flush()
+        manifest = replace(self._manifest, checksums=tuple(self._checksums))
         self._write_piece(0, pack_head(manifest, READY))
 
     def _remove(self) -> None:
@@ -325,17 +312,6 @@ class CacheWriter:
         if self._descriptor >= 0:
             self._thread.shutdown(cancel_futures=True)
             self._remove()
-
-
-def write_cache(folder: Path, store: Store, progress: Callable[[int], None]) -> None:
-    """Write a finished store to disk; `progress` is called with the bytes written so far. Raises OSError and
-    removes the file if that fails; ENOSPC before the first write if the disk has too little free space.
-    """
-    data = store.segment.array
-    with CacheWriter(folder, store.manifest) as writer:
-        begin = data_offset(len(store.manifest.pack()))
-        writer.write(begin, data[begin:])
-        writer.finish(store.manifest, progress)
 
 
 def _open_unfinished(path: Path) -> int:

@@ -45,13 +45,14 @@ _CHECKSUM = np.dtype("<u4")
 @dataclass(frozen=True)
 class StoreManifest:
     """The content of a store. In msgpack: `fingerprint`, `format`, `source` as text; `shape` as the map of
-    ExpertShape's five integers; `checksums` as binary, 4 bytes for each layer: the crc32 of its bytes."""
+    ExpertShape's five integers; `checksums` as binary, 4 bytes for each layer: the crc32 of its bytes in a
+    file; in memory 0."""
 
     fingerprint: str
     shape: ExpertShape
     format: str
     source: str  # the model directory it came from, for a person
-    checksums: tuple[int, ...] = ()  # one for each layer; () while it is being built
+    checksums: tuple[int, ...] = ()  # one for each layer; () as for zeros
 
     @property
     def layout(self) -> StoreLayout:

@@ -7,18 +7,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import os
 import re
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from shm.checksums import damaged_layers, join_crc32, name_layers
-from shm.errors import SegmentEmpty, ShmError, StoreDamaged, StoreInvalid
+from shm.errors import SegmentEmpty, ShmError, StoreInvalid
 from shm.layout import PAGE, Bytes, StoreLayout
 from shm.manifest import (
     BUILDING,
@@ -36,10 +32,8 @@ from shm.segment import Segment, is_segment, segment_path, shm_names, unlink
 
 STORE_PREFIX = "/tandem-store-"
 STORE_SPACE = "TANDEM_STORE_SPACE"  # the environment variable
-SUM_BYTES = 1 << 24  # summed at a time; verifying can be stopped in between
-PART_BYTES = 1 << 22  # of an expert, summed by one thread
 
-Keep = Callable[[int, Bytes], None]  # first byte in the store, the bytes from there on
+Keep = Callable[[int, Bytes], None]  # a layer, and its bytes
 
 
 def store_space() -> str:
@@ -144,19 +138,6 @@ class Store:
         if not 0 <= lo <= hi <= self.layout.shape.tiles:
             raise IndexError(f"no tiles {lo} to {hi} in an expert of {self.layout.shape.tiles}")
 
-    def verify(self, progress: Callable[[int], None] | None = None) -> None:
-        """Compare every layer with its checksum, on all cores; `progress` is called with the bytes compared
-        so far. Raises StoreDamaged naming the layers that differ, ValueError after `close`."""
-        layers = self.all_tiles().reshape(self.layout.shape.layers, self.layout.layer_stride)
-
-        def parts(layer: int) -> Iterator[memoryview]:
-            for begin in range(0, self.layout.layer_stride, SUM_BYTES):
-                yield layers[layer, begin : begin + SUM_BYTES].data
-
-        damaged = damaged_layers(self.manifest.checksums, parts, progress)
-        if damaged:
-            raise StoreDamaged(f"the store {self.segment.name} is damaged in {name_layers(damaged)}")
-
     def close(self) -> None:
         """End this process's use (see Segment.close). May be called twice."""
         self._data = None
@@ -174,8 +155,7 @@ class StoreBuilder:
     `finish` makes it a store. `discard` removes an unfinished one. Until one of them, or until this process
     exits, a shared lock on the segment marks it as being built.
 
-    `keep`, if set, is called once for every part of the experts, in any order, by the thread that sums the
-    part, after the last write to it. It must not raise."""
+    `keep`, if set, is called once for every layer, after the last write to it. It must not raise."""
 
     def __init__(
         self, segment: Segment, manifest: StoreManifest, lock: int, notes: tuple[str, ...] = ()
@@ -188,7 +168,6 @@ class StoreBuilder:
         self.manifest = manifest
         self.layout: StoreLayout = manifest.layout
         self._start = data_offset(len(manifest.pack()))
-        self._sums: dict[tuple[int, int], int] = {}  # crc32 of parts, by their bytes in the store
         self.keep: Keep | None = None
 
     @classmethod
@@ -227,54 +206,23 @@ class StoreBuilder:
 
     def expert(self, layer: int, expert: int) -> Bytes:
         """The tiles of one expert and the padding after them: uint8 [expert_stride], writable."""
-        return self.segment.array[slice(*self._tiles_of(layer, expert))]
+        first = self._start + self.layout.offset(layer, expert)
+        return self.segment.array[first : first + self.layout.expert_stride]
 
     def heads(self, layer: int, expert: int) -> Bytes:
         """The heads of one expert and the padding after them: uint8 [head_stride], writable."""
-        return self.segment.array[slice(*self._heads_of(layer, expert))]
-
-    def checksum_tasks(self, layer: int, expert: int) -> list[Callable[[], None]]:
-        """The tasks that follow the writing of an expert: each sums a part of it and passes it to `keep`.
-        They may run in any threads and any order, while other experts are being written, and release the GIL.
-        `finish` runs those that have not run."""
-        ranges = self._heads_of(layer, expert), self._tiles_of(layer, expert)
-        return [partial(self._sum, part) for nbytes in ranges for part in _parts(*nbytes)]
-
-    def checksum(self, layer: int) -> int:
-        """The crc32 of a complete layer; sums the parts that have not been summed."""
-        value = 0
-        for ranges in (self._heads_of, self._tiles_of):  # in the store's order
-            for expert in range(self.layout.shape.experts):
-                for begin, end in _parts(*ranges(layer, expert)):
-                    if (begin, end) not in self._sums:
-                        self._sum((begin, end))
-                    value = join_crc32(value, self._sums[begin, end], end - begin)
-        return value
-
-    def _tiles_of(self, layer: int, expert: int) -> tuple[int, int]:
-        """The first byte of an expert's tiles in the segment, and the end of their padding."""
-        first = self._start + self.layout.offset(layer, expert)
-        return first, first + self.layout.expert_stride
-
-    def _heads_of(self, layer: int, expert: int) -> tuple[int, int]:
         first = self._start + self.layout.head_offset(layer, expert)
-        return first, first + self.layout.head_stride
+        return self.segment.array[first : first + self.layout.head_stride]
 
-    def _sum(self, part: tuple[int, int]) -> None:
-        data = self.segment.array[part[0] : part[1]]
-        self._sums[part] = zlib.crc32(data.data)
+    def filled(self, layer: int) -> None:
+        """Give a layer, of which no byte will change any more, to `keep`."""
         if self.keep is not None:
-            self.keep(part[0], data)
+            self.keep(layer, self.layer(layer))
 
-    def finish(self) -> StoreManifest:
-        """Write and return the manifest with all checksums, make the store ready, close the builder."""
-        checksums = tuple(self.checksum(layer) for layer in range(self.layout.shape.layers))
-        manifest = dataclasses.replace(self.manifest, checksums=checksums)
-        head = pack_head(manifest, BUILDING)
-        self.segment.array[: len(head)] = np.frombuffer(head, dtype=np.uint8)
+    def finish(self) -> None:
+        """Make the store ready, and close the builder."""
         self.segment.array[STATE_OFFSET : STATE_OFFSET + 4].view("<u4")[0] = READY  # last: see manifest.py
         self._close()
-        return manifest
 
     def discard(self) -> None:
         """Remove an unfinished store."""
@@ -284,8 +232,3 @@ class StoreBuilder:
     def _close(self) -> None:
         self.segment.close()
         os.close(self._lock)
-
-
-def _parts(first: int, last: int) -> list[tuple[int, int]]:
-    """Bytes [first, last) in parts: first byte and the end of each."""
-    return [(begin, min(begin + PART_BYTES, last)) for begin in range(first, last, PART_BYTES)]

@@ -1,5 +1,5 @@
-"""`launch.py advise`: which preset, expert cache and format for a model, how fast it would be, and what would
-make it faster. Nothing of the model is loaded: presets are replayed on routing, with the costs of a machine.
+"""`launch.py advise`: which preset, expert cache and format for a model, and how fast it would be.
+Nothing of the model is loaded: presets are replayed on routing, with the costs of a machine.
 Exit code 0: the model fits in some format; 1: not."""
 
 from __future__ import annotations
@@ -57,13 +57,11 @@ async def advise(options: Options, interrupts: Interrupts) -> int:
         hardware, config, text = await this_machine(options, interrupts, source, prompt)
         every = sizes(config)
     formats = [fitting(each, config, hardware) for each in every]
-    total = sum(one.fits for one in formats) * len(requests) + 4
+    total = sum(one.fits for one in formats) * len(requests)
     with ProgressCounter("advise: replays", total) as bar:
         search = Search(hardware, formats, text, prompt, config.seed, bar.count)
         await search.presets(requests)
-        best = search.best()
-        if best is not None:
-            await search.what_if(best)
+    best = search.best()
     if "json" in written:
         print_json(_to_json(source.name, search))
     else:
@@ -80,7 +78,6 @@ def _to_json(model: str, search: Search) -> dict[str, Any]:
         "advice": [_command(estimate) for estimate in search.recommended()],
         "formats": [_format_map(fitting, search) for fitting in search.formats],
         "estimates": [estimate.to_map() for estimate in search.estimates],
-        "changes": search.changes,
         "left_out": [{"policy": name, "reason": why} for name, why in search.left_out.items()],
     }
 
@@ -115,9 +112,6 @@ def _report(model: str, search: Search, best: Estimate | None) -> Iterator[Rende
     for other in others:
         yield f"or with more exact weights, about {three_digits(other.tok_s)} tok/s:"
         yield f"  {_command(other)}"
-    yield Text("\nWhat would change its speed", style="bold")
-    for change in search.changes:
-        yield f"  {change['words']:32} {100 * (change['ratio'] - 1):+.0f} %"
     yield ""
     notes = merged_notes((estimate.setting.policy.name, estimate.notes) for estimate in estimates)
     notes += [f"{name} left out: {reason}" for name, reason in search.left_out.items()]

@@ -206,7 +206,7 @@ def recorded(path: Path, header: Header) -> RecordedText:
     rows = sum(len(step.sequences) for step in steps[begin:] if step.phase == "decode")
     words = f"recorded routing: of {path.name} the last {rows} tokens count, what is before is the history"
     counts = counts_of(history, of.layers, of.experts)
-    return RecordedText(steps[first:], begin - first, counts, seen.last_steps, words, seen.rest["decode"])
+    return RecordedText(steps[first:], begin - first, counts, seen.last_steps, words, seen.rest)
 
 
 def counts_of(steps: Sequence[TracedStep], layers: int, experts: int) -> NDArray[np.int64]:

@@ -1,11 +1,10 @@
-"""The search of `advise`: every preset in every format that fits, then what would change the best."""
+"""The search of `advise`: every preset in every format that fits."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from launch.advise.machine import Hardware
 from launch.forecast import Estimate, Priced, RecordedText, Setting, Sizes, by_replay
@@ -24,9 +23,6 @@ UNCALIBRATED = {
 ALIKE = 0.98  # of the fastest: not to be told apart
 CLOSE = 0.95  # of the fastest: as good, where the format is more exact
 DEFAULTS = ("all-host", "tandem", "fiddler")  # of several that are alike, the first of these
-SIDES = {"link": "the link", "host": "the host's memory", "device": "the GPU's memory"}
-MORE = 1.1  # times as fast
-MORE_CACHE = 2e9  # bytes
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,6 @@ class Search:
         self.hardware, self.formats, self.text, self.prompt = hardware, formats, text, prompt
         self.estimates: list[Estimate] = []
         self.left_out: dict[str, str] = {}  # preset: reason
-        self.changes: list[dict[str, Any]] = []  # of the machine: words, tok_s of the best preset, ratio
         self._seed, self._progress = seed, progress
         self._fitting = {each.sizes.format: each for each in formats if each.fits}
 
@@ -89,25 +84,6 @@ class Search:
             for request in requests:
                 await self._try(request, fitting, priced)
         self.estimates.sort(key=lambda each: -each.tok_s)
-
-    async def what_if(self, best: Estimate) -> None:
-        """Replay the best setting on a slightly better machine."""
-        setting, fitting = best.setting, self._fitting[best.setting.format]
-        plain = self._priced(fitting)
-        better = [
-            (f"{words} 10 % faster", setting, plain.faster(side, MORE))
-            for side, words in SIDES.items()
-            if side != "device" or self.hardware.device != "cpu"
-        ]
-        tiles = fitting.sizes.needs.tiles
-        more = min(tiles, setting.capacity + int(MORE_CACHE // fitting.sizes.needs.slot))
-        if best.moved or best.host_share:
-            larger = replace(setting, capacity=more, share=more / tiles)
-            better.append((f"{MORE_CACHE / 1e9:g} GB more of expert cache", larger, plain))
-        for words, changed, priced in better:
-            estimate = await self._run(changed, fitting.sizes, priced)
-            ratio = estimate.tok_s / best.tok_s
-            self.changes.append({"words": words, "tok_s": estimate.tok_s, "ratio": ratio})
 
     async def _try(self, request: PolicyRequest, fitting: Fitting, priced: Priced) -> None:
         """Replay a preset, or the same without its need of a calibration; note where neither can be."""

@@ -106,7 +106,7 @@ async def bench(options: Options, interrupts: Interrupts) -> int:
 def _show(report: SweepReport, options: Options) -> None:
     shown = report if "sweep" in options.written else report.reports[0]
     if "json" in options.written:
-        print_json(shown.to_json(), detail="detail" in options.written)
+        print_json(shown.to_json())
     else:
         print_parts(*shown.parts())
 

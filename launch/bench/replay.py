@@ -75,7 +75,7 @@ async def replay(options: Options, interrupts: Interrupts) -> int:
     if "sweep" in written:
         report = SweepReport(axes(written), [Point(*each) for each in points])
     if "json" in written:
-        print_json(report.to_json(), detail="detail" in written)
+        print_json(report.to_json())
     else:
         print_parts(*report.parts())
     if isinstance(report, SweepReport) and "plot" in written:
@@ -101,7 +101,6 @@ class Replays:
     capacity: int  # tiles
     costs: Costs
     costs_of: str
-    here: bool  # the costs were measured on this machine
     calibration: Calibration | None
     skip_unable: bool
     running: list[tuple[PolicyRequest, Replay]] = field(default_factory=list)
@@ -122,7 +121,6 @@ class Replays:
             cache_tiles(share, shape.layers * shape.experts * shape.tiles),
             costs.for_tiles(shape.tiles),
             costs_of,
-            config.costs is None,
             calibration := _calibration(header, overview.first),
             skip_unable="policy" not in written,
         )
@@ -218,8 +216,6 @@ class Replays:
             "waits": {"link": shares["link"], "host": shares["workers"]},
             "fidelity": profile.fidelity,
             "ratio": self._ratio(name, profile),
-            "rest_s_per_step": self._rest(name),
-            "whole_tok_s": self._whole(name, profile),
         }
 
     def _ratio(self, name: Phase, profile: PhaseProfile) -> float | None:
@@ -231,18 +227,6 @@ class Replays:
     def _left_out(self) -> tuple[str, ...]:
         """Returns what the simulated time does not contain."""
         return LEFT_OUT if any(self.costs.other) else ("attention", *LEFT_OUT)
-
-    def _rest(self, phase: Phase) -> float | None:
-        """Seconds a step that were measured while recording and are not simulated; None for another machine's
-        costs, and where they were not measured."""
-        return self.overview.rest[phase] if self.here else None
-
-    def _whole(self, name: Phase, profile: PhaseProfile) -> float | None:
-        """Returns the estimated tokens a second of an engine: by the simulated time and the rest."""
-        rest = self._rest(name)
-        if rest is None or not profile.rows:
-            return None
-        return profile.rows / (profile.seconds + profile.steps * rest)
 
     @property
     def figures(self) -> list[Figures]:
@@ -257,7 +241,6 @@ class Replays:
                     decode=[decode.tok_s] if decode.tok_s else [],
                     prefill_ratio=self._ratio("prefill", prefill) if several else None,
                     decode_ratio=self._ratio("decode", decode) if several else None,
-                    whole=self._whole("decode", decode),
                 )
             )
         return rows
@@ -285,9 +268,6 @@ class Replays:
         shape = header.shape
         every = shape.layers * shape.experts * shape.tiles
         size = byte_size(self.capacity * header.tile_bytes)
-        rest = self._rest("decode")
-        why = "these costs are another machine's" if not self.here else "the trace has no measurement of it"
-        whole = "whole token: estimated tok/s of decode with the rest too: {:.1f} ms a step, as recorded"
         return [
             f"{model_name(header.model, article='')}, {shape.layers} x {shape.experts} experts of"
             f" {count(shape.tiles, 'tile')}; recorded: {count(seen.rows['prefill'], 'token')} of prefill,"
@@ -296,7 +276,6 @@ class Replays:
             f"costs: {self.costs_of}",
             "tok/s: of the layers alone, simulated; an engine is slower, because this leaves out"
             f" {', '.join(self._left_out)}",
-            f"no estimate of a whole token: {why}" if rest is None else whole.format(1e3 * rest),
         ]
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from launch.bench.measure import Perplexity, PolicyResult
 from launch.bench.profile import PhaseProfile
-from launch.terminal.format import alike, count, merged_notes, model_name, percent, three_digits
+from launch.terminal.format import alike, count, merged_notes, model_name, percent
 from launch.terminal.tables import Column, Table, dim, each, policy_name, spreads
 from pipeline.counters import pause_note
 from pipeline.models.shapes import is_shape
@@ -35,7 +35,6 @@ class Figures:
     prefill_ratio: float | None  # to the first policy; None for the only one
     decode_ratio: float | None
     first_token: Sequence[float] = ()  # milliseconds
-    whole: float | None = None  # tok/s of a whole token, estimated
     perplexity: Perplexity | None = None
     settings: dict[str, Any] = field(default_factory=dict)  # of a sweep
 
@@ -92,7 +91,6 @@ SPEEDS = (
     Column[Figures]("first\ntoken ms", lambda f: f.first_token or None, spreads, optional=True),
     Column[Figures]("decode\ntok/s", lambda f: f.decode or None, spreads, style="bold"),
     Column[Figures]("x", lambda f: f.decode_ratio, _ratios, style="bold", optional=True),
-    Column[Figures]("whole\ntoken", lambda f: f.whole, each(three_digits), optional=True),
     COPIED,
     HOST,
 )

@@ -1,25 +1,20 @@
-"""A conversation with an engine, of which the oldest turns are dropped when the context leaves too little
-room for an answer; its settings, and its file. Answers go to a `View`.
-
-Lengths of turns are estimates: the engine's count for the whole prompt, divided by characters."""
+"""A conversation with an engine, of which the older half is dropped when the context leaves too little room
+for an answer; its settings, and its file. Answers go to a `View`."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import logging
-import os
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Struct
 
-from launch.command_line.checks import NO_TEMPLATE, NO_TOKENIZER, read_file
+from launch.command_line.checks import NO_TEMPLATE, NO_TOKENIZER, check_new_file, read_file
 from launch.command_line.options import SAMPLING_FIELDS
 from launch.command_line.table import TABLE
 from launch.errors import AnswerLost, OutputFailed, WrongUsage
@@ -38,72 +33,38 @@ from shm.atomic_file import atomic_file
 
 log = logging.getLogger("tandem")
 
-CHARACTERS = 4  # of a token, roughly
-MARKUP = 12  # characters that count for what the chat template writes around a message
 LARGEST_FILE = 16 << 20  # bytes of a saved conversation; one fits a model's context
 KV_NAME = "chat"  # under which the engine keeps this client's KV between questions
 
-Settings = dict[str, Any]  # a value for each of KEYS
+Settings = dict[str, Any]  # the arguments of Client.generate but the prompt, and the fields of Sampling
+# What /set changes.
 KEYS = {
     option.key: option
     for option in (*TABLE["answer"], *TABLE["engine"])
-    if option.key in SAMPLING_FIELDS | {"max_tokens", "stop", "ignore_eos"}
+    if option.key in SAMPLING_FIELDS | {"max_tokens"}
 }
-NONE = "none"  # as a value of `stop` and `seed`
-SWITCH = {"on": True, "off": False}
 
 
 def change(settings: Settings, text: str, defaults: Settings) -> Settings:
     """Returns the settings after `key=value ...`; an empty value restores the default. Raises WrongUsage."""
-    try:
-        words = [word.partition("=") for word in shlex.split(text)]
-    except ValueError:
-        raise WrongUsage("a quotation mark is not closed; write \\' for a literal one") from None
     changed = dict(settings)
-    for key, equals, value in words:
+    for word in text.split():
+        key, equals, value = word.partition("=")
         if key not in KEYS:
             raise WrongUsage(f"unknown setting {key[:40]!r}{did_you_mean(key, KEYS)} ({', '.join(KEYS)})")
         if not equals:
             raise WrongUsage(f"{key}: write it as {key}=value")
-        changed[key] = _value(key, value) if value else defaults[key]
-    if several := [_stop(value) for key, _, value in words if key == "stop" and value not in ("", NONE)]:
-        changed["stop"] = tuple(several)
+        read = KEYS[key].value
+        assert callable(read)
+        try:
+            changed[key] = read(value) if value else defaults[key]
+        except argparse.ArgumentTypeError as e:
+            raise WrongUsage(f"{key}: {e}") from None
     try:
         validate(sampling(changed))
     except RequestError as e:
         raise WrongUsage(str(e)) from e
     return changed
-
-
-def _value(key: str, text: str) -> Any:
-    read = KEYS[key].value
-    if key == "stop":
-        return () if text == NONE else (_stop(text),)
-    if key == "seed" and text == NONE:
-        return None
-    if callable(read):
-        try:
-            return read(text)
-        except argparse.ArgumentTypeError as e:
-            raise WrongUsage(f"{key}: {e}") from None
-    if text not in SWITCH:
-        raise WrongUsage(f"{key}: must be on or off, not {text}")
-    return SWITCH[text]
-
-
-def _stop(text: str) -> str:
-    return text.replace("\\n", "\n").replace("\\t", "\t")
-
-
-def value_text(value: Any) -> str:
-    """Returns the value of a setting as /set takes it."""
-    if value is None or value == ():
-        return NONE
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, tuple):
-        return " ".join(shlex.quote(text.replace("\n", "\\n").replace("\t", "\\t")) for text in value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def sampling(settings: Settings) -> Sampling:
@@ -124,9 +85,6 @@ class View:
     def notice(self, text: str) -> None:
         """Show a message at once; the answer continues below it."""
         log.warning(text)
-
-    def cancelling(self) -> None:
-        """Note that Ctrl-C was pressed: the answer ends soon."""
 
     def ended(self) -> None:
         """Note that the answer is complete."""
@@ -167,15 +125,15 @@ class Conversation:
         turns = self.turns[:-1] if text is None else (*self.turns, ChatMessage("user", text))
         context, notice = self._client.welcome.context, ""
         kept: Sequence[ChatMessage] = turns
-        room = answer_room(context, self.settings["max_tokens"])
+        room = max(1, min(self.settings["max_tokens"], context // 2))  # for an answer to several turns
         while True:
             try:
                 # A question alone may leave any room.
                 reply = await self._answer(kept, room if len(kept) > 1 else 1, view, notice)
-            except _PromptTooLong as e:
+            except _PromptTooLong:
                 if len(kept) == 1:
                     raise
-                kept = trimmed(kept, self.system, tokens=e.tokens, free=context - room)
+                kept = kept[-1 - len(kept) // 4 * 2 :]
                 dropped = count((len(turns) - len(kept)) // 2, "old turn")
                 notice = f"dropped {dropped}: the context of {context} tokens left too little room"
             else:
@@ -191,7 +149,6 @@ class Conversation:
 
         def cancel() -> None:
             cancelling.add(asyncio.ensure_future(answer.cancel()))
-            view.cancelling()
 
         text, tokens, first = "", 0, None
         try:
@@ -205,7 +162,7 @@ class Conversation:
                     view.append(token.text)
         except RequestFailed as e:
             if answer.done is not None and "prompt_tokens" in answer.done.stats and first is None:
-                raise _PromptTooLong(str(e), answer.done.stats["prompt_tokens"]) from e
+                raise _PromptTooLong(str(e), usage=True) from e
             raise
         assert answer.done is not None  # the loop above raises otherwise
         view.append(answer.done.text)
@@ -224,81 +181,35 @@ class Conversation:
         except MalformedMessage as e:  # larger than a message may be
             characters = sum(len(message.content) for message in messages)
             text = f"the prompt has {characters} characters, more than an engine accepts; shorten it"
-            raise _PromptTooLong(text, characters // CHARACTERS) from e
-
-
-def answer_room(context: int, max_tokens: int) -> int:
-    """Returns the tokens of the context that a prompt with earlier turns leaves for the answer."""
-    return max(1, min(max_tokens, context // 2))
-
-
-def trimmed(
-    turns: Sequence[ChatMessage], system: str | None, *, tokens: int, free: int
-) -> Sequence[ChatMessage]:
-    """Returns the newest of `turns`, for a prompt of `tokens` tokens of which `free` have room. `turns`:
-    questions and answers in pairs, and then the new question, which is always kept.
-
-    So many pairs are dropped at once, one at least, that the others fill half of what system message and
-    question leave: the following prompts then only grow, and their KV is reused."""
-    sizes = [MARKUP + len(turn.content) for turn in turns]
-    whole = sum(sizes) + (0 if system is None else MARKUP + len(system))
-    scale = tokens / whole  # tokens for each character
-    left = free - tokens + scale * sum(sizes[:-1])
-    first = 2
-    while first < len(turns) - 1 and scale * sum(sizes[first:-1]) > left / 2:
-        first += 2
-    return turns[first:]
+            raise _PromptTooLong(text, usage=True) from e
 
 
 class _PromptTooLong(RequestFailed):
-    """The prompt leaves too little room. `tokens`: its length, or an estimate of a very long one."""
-
-    def __init__(self, text: str, tokens: int) -> None:
-        super().__init__(text, usage=True)
-        self.tokens = tokens
+    """The prompt leaves too little room."""
 
 
-class _Turn(Struct, forbid_unknown_fields=True):
-    role: Literal["user", "assistant"]
-    content: str
+def save(path: Path, system: str | None, turns: Sequence[ChatMessage]) -> None:
+    """Write a conversation into a new file of mode 0600: a JSON list of messages, each a role and a content.
+    Raises OutputFailed, or WrongUsage where there is one."""
+    check_new_file("/save", path, replace=False)
+    messages = [*([] if system is None else [ChatMessage("system", system)]), *turns]
+    content = msgspec.json.encode([{"role": one.role, "content": one.content} for one in messages])
+    try:
+        with atomic_file(path) as file:
+            file.write(msgspec.json.format(content, indent=1) + b"\n")
+    except OSError as e:
+        raise OutputFailed(f"cannot write {path}: {e.strerror}") from e
 
 
-class Transcript(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A conversation as a file of JSON, mode 0600. Questions and answers alternate, from the first question
-    to the last answer."""
-
-    model: str = ""
-    system: Annotated[str, Meta(min_length=1)] | None = None
-    messages: list[_Turn]
-
-    @classmethod
-    def of(cls, model: str, system: str | None, turns: Sequence[ChatMessage]) -> Transcript:
-        messages = [_Turn(turn.role, turn.content) for turn in turns]  # type: ignore[arg-type]
-        return cls(model=model, system=system, messages=messages)
-
-    @property
-    def turns(self) -> tuple[ChatMessage, ...]:
-        return tuple(ChatMessage(turn.role, turn.content) for turn in self.messages)
-
-    def save(self, path: Path, replace: bool = True) -> None:
-        """Write the file. Raises OutputFailed, or WrongUsage where one exists that it may not replace."""
-        if not replace and os.path.lexists(path):
-            raise WrongUsage(f"{path} exists; choose another name")
-        try:
-            if path.is_dir():
-                raise OutputFailed(f"{path} is a directory")
-            with atomic_file(path) as file:
-                file.write(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
-        except OSError as e:
-            raise OutputFailed(f"cannot write {path}: {e.strerror}") from e
-
-    @classmethod
-    def load(cls, path: Path) -> Transcript:
-        """Read a file. Raises WrongUsage, one line, for another format."""
-        try:
-            read = msgspec.json.decode(read_file(path, LARGEST_FILE), type=cls)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as e:
-            raise WrongUsage(f"{path} is not a saved conversation: {' '.join(str(e).split())}") from None
-        if [turn.role for turn in read.messages] != ["user", "assistant"] * (len(read.messages) // 2):
-            raise WrongUsage(f"{path} is not a saved conversation: questions and answers must alternate")
-        return read
+def load(path: Path) -> tuple[str | None, tuple[ChatMessage, ...]]:
+    """Returns the system message and the turns of a file that `save` wrote. Raises WrongUsage, one line, for
+    any other."""
+    try:
+        messages = msgspec.json.decode(read_file(path, LARGEST_FILE), type=tuple[ChatMessage, ...])
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as e:
+        raise WrongUsage(f"{path} is not a saved conversation: {' '.join(str(e).split())}") from None
+    system = messages[0].content if messages and messages[0].role == "system" else None
+    turns = messages[system is not None :]
+    if [turn.role for turn in turns] != ["user", "assistant"] * (len(turns) // 2):
+        raise WrongUsage(f"{path} is not a saved conversation: questions and answers must alternate")
+    return system, turns

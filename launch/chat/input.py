@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition
 from prompt_toolkit.formatted_text import StyleAndTextTuples
@@ -77,16 +77,8 @@ class InputLine:
 class CommandCompleter(Completer):
     """Completes lines that begin with a single "/", up to the cursor."""
 
-    def __init__(self) -> None:
-        self._paths = PathCompleter(expanduser=True)
-
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
         if not completes(text := document.text_before_cursor):
-            return
-        command, space, argument = text.partition(" ")
-        if space and command in ("/save", "/load"):
-            typed = argument.lstrip(" ")
-            yield from self._paths.get_completions(Document(typed, len(typed)), complete_event)
             return
         *before, word = text.split(" ")
         for choice, help in _choices([part for part in before if part]):
@@ -105,9 +97,7 @@ def _choices(before: list[str]) -> Iterator[tuple[str, str]]:
         case []:
             for name, command in COMMANDS.items():
                 yield f"/{name}" + " " * bool(command.arguments), command.help
-        case ["/help"]:
-            yield "policy ", "what /policy can set"
-        case ["/policy"] | ["/help", "policy"]:
+        case ["/policy"]:
             yield from ((preset.name, describe(preset)) for preset in PRESETS.values())
         case ["/policy", name, *_] if name in PRESETS:
             for option in PRESETS[name].options:

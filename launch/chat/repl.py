@@ -8,7 +8,7 @@ import logging
 import sys
 import termios
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 
 from prompt_toolkit.application import run_in_terminal
@@ -21,6 +21,7 @@ from launch.chat.session import Output, Session, banner, policy_change
 from launch.connect import ANSWERS, WAITING
 from launch.errors import OutputFailed, WrongUsage
 from launch.terminal.interrupts import Interrupts
+from launch.terminal.log import CLEAR
 from launch.terminal.tables import VisibleConsole
 from protocol.client import Client
 from protocol.errors import RequestFailed
@@ -28,7 +29,6 @@ from protocol.messages import PolicyChanged
 from protocol.program import visible
 
 HOW_TO_QUIT = "Ctrl-D or /quit ends the chat"
-ERASE_LINE = "\r\x1b[2K"
 
 
 class Repl:
@@ -36,10 +36,9 @@ class Repl:
         self._client = client
         self._conversation = conversation
         self._interrupts = interrupts
-        self._screen = Screen(lambda: self._input.active, interrupts)
+        self._screen = Screen(lambda: self._input.active)
         self._input = InputLine(open_history(self._screen.announce), self._hint)
         self._session = Session(client, conversation, interrupts, self._screen)
-        self._hinted = False  # since the last line
 
     async def run(self) -> int:
         """Returns 0 at the session's end. Raises EngineGone; AnswerLost where it shuts down during an
@@ -49,7 +48,7 @@ class Repl:
         self._client.on_pause = lambda lost: screen.interrupt(WAITING)
         self._client.on_reconnect = lambda: screen.interrupt(ANSWERS)
         try:
-            with quiet_terminal(), LogLines(screen).installed(), self._interrupts.otherwise(self._hint):
+            with quiet_terminal(), LogLines(screen).installed(), self._interrupts.handled_by(self._hint):
                 self._welcome()
                 while (line := await self._next_line()) is not None:
                     if not await self._handle(line):
@@ -78,7 +77,6 @@ class Repl:
 
     async def _handle(self, line: str) -> bool:
         """Execute a command or ask a question; errors are shown. False for /quit."""
-        self._hinted = False
         if not line.strip():
             return True
         try:
@@ -93,9 +91,7 @@ class Repl:
         self._screen.announce(f"another client changed the {policy_change(changed)}", "yellow")
 
     def _hint(self) -> None:
-        if not self._hinted:
-            self._hinted = True
-            self._screen.announce(HOW_TO_QUIT)
+        self._screen.announce(HOW_TO_QUIT)
 
     def _welcome(self) -> None:
         self._screen.show()
@@ -108,13 +104,12 @@ class Repl:
 class Screen(Output):
     """Prints for the REPL, from the event loop alone. `announce` is for messages that come at any time."""
 
-    def __init__(self, prompting: Callable[[], bool], interrupts: Interrupts) -> None:
+    def __init__(self, prompting: Callable[[], bool]) -> None:
         """`prompting`: whether a line is being typed."""
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # characters that this terminal's encoding lacks
         self.console = VisibleConsole(file=sys.stdout)
         self._prompting = prompting
-        self._interrupts = interrupts
         self._view: AnswerView | None = None  # while an answer is written
         self._deferred: list[Text] = []  # announcements meanwhile
         self._printing: set[asyncio.Future[None]] = set()
@@ -146,26 +141,20 @@ class Screen(Output):
 
     @contextmanager
     def answer(self) -> Iterator[View]:
-        with ExitStack() as stack:
-            self._view = AnswerView(self, lambda: self._ignore_next_interrupt(stack))
-            try:
-                yield self._view
-            finally:
-                self._view.ended()
-                self._view = None
-                while self._deferred:
-                    self.show(self._deferred.pop(0))
-
-    def _ignore_next_interrupt(self, stack: ExitStack) -> None:
-        # The session must not end by an accidental second Ctrl-C; a third one ends it.
-        stack.enter_context(self._interrupts.handled_by(lambda: None))
+        self._view = AnswerView(self)
+        try:
+            yield self._view
+        finally:
+            self._view.ended()
+            self._view = None
+            while self._deferred:
+                self.show(self._deferred.pop(0))
 
 
 class AnswerView(View):
     """Writes one answer; a status is shown while nothing of it has come."""
 
-    def __init__(self, screen: Screen, cancelling: Callable[[], None]) -> None:
-        self.cancelling = cancelling  # type: ignore[method-assign]
+    def __init__(self, screen: Screen) -> None:
         self._screen = screen
         self._status_shown = False  # the cursor's line is a status, which the next output erases
         self._at_line_start = True
@@ -199,12 +188,12 @@ class AnswerView(View):
         console = self._screen.console
         with console.capture() as capture:
             console.print(Text(text[: console.width - 1], style="dim"), end="")
-        self._write(ERASE_LINE + capture.get())
+        self._write(CLEAR + capture.get())
 
     def _clear_status(self) -> None:
         if self._status_shown:
             self._status_shown = False
-            self._write(ERASE_LINE)
+            self._write(CLEAR)
 
     def _write(self, text: str) -> None:
         sys.stdout.write(text)

@@ -11,17 +11,8 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 
-from launch.chat.conversation import Conversation, Reply, Transcript, View, change, value_text
-from launch.chat.tables import (
-    COMMANDS,
-    counters_table,
-    engine_table,
-    help_text,
-    policy_list,
-    policy_options,
-    settings_table,
-    summary,
-)
+from launch.chat.conversation import Conversation, Reply, View, change, load, save
+from launch.chat.tables import COMMANDS, engine_table, help_text, policy_list, settings_table, summary
 from launch.chat.why import why_text
 from launch.errors import WrongUsage
 from launch.terminal.format import count, model_name
@@ -32,7 +23,7 @@ from pipeline.policies.options import did_you_mean
 from protocol.client import Client
 from protocol.messages import PolicyChanged, Welcome
 
-LAST_WORDS = ("exit", "quit", "/exit", "/bye")  # as a whole line
+LAST_WORDS = ("exit", "quit")  # as a whole line
 QUESTIONS = (  # that the embedded model answers well, also without a repetition penalty
     "What is the global interpreter lock?",
     "What is a generator?",
@@ -102,7 +93,6 @@ class Session:
         self._output = output
         self._defaults = conversation.settings
         self._last: Reply | None = None
-        self._files: set[Path] = set()  # saved or loaded in this session: /save may overwrite them
 
     async def handle(self, line: str) -> bool:
         """Execute a command or ask a question. Returns False for /quit. Raises WrongUsage, OutputFailed,
@@ -143,13 +133,7 @@ class Session:
             self._output.note(" · ".join(summary(reply, self._client.welcome.emulation, most)))
 
     async def _help(self, argument: str) -> None:
-        match argument.split():
-            case []:
-                self._output.show(help_text())
-            case ["policy", name]:
-                self._output.show(policy_options(name))
-            case _:
-                raise WrongUsage(f"no further help on {argument[:40]!r}: /help policy NAME, /set")
+        self._output.show(help_text())
 
     async def _reset(self, argument: str) -> None:
         self._conversation.turns = ()
@@ -163,10 +147,7 @@ class Session:
         self._output.note("no system message" if system is None else f"system message: {system}")
 
     async def _stats(self, argument: str) -> None:
-        stats = await self._client.stats()
-        self._output.show(engine_table(stats, self._client.welcome))
-        self._output.show()
-        self._output.show(counters_table(self._last, stats))
+        self._output.show(engine_table(await self._client.stats(), self._client.welcome))
 
     async def _why(self, argument: str) -> None:
         self._output.show(why_text(self._last, await self._client.stats(), self._client.welcome))
@@ -180,7 +161,7 @@ class Session:
         name, options = parse_policy(argument)
         changed = await self._client.set_policy(name, options)
         given = "".join(f" {option}={value}" for option, value in options.items())
-        self._output.note(policy_change(changed, f"{given}; /help policy {name} lists its options"))
+        self._output.note(policy_change(changed, given))
 
     async def _set(self, argument: str) -> None:
         before = self._conversation.settings
@@ -188,31 +169,25 @@ class Session:
         if not argument:
             self._output.show(settings_table(after, self._defaults))
             return
-        named = [key for key in after if f" {key}=" in f" {argument}"]
-        self._output.note(" · ".join(f"{key}={value_text(after[key])}" for key in named))
+        named = [word.partition("=")[0] for word in argument.split()]
+        self._output.note(" · ".join(f"{key}={after[key]}" for key in named).replace("None", "none"))
 
     async def _save(self, argument: str) -> None:
         path = _path(argument, "/save")
         turns = self._conversation.turns
         if not turns:
             raise WrongUsage("nothing to save yet")
-        transcript = Transcript.of(self._client.welcome.model, self._conversation.system, turns)
-        transcript.save(path, replace=path in self._files)
-        self._files.add(path)
+        save(path, self._conversation.system, turns)
         self._output.note(f"saved {count(len(turns) // 2, 'question')} to {path}")
 
     async def _load(self, argument: str) -> None:
         path = _path(argument, "/load")
-        transcript = Transcript.load(path)
-        self._conversation.turns = transcript.turns
-        self._conversation.system = transcript.system
+        system, turns = load(path)
+        self._conversation.system, self._conversation.turns = system, turns
         self._last = None
-        self._files.add(path)
-        self._output.note(f"loaded {count(len(transcript.messages) // 2, 'question')} from {path}")
-        if transcript.system is not None:
-            self._output.note(f"system message: {transcript.system}")
-        if transcript.model not in ("", self._client.welcome.model):
-            self._output.note(f"it was saved with another model: {transcript.model}")
+        self._output.note(f"loaded {count(len(turns) // 2, 'question')} from {path}")
+        if system is not None:
+            self._output.note(f"system message: {system}")
 
 
 def banner(welcome: Welcome, system: str | None) -> list[str]:

@@ -4,8 +4,6 @@ line below an answer."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
@@ -13,20 +11,14 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from launch.bench.profile import PhaseProfile
-from launch.chat.conversation import KEYS, Reply, Settings, value_text
-from launch.errors import WrongUsage
+from launch.chat.conversation import KEYS, Reply, Settings
 from launch.terminal.format import count, model_name, percent
 from launch.terminal.tables import Column, Table, grid
 from pipeline.arrays import PHASES
 from pipeline.assets import model_dir
-from pipeline.errors import PolicyError
-from pipeline.policies.options import Option, Value
-from pipeline.policies.presets import PARTS, PRESETS, Preset, make_policy
-from pipeline.policies.view import PolicyRequest
+from pipeline.policies.presets import PRESETS, Preset
 from protocol.messages import Welcome
 from shm.segment import byte_size
-
-Row = tuple[str, list[str | None]]  # a name, and a cell for each phase
 
 
 class Command(NamedTuple):
@@ -37,17 +29,17 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "help": Command("[policy NAME]", "show this list, or the options of a policy"),
+    "help": Command("", "show this list"),
     "reset": Command("", "clear the conversation; the system message stays"),
     "system": Command("[TEXT|off]", "show, set or remove the system message"),
-    "stats": Command("", "show counters of the last answer and engine"),
+    "stats": Command("", "show what the engine runs, holds and has done"),
     "why": Command("", "explain the speed of the last answer"),
     "policy": Command("[NAME [OPTION=VALUE]]", "list the policies, or switch to one"),
     "set": Command("[KEY=VALUE ...]", "show or change settings; KEY= for default"),
     "save": Command("FILE", "save the conversation as JSON"),
     "load": Command("FILE", "continue a saved conversation"),
     "retry": Command("", "ask the last question again"),
-    "quit": Command("", "end the chat, like Ctrl-D; also /exit, /bye, exit"),
+    "quit": Command("", "end the chat, like Ctrl-D; also exit"),
 }
 KEYS_HELP = (
     ("Enter", "send"),
@@ -57,7 +49,7 @@ KEYS_HELP = (
     ("Ctrl-C", "cancel the answer; at the prompt: clear the line"),
     ("//text", "send a text that begins with /"),
 )
-SWITCH = "/policy NAME switches, /help policy NAME lists its options"
+SWITCH = "/policy NAME OPTION=VALUE switches; Tab lists the options"
 
 
 def help_text() -> RenderableType:
@@ -72,8 +64,8 @@ def help_text() -> RenderableType:
 def settings_table(settings: Settings, defaults: Settings) -> RenderableType:
     columns = [
         Column[str]("setting", str, text=True),
-        Column[str]("now", lambda key: value_text(settings[key]), text=True),
-        Column[str]("default", lambda key: value_text(defaults[key]), text=True),
+        Column[str]("now", lambda key: settings[key], text=True),
+        Column[str]("default", lambda key: defaults[key], text=True),
         Column[str]("meaning", meaning, text=True, style="dim"),
     ]
     return Table(columns, list(KEYS))
@@ -100,77 +92,6 @@ def policy_list(current: str, given: Mapping[str, object]) -> RenderableType:
     return Group(grid(rows, gap=1), "", *lines, Text(SWITCH, "dim"))
 
 
-def policy_options(name: str) -> RenderableType:
-    """Returns the options of a preset with their defaults. Raises WrongUsage for an unknown preset."""
-    try:
-        make_policy(PolicyRequest(name), 0)
-    except PolicyError as e:
-        raise WrongUsage(str(e)) from None
-    values = PRESETS[name].values({}, 0)
-    return grid(
-        (f"{option.name}={_shown(value)}", Text(_explained(option, value), "dim")) for option, value in values
-    )
-
-
-def _explained(option: Option, value: Value) -> str:
-    """Tells what an option decides and which values it takes; of a part also what each of them does."""
-    if parts := PARTS.get(option.name):
-        others = [f"{name}: {parts[name].help}" for name in option.values.split("|") if name != value]
-        return "\nor ".join([f"{option.help}: {parts[str(value)].help}", *others])
-    return f"{option.help} ({option.values.replace('|', ', ')})"
-
-
-def _shown(value: Value) -> str:
-    if value is None:
-        return "auto"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def counters_table(reply: Reply | None, stats: dict[str, Any]) -> RenderableType:
-    """Returns the engine's counters by phase, of the last answer and of all since the engine started."""
-    last = reply.done.stats if reply is not None else {}
-    phases = {
-        f"{name}\n{phase}": PhaseProfile(tree[phase], stats.get("tile_bytes", 0))
-        for name, tree in (("answer", last.get("engine", {})), ("engine", stats.get("engine", {})))
-        for phase in PHASES
-        if isinstance(tree.get(phase), dict)
-    }
-    columns = [Column[Row](title, partial(_cell, place)) for place, title in enumerate(phases)]
-    lines = [_counters(profile) for profile in phases.values()]
-    rows = [(name, [of[name] for of in lines]) for name in (lines[0] if lines else ())]
-    rows = [row for row in rows if any(cell is not None for cell in row[1])]
-    return Table([Column[Row]("", itemgetter(0), text=True), *columns], rows)
-
-
-def _cell(place: int, row: Row) -> str | None:
-    return row[1][place]
-
-
-def _counters(p: PhaseProfile) -> dict[str, str | None]:
-    """Returns the figures of a phase; None for what there was nothing of."""
-    tree, moved, kinds = p.tree, p.moved, ("host", "resident", "fetched")
-    host, resident, fetched = (_share(tree[f"{kind}_tiles"], p.tiles) for kind in kinds)
-    return {
-        "steps": str(p.steps),
-        "tokens computed": str(p.rows),
-        "expert tiles": str(p.tiles),
-        "  on the host": host,
-        "  resident on the device": resident,
-        "  fetched to the device": fetched,
-        "expert hits": percent(p.hit_rate) if p.hit_rate else None,
-        "moved on demand": byte_size(moved["demanded"]) if moved["demanded"] else None,
-        "prefetched": byte_size(moved["predicted"]) if moved["predicted"] else None,
-        "  used": _share(moved["useful"], moved["predicted"]),
-        **{f"{kind} of routed weight": _share(part or 0.0, 1.0) for kind, part in p.fidelity.items()},
-        "seconds": f"{p.seconds:.2f}",
-        **{f"  {part}": _share(spent, p.seconds) for part, spent in tree["seconds"].items()},
-    }
-
-
-def _share(part: float, whole: float) -> str | None:
-    return percent(part / whole) if part and whole else None
-
-
 def engine_table(stats: dict[str, Any], welcome: Welcome) -> RichTable:
     return grid((name, Text(value)) for name, value in _engine(stats, welcome))
 
@@ -189,8 +110,25 @@ def _engine(stats: dict[str, Any], welcome: Welcome) -> Iterator[tuple[str, str]
     if c := stats.get("cache"):
         size = byte_size(c["resident_tiles"] * stats.get("tile_bytes", 0))
         yield "expert cache", f"{c['resident_tiles']} of {c['capacity_tiles']} tiles resident, {size}"
+    for phase in PHASES:
+        if isinstance(tree := stats.get("engine", {}).get(phase), dict):
+            yield phase, _work(PhaseProfile(tree, stats.get("tile_bytes", 0)))
     if welcome.emulation:
         yield "emulated", welcome.emulation
+
+
+def _work(profile: PhaseProfile) -> str:
+    """Describes the steps of a phase since the engine started."""
+    words = f"{count(profile.rows, 'token')} in {count(profile.steps, 'step')} and {profile.seconds:.1f} s"
+    if not profile.tiles:
+        return words
+    places = [
+        f"{percent(profile.tree[f'{kind}_tiles'] / profile.tiles)} {kind}"
+        for kind in ("host", "resident", "fetched")
+        if profile.tree[f"{kind}_tiles"]
+    ]
+    moved = f"; {byte_size(profile.copied)} moved" if profile.copied else ""
+    return f"{words}; tiles: {', '.join(places)}{moved}"
 
 
 def summary(reply: Reply, emulation: str, max_tokens: int) -> list[str]:
@@ -207,8 +145,6 @@ def summary(reply: Reply, emulation: str, max_tokens: int) -> list[str]:
     if tiles := sum(PhaseProfile(phase, 0).tiles for phase in phases):
         parts.append(f"host {percent(sum(phase['host_tiles'] for phase in phases) / tiles)}")
         parts.append(f"{byte_size(sum(phase['fetched_bytes'] for phase in phases))} moved")
-    if times := stats.get("preemptions"):
-        parts.append(f"preempted {count(times, 'time')}")
     if reply.done.reason == "length":
         parts.append("cut at max_tokens" if reply.tokens >= max_tokens else "cut at the context's end")
     elif reply.done.reason == "cancelled":

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from msgspec import structs
 
-from launch.command_line.table import COMMANDS, DRAWING, REPLAY, TABLE, Option
+from launch.command_line.table import COMMANDS, REPLAY, TABLE, Option
 from launch.errors import WrongUsage
 from pipeline.config import EngineConfig
 from pipeline.policies.options import did_you_mean
@@ -29,10 +29,6 @@ SAMPLING_FIELDS = set(Sampling.__struct_fields__)
 RANDOM_OPTIONS = {"top_k", "top_p", "min_p"}  # without effect at temperature 0
 COMPARING = {"bench", "evaluate", "advise"}  # commands that take several policies
 NEEDING = {"generate": "prompt", "score": "text", "calibrate": "text"}  # a command: what it cannot be without
-MODES = {
-    REPLAY: f"{REPLAY}, which starts no engine",
-    DRAWING: f"{DRAWING} without --text or --tokens",
-}
 PROMPTS = {"prompt", "system"}
 MAX_VALUE = 4095  # bytes of any other text: of a path, the system takes no more
 MAX_ERROR = 1000  # characters
@@ -201,8 +197,6 @@ def parse(arguments: list[str]) -> Options:
         if word.startswith("-") or word in words:
             raise WrongUsage(_unknown(word, command))
     _check(command, [taken[key] for key in written], written)
-    if written.pop("verbose", False):
-        written.setdefault("log_level", "info")
     return Options(command, written)
 
 
@@ -269,8 +263,6 @@ def _check(command: str | None, given: list[Option], written: dict[str, Any]) ->
     mode = command or "chat"
     if "replay" in written:
         mode = REPLAY
-    elif command == "calibrate" and "report" in written and not written.keys() & {"text", "tokens"}:
-        mode = DRAWING
     for option in given:
         _check_place(option, mode, written)
         _check_length(option, written[option.key])
@@ -308,7 +300,7 @@ def _check_place(option: Option, mode: str, written: Collection[str]) -> None:
     if needs:
         need = " ".join(needs[0])
         raise WrongUsage(f"{option.spelled} belongs to {need} ({mode} {need}); give both or neither")
-    raise WrongUsage(f"{option.spelled} does not belong to {MODES[mode]}")
+    raise WrongUsage(f"{option.spelled} does not belong to {mode}, which starts no engine")
 
 
 def _check_one(mode: str, given: list[Option], written: dict[str, Any]) -> None:

@@ -2,8 +2,7 @@
 from the configuration's dataclasses.
 
 An option belongs to places: a command ("chat" also without the word), or a command with another option
-("stress --chaos"). `bench --replay`, and `calibrate --report` without a text, start no engine, and take only
-what names them."""
+("stress --chaos"). `bench --replay` starts no engine, and takes only what names it."""
 
 from __future__ import annotations
 
@@ -65,10 +64,8 @@ CLIENTS = "chat, generate, score, evaluate, stress, bench, calibrate"
 ENGINE = f"{CLIENTS}, serve"
 SIZES = f"{ENGINE}, doctor --model, advise"
 REPLAY = "bench --replay"
-DRAWING = "calibrate --report"
-JSON = f"generate, score, evaluate, stress, bench, calibrate, doctor, advise, cache, {REPLAY}, {DRAWING}"
-DETAIL = f"generate --json, score --json, bench --json, {REPLAY} --json"
-EVERYWHERE = f"{ENGINE}, doctor, advise, cache, {REPLAY}, {DRAWING}"
+JSON = f"generate, score, evaluate, stress, bench, calibrate, doctor, advise, cache, {REPLAY}"
+EVERYWHERE = f"{ENGINE}, doctor, advise, cache, {REPLAY}"
 
 FORMATS = (
     f"format of the experts' weights: {', '.join(get_args(DenseName))}; or floe[-u4|-u8][-int8|-int4], of"
@@ -107,7 +104,6 @@ class Option:
     also: str = ""  # further places
     bare: str | None = None  # its value where none follows
     repeatable: bool = False
-    short: str = ""
     one_of: str = ""  # only one option may give this
     not_with: str = ""  # an option that excludes it
     asked: str = ""  # where an engine's option is one of requests too, which may go with --connect
@@ -145,7 +141,7 @@ class Option:
             settings["action"] = "append"
         if self.bare is not None:
             settings |= {"nargs": "?", "const": self.bare}
-        parser.add_argument(*filter(None, [self.short]), self.spelled, **settings)
+        parser.add_argument(self.spelled, **settings)
 
 
 def _section(takes: str, *options: Option, of_engine: bool = False) -> list[Option]:
@@ -157,7 +153,7 @@ def _section(takes: str, *options: Option, of_engine: bool = False) -> list[Opti
 
 _sizes = _section(
     SIZES,
-    Option("model DIR", model_path, MODEL, also=DRAWING),
+    Option("model DIR", model_path, MODEL),
     Option("policy PRESET", str, POLICY, also=REPLAY, asked="bench, evaluate"),
     Option("set POLICY.OPTION=VALUE", str, SET, also=REPLAY, asked="bench, evaluate", repeatable=True),
     Option("device", get_args(DeviceName), "device of the backbone and the resident experts"),
@@ -183,7 +179,6 @@ _engine = _section(
     Option("record F", absolute, "record the routing into a new file, for bench --replay"),
     Option("seed S", at_least(0), SEED, also=REPLAY, asked="chat, generate, stress --chaos"),
     Option("keep-store", None, "leave the experts in shared memory for the next start"),
-    Option("verify", None, "compare the experts with their checksums before use"),
     Option("name NAME", str, "the engine's name (default: e and the process id)"),
     Option("http HOST:PORT", http_address, HTTP, takes="serve", bare=DEFAULT_HTTP),
     Option("http-keys FILE", Path, HTTP_KEYS, takes="serve --http"),
@@ -204,7 +199,6 @@ _answer = _section(
 _generate = _section(
     "generate",
     Option("prompt T", str, "text to continue, or with --chat to answer; -: from stdin", one_of="prompt"),
-    Option("file F", Path, "UTF-8 file with the prompt", one_of="prompt"),
     Option("prompt-tokens 1,2,3", token_ids, "token ids to continue", one_of="prompt", not_with="chat"),
     Option("chat", None, "use the model's chat template, and sample as a chat does"),
 )
@@ -214,7 +208,6 @@ _texts = _section(
     Option("tokens F.json", Path, "file with a JSON list of token ids", one_of="text", also="calibrate"),
     Option("out F.npy", Path, "write all log-probabilities: float32 [positions, vocab]"),
     Option("stepwise", None, "score one token at a time, by the decode path"),
-    Option("stride N", at_least(1), "tokens between windows of a long text (default: half the context)"),
     Option("items F.jsonl", Path, "items, one JSON object a line (default: built-in ones)", takes="evaluate"),
     Option("limit N", at_least(1), "only the first N items", takes="evaluate"),
 )
@@ -241,7 +234,6 @@ _calibrate = _section(
     "calibrate",
     Option("calibrate-tokens N", at_least(LEAST_TOKENS), f"tokens to read (default {CALIBRATION_TOKENS})"),
     Option("max-loss X", above(0, 1000), "find approximations that add at most X %% to the perplexity"),
-    Option("report DIR", Path, "draw the results, without a text earlier ones, into DIR", also=DRAWING),
 )
 _advise = _section(
     "advise",
@@ -265,9 +257,7 @@ _every = _section(
     EVERYWHERE,
     Option("connect NAME", str, "use a running engine instead of starting one", takes=CLIENTS, bare=""),
     Option("json", None, "print one JSON object on stdout, and nothing else there", takes=JSON),
-    Option("detail", None, "with --json: also the figures of each layer", takes=DETAIL),
-    Option("log-level", LOG_LEVELS, "least severe messages shown (default notice)"),
-    Option("verbose", None, "show details on stderr: --log-level info", short="-v"),
+    Option("log-level", LOG_LEVELS, "least severe messages shown (default notice; info: details of a start)"),
 )
 
 # By the headings of --help.

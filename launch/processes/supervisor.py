@@ -243,7 +243,6 @@ class Supervisor:
                     "format": config.format,
                     "tile": config.tile,
                     "reserve_bytes": self._reserve,
-                    "verify": config.verify,
                     "nodes": list(self._cores.nodes),
                 }
             case "coordinator":

@@ -1,7 +1,7 @@
 """`launch.py score`: the perplexity of a text, and with --out every log-probability.
 
-A text longer than the context is scored in windows of one context each, which move by `--stride` tokens, so
-that each token outside the first window is predicted from context - stride tokens at least.
+A text longer than the context is scored in windows of one context each, which move by half of it, so that
+each token outside the first window is predicted from half a context at least.
 """
 
 from __future__ import annotations
@@ -48,13 +48,7 @@ async def score(options: Options, interrupts: Interrupts) -> int:
     ids = read_ids(written["tokens"]) if text is None else ()
     async with reconnecting_client(options, interrupts) as client:
         context = client.welcome.context
-        stride = written.get("stride", max(1, context // 2))
-        if stride >= context and "stride" in written:
-            raise WrongUsage(
-                f"--stride {stride}: must be less than the context of {context} tokens; windows that move by"
-                f" {context - 1} share only the token from which the later one predicts its first"
-            )
-        requests = await _requests(client, options, text, ids, stride)
+        requests = await _requests(client, options, text, ids)
         before = await client.stats()
         if out is None:
             count, nll = await _sum(client, requests, None)
@@ -76,15 +70,14 @@ async def score(options: Options, interrupts: Interrupts) -> int:
                 "mean_nll": mean,
                 "perplexity": perplexity,
                 "windows": len(requests),
-                "stride": stride if len(requests) > 1 else None,
                 "policy": policy,
                 "fidelity": exactness,
-                "stats": plain(stats, detail="detail" in written),
+                "stats": plain(stats),
             },
             digits=7,  # of float32
         )
     else:
-        how = f" ({len(requests)} windows of {context}, stride {stride})" if len(requests) > 1 else ""
+        how = f" ({len(requests)} windows of {context})" if len(requests) > 1 else ""
         words = f"{count} tokens{how}, {mean:.4f} nats a token, perplexity {perplexity:.2f}"
         show(words + f"; approximate, under {policy}" * (not exactness["exact"]) + "\n")
     return 0
@@ -101,9 +94,9 @@ class Window:
     stop: int
 
 
-def windows_of(tokens: int, context: int, stride: int) -> Iterator[Window]:
-    """Every row counts in one window. `stride` is less than `context`, but for a text that fits."""
-    end, first = min(context, tokens), 0
+def windows_of(tokens: int, context: int) -> Iterator[Window]:
+    """Every row counts in one window."""
+    end, first, stride = min(context, tokens), 0, max(1, context // 2)
     while end < tokens:
         yield Window(max(0, end - context), end, first, end - 1)
         first, end = end - 1, min(end + stride, tokens)
@@ -111,7 +104,7 @@ def windows_of(tokens: int, context: int, stride: int) -> Iterator[Window]:
 
 
 async def _requests(
-    client: Client, options: Options, text: str | None, ids: Sequence[int], stride: int
+    client: Client, options: Options, text: str | None, ids: Sequence[int]
 ) -> list[tuple[Window, dict[str, Any]]]:
     """Each window with the arguments of Client.score. Raises WrongUsage and what `tokenize` raises."""
     welcome, written = client.welcome, options.written
@@ -128,7 +121,7 @@ async def _requests(
         raise WrongUsage(f"--tokens: {max(ids)} is no token; this model's ids end at {largest}")
     return [
         (w, {"token_ids": ids[w.start : w.end], "prefill": max(1, w.first - w.start), **how})
-        for w in windows_of(len(ids), welcome.context, stride)
+        for w in windows_of(len(ids), welcome.context)
     ]
 
 

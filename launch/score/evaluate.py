@@ -1,10 +1,9 @@
 """`launch.py evaluate`: the share of multiple-choice items that the model answers right, under each policy.
 
-A model answers with the choice whose tokens have the greatest log-probability after the context; `per byte`
-divides it by the choice's length first, so that a long choice is no worse for its length. A tokenizer may
-join the context's end and a choice's beginning in one token, so an item's choices are compared from the first
-token on that they and the context do not all share. The context but for its last token is prefilled, and the
-rest is computed one token at a time: approximations act while decoding.
+A model answers with the choice whose tokens have the greatest log-probability after the context. A tokenizer
+may join the context's end and a choice's beginning in one token, so an item's choices are compared from the
+first token on that they and the context do not all share. The context but for its last token is prefilled,
+and the rest is computed one token at a time: approximations act while decoding.
 
 Items are JSON objects, one a line; blank lines are skipped:
 
@@ -88,29 +87,22 @@ def _item(line: str, number: int) -> Item:
 
 @dataclass(frozen=True)
 class Answers:
-    """The index of the choice that a policy's model gave each item, by log-probability and by that of a
-    byte."""
+    """The index of the choice that a policy's model gave each item."""
 
     policy: PolicyRequest
     exact: bool
     chosen: Sequence[int]
-    per_byte: Sequence[int]
 
 
 def accuracy(items: Sequence[Item], answers: Answers, kind: str | None = None) -> dict[str, float]:
-    """Returns the shares of items of this kind, or of all, that were answered right, and the standard error
-    of the first."""
+    """Returns the share of items of this kind, or of all, that were answered right, with its error."""
     wanted = [i for i, item in enumerate(items) if kind is None or item.kind == kind]
     number = len(wanted)
-    share, per_byte = (
-        sum(given[i] == items[i].answer for i in wanted) / number
-        for given in (answers.chosen, answers.per_byte)
-    )
+    share = sum(answers.chosen[i] == items[i].answer for i in wanted) / number
     return {
         "items": number,
         "accuracy": share,
         "standard_error": sqrt(share * (1 - share) / number),
-        "accuracy_per_byte": per_byte,
     }
 
 
@@ -173,21 +165,19 @@ async def _answers(
 ) -> Answers:
     free = asyncio.Semaphore(AT_ONCE)
 
-    async def answer(item: Item) -> tuple[int, int]:
+    async def answer(item: Item) -> int:
         async with free:
             with _named(path, item):
                 scores = await _scores(client, item)
         bar.count()
-        by_byte = [score / len(text.encode()) for score, text in zip(scores, item.choices, strict=True)]
-        return scores.index(max(scores)), by_byte.index(max(by_byte))
+        return scores.index(max(scores))
 
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(answer(item)) for item in items]
     except ExceptionGroup as several:
         raise several.exceptions[0] from None  # all have the same cause
-    chosen, per_byte = zip(*(task.result() for task in tasks), strict=True)
-    return Answers(policy, exact, chosen, per_byte)
+    return Answers(policy, exact, [task.result() for task in tasks])
 
 
 async def _scores(client: Client, item: Item) -> list[float]:
@@ -263,7 +253,6 @@ def _report(
         Column[Answers]("policy", lambda answers: policy_name(answers.policy, answers.exact), text=True),
         Column[Answers]("right", of("accuracy"), shares),
         Column[Answers]("+-", of("standard_error"), shares),
-        Column[Answers]("per byte", of("accuracy_per_byte"), shares),
         Column[Answers](
             "changed", lambda answers: _changed(results[0], answers) if several else None, optional=True
         ),
@@ -274,6 +263,6 @@ def _report(
         yield from (Table([title, *map(by_kind, results)], kinds), "")
     chance = sum(1 / len(item.choices) for item in items) / len(items)
     yield f"{model_name(model)}, {count(len(items), 'item')} of {path.name}; by chance {percent(chance)}"
-    yield "+-: the standard error; per byte: choices compared by their log-probability a byte"
+    yield "+-: the standard error"
     if several:
         yield f"changed: items that {results[0].policy.label} answers differently"

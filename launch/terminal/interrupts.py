@@ -1,6 +1,6 @@
 """Input of a command from its terminal: lines of stdin, and Ctrl-C, SIGTERM and a closed terminal. The first
 signal ends the command in order, the second at once. A chat that is answering cancels the answer; all else is
-cancelled and its engine stopped. So the first signal goes to the innermost handler."""
+cancelled and its engine stopped. So a Ctrl-C goes to the innermost handler."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.received = ""
         self._task = asyncio.current_task()
-        self._handlers: list[Handler | None] = []  # of the blocks of handled_by; None once it was called
-        self._otherwise: Handler | None = None
+        self._handlers: list[Handler] = []  # of the blocks of handled_by
         self._at_once: list[Handler] = []
 
     @contextmanager
@@ -46,32 +45,20 @@ class Interrupts:
 
     @contextmanager
     def handled_by(self, handler: Handler) -> Iterator[None]:
-        """Let the first SIGINT within the block call `handler` instead of ending the command."""
+        """Let SIGINT within the block call `handler` instead of ending the command."""
         self._handlers.append(handler)
         try:
             yield
         finally:
             self._handlers.pop()
 
-    @contextmanager
-    def otherwise(self, handler: Handler) -> Iterator[None]:
-        """Let SIGINT outside of every `handled_by` call `handler`: it was probably meant for an answer."""
-        self._otherwise = handler
-        try:
-            yield
-        finally:
-            self._otherwise = None
-
     def at_once(self, handler: Handler) -> None:
         """Call `handler` when a second signal asks the command to end."""
         self._at_once.append(handler)
 
     def _on_interrupt(self) -> None:
-        handler = self._handlers[-1] if self._handlers else self._otherwise
-        if self._handlers:
-            self._handlers[-1] = None
-        if handler is not None and not self.received:
-            handler()
+        if self._handlers and not self.received:
+            self._handlers[-1]()
         else:
             self._end(signal.SIGINT)
 

@@ -1,5 +1,5 @@
 """Log lines on stderr, and the level between info and warning: what a command always says, such as that its
-engine is ready. `--verbose` shows the info lines as well."""
+engine is ready. `--log-level info` shows more."""
 
 from __future__ import annotations
 

@@ -20,14 +20,13 @@ def show(text: str, rendered: bool = False) -> None:
         print(text if exact else visible(text), end="", flush=True)
 
 
-def print_json(fields: dict[str, Any], *, digits: int = MEASURED, detail: bool = True) -> None:
+def print_json(fields: dict[str, Any], *, digits: int = MEASURED) -> None:
     """Print one line of JSON. Numbers that are not whole have `digits` significant digits; NaN and
-    infinities, which JSON does not have, become null. Without `detail` the arrays with an item for each layer
-    are left out."""
-    print(escaped(json.dumps(plain(fields, digits, detail), ensure_ascii=False, allow_nan=False)), flush=True)
+    infinities, which JSON does not have, become null."""
+    print(escaped(json.dumps(plain(fields, digits), ensure_ascii=False, allow_nan=False)), flush=True)
 
 
-def plain(value: Any, digits: int = MEASURED, detail: bool = True) -> Any:
+def plain(value: Any, digits: int = MEASURED) -> Any:
     """Returns what `print_json` prints of a value."""
     match value:
         case float() if not math.isfinite(value):
@@ -35,15 +34,7 @@ def plain(value: Any, digits: int = MEASURED, detail: bool = True) -> Any:
         case float() if value:
             return round(value, max(0, digits - 1 - math.floor(math.log10(abs(value)))))
         case dict():
-            return {
-                str(key): plain(item, digits, detail)
-                for key, item in value.items()
-                if detail or not _by_layer(str(key), item)
-            }
+            return {str(key): plain(item, digits) for key, item in value.items()}
         case list() | tuple():
-            return [plain(item, digits, detail) for item in value]
+            return [plain(item, digits) for item in value]
     return value
-
-
-def _by_layer(key: str, value: Any) -> bool:
-    return key.endswith("_by_layer") or (key == "layers" and isinstance(value, dict | list))

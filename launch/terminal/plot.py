@@ -69,11 +69,9 @@ def check_picture(path: Path) -> None:
     check_new_file("--plot", path)
 
 
-def draw(
-    path: Path, rows: Sequence[Sequence[Panel]], heading: str, footnote: str = "", shared: bool = True
-) -> None:
-    """Write a picture of the panels, whole or not at all. `shared`: the panels of a row have one y axis.
-    Raises OutputFailed."""
+def draw(path: Path, rows: Sequence[Sequence[Panel]], heading: str, footnote: str = "") -> None:
+    """Write a picture of the panels, whole or not at all. The panels of a row have one y axis. Raises
+    OutputFailed."""
     import matplotlib  # here, because it takes a second
 
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # on its first use it logs a search for fonts
@@ -86,7 +84,7 @@ def draw(
         figure, grid = pyplot.subplots(
             len(rows),
             columns,
-            sharey="row" if shared else "none",
+            sharey="row",
             squeeze=False,
             figsize=(2.0 + 3.8 * columns, 1.0 + sum(heights)),
             height_ratios=heights,

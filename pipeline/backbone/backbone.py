@@ -56,8 +56,8 @@ class Backbone:
         with source.tensors() as tensors, ThreadPoolExecutor(1 + READERS) as pool:
             fused = source.fused
             # Submitted first: it may import transformers, which takes a second.
-            width, there = spec.attention.rope_dim, precision.device
-            rope = pool.submit(RopeTables, spec.rope, source.config, width, context, there, precision.cache)
+            width = spec.attention.rope_dim
+            rope = pool.submit(RopeTables, spec.rope, source.config, width, context, precision.device)
             specs = [architecture.layer(spec, i, fused) for i in range(spec.layers)]
             weights = [Weights(layer_specs, tensors, precision) for layer_specs in specs]
             loading = pool.map(self._load_layer, range(spec.layers), weights)

@@ -1,5 +1,4 @@
-"""A disk cache of a backbone's quantized matrices and rotary frequencies:
-`<cache folder>/<fingerprint>/backbone.bin`.
+"""A disk cache of a backbone's quantized matrices: `<cache folder>/<fingerprint>/backbone.bin`.
 
 Layout: the matrices one after the other, each at a multiple of ALIGNMENT; an index (msgpack: name -> offset,
 bytes, crc32); the index's length (8 bytes, little endian). The file is written under another name, renamed

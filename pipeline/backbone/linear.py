@@ -15,7 +15,7 @@ from pipeline.device.base import Device
 from pipeline.errors import ModelError
 from shm.blocks import BlockFormat
 from shm.errors import WeightsUnusable
-from shm.layout import FORMATS, Bytes, Float32
+from shm.layout import FORMATS, Float32
 from workers.kernels.cuda.matrix import CudaMatrix
 from workers.kernels.layer import Projection
 from workers.kernels.matrix import DenseMatrix, HostMatrix, quantized
@@ -89,12 +89,11 @@ class Precision:
     """`--backbone-dtype`: the format of matrices, and the dtype of everything else that is stored."""
 
     def __init__(self, name: str, device: Device, cache: BackboneCache | None = None) -> None:
-        """`name`: f32, bf16, int8 or int4; `cache`: keeps quantized matrices between starts. Raises
-        UsageError where the device cannot compute in this format."""
+        """`name`: f32, bf16, int8 or int4; `cache` keeps quantized matrices. Raises UsageError where the
+        device cannot compute in it."""
         format = FORMATS[name]
-        self.device = device
+        self.device, self._cache = device, cache
         self._format = format if isinstance(format, BlockFormat) else None
-        self.cache = cache
         if self._format is not None:
             device.check_quantized(self._format)
         self.dtype = DTYPES.get(name, torch.bfloat16)  # of embeddings and of the KV cache
@@ -104,25 +103,19 @@ class Precision:
         return self._format is not None
 
     def quantized_matrix(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        numbers: Callable[[], Float32],
-        ready: Callable[[BlockFormat], Bytes | None],
+        self, name: str, shape: tuple[int, int], numbers: Callable[[], Float32]
     ) -> HostMatrix | CudaMatrix:
-        """A quantized matrix [outputs, inputs]: from `ready` if that is not None, else from the cache under
-        `name`, else from its float32 `numbers`. Raises ModelError where the numbers cannot be quantized."""
+        """A quantized matrix [outputs, inputs]: from the cache under `name`, or made from its `numbers`.
+        Raises ModelError, which has the `name`, where they cannot be quantized."""
         assert self._format is not None
-        data = ready(self._format)
-        if data is not None:
-            return self.device.quantized_matrix(self._format, data, shape)
-        if self.cache is not None:
-            data = self.cache.take(name, self._format.matrix_bytes(*shape))
+        data = None
+        if self._cache is not None:
+            data = self._cache.take(name, self._format.matrix_bytes(*shape))
         if data is None:
             try:
                 data = quantized(self._format, numbers())
             except WeightsUnusable as e:
                 raise ModelError(f"{name}: {e}") from None
-            if self.cache is not None:
-                self.cache.keep(name, data)
+            if self._cache is not None:
+                self._cache.keep(name, data)
         return self.device.quantized_matrix(self._format, data, shape)

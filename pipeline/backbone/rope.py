@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.backbone.disk_cache import BackboneCache
 from pipeline.device import Device
 from pipeline.errors import ModelError
 from pipeline.models.config_keys import Config
@@ -24,19 +23,10 @@ from pipeline.models.spec import Rope
 class RopeTables:
     """Cosines and sines of every position, for short sequences and, with a switch (see Rope), long ones."""
 
-    def __init__(
-        self,
-        rope: Rope,
-        config: Config,
-        width: int,
-        context: int,
-        device: Device,
-        cache: BackboneCache | None,
-    ) -> None:
-        """`width`: numbers of a head that are rotated; `cache`: keeps frequencies between starts, since
-        importing transformers is slow. Raises ModelError for parameters that make no sense."""
+    def __init__(self, rope: Rope, config: Config, width: int, context: int, device: Device) -> None:
+        """`width`: numbers of a head that are rotated. Raises ModelError for parameters without sense."""
         lengths = [False, True] if rope.switch is not None and context > rope.switch else [False]
-        tables = [_table(rope, config, width, context, long, cache) for long in lengths]
+        tables = [_table(rope, config, width, context, long) for long in lengths]
         self._context = context
         # [context, 1, width], followed by as many rows for long sequences
         self._upload = device.from_host
@@ -70,11 +60,9 @@ def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     return x * cos + torch.roll(x, x.shape[-1] // 2, dims=-1) * sin
 
 
-def _table(
-    rope: Rope, config: Config, width: int, context: int, long: bool, cache: BackboneCache | None
-) -> tuple[Tensor, Tensor]:
+def _table(rope: Rope, config: Config, width: int, context: int, long: bool) -> tuple[Tensor, Tensor]:
     """Cosines and sines [context, width]."""
-    frequencies, scale = _cached_frequencies(rope, config, width, long and rope.scales is None, cache)
+    frequencies, scale = _frequencies(rope, config, width, long and rope.scales is None)
     if rope.scales is not None:
         scale = rope.scales[long]
     if len(frequencies) != width // 2:
@@ -84,22 +72,6 @@ def _table(
     angles = torch.arange(context, dtype=torch.float32)[:, None] * frequencies  # [context, width / 2]
     cos, sin = angles.cos() * scale, angles.sin() * scale
     return torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)
-
-
-def _cached_frequencies(
-    rope: Rope, config: Config, width: int, long: bool, cache: BackboneCache | None
-) -> tuple[Tensor, float]:
-    """`_frequencies`, from the cache where it has them."""
-    if rope.kind == "default" or cache is None:
-        return _frequencies(rope, config, width, long)
-    name = f"rope {'long' if long else 'short'}"
-    data = cache.take(name, torch.float32.itemsize * (width // 2 + 1))
-    if data is None:
-        frequencies, scale = _frequencies(rope, config, width, long)
-        cache.keep(name, torch.cat((frequencies, torch.tensor([scale]))).numpy().view(np.uint8))
-        return frequencies, scale
-    numbers = torch.from_numpy(data.view(np.float32).copy())
-    return numbers[:-1], float(numbers[-1])
 
 
 def _frequencies(rope: Rope, config: Config, width: int, long: bool) -> tuple[Tensor, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -76,8 +75,7 @@ class Weights:
         specs = [self._specs[role] for role in roles]
         shape = (sum(spec.shape[0] for spec in specs), specs[0].shape[1])
         names = ", ".join(spec.name for spec in specs)
-        ready = partial(self._tensors.quantized, names, shape)
-        matrix = self._precision.quantized_matrix(names, shape, numbers, ready)
+        matrix = self._precision.quantized_matrix(names, shape, numbers)
         self.bytes += matrix.bytes
         return matrix
 

@@ -38,9 +38,12 @@ def perturbations(weights: FloatArray, sensitivity: float) -> FloatArray:
 
 
 def largest_threshold(
-    candidates: FloatArray, loss: Callable[[float], float], bound: float, evaluations: int
+    candidates: FloatArray,
+    loss: Callable[[float], float],
+    added: Callable[[float], float],
+    evaluations: int,
 ) -> Threshold:
-    """The largest candidate T with a loss of at most (1 + bound) times the loss at 0.
+    """The largest candidate T with a loss of at most the loss at 0 and what `added` of that allows.
 
     `candidates`: the perturbations of the text's tokens in all layers, in any shape. `loss(T)`: the mean
     negative log-likelihood of the text under the adaptive gate with T; it is called with 0, with the largest
@@ -57,7 +60,7 @@ def largest_threshold(
     exact = loss(0.0)
     if not isfinite(exact):
         raise ValueError(f"the loss without a gate is {exact}")
-    most = exact + bound * abs(exact)
+    most = exact + added(exact)
     tried = [(0.0, exact)]
     best = tried[0]
     kept = int(np.searchsorted(ranked, 0.0, side="right"))  # candidates up to the best T

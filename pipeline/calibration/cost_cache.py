@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 
 FOLDER = "costs"
 FILE_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.json")  # others in the folder are not touched
-LOADED = 0.5  # load average for each core, from which on a measurement may be wrong
 MAX_BYTES = 1 << 20
 
 
@@ -66,19 +65,8 @@ class Record:
     tiles: Annotated[int, Meta(ge=1)]  # of an expert
     tile_bytes: Annotated[int, Meta(ge=1)]
     measured: float  # seconds since the epoch
-    load: float  # the machine's load average just before
     costs: Costs
-    version: Literal[3] = 3  # of the files, and of how costs are measured
-
-    @property
-    def loaded(self) -> bool:
-        """Other programs were computing, so that it may be wrong."""
-        return self.load > LOADED * self.setting.cores
-
-    def outdated(self, load: float) -> bool:
-        """Tells whether to measure again at this load average: the machine was busy, and is half as busy
-        now."""
-        return self.loaded and load <= self.load / 2
+    version: Literal[4] = 4  # of the files, and of how costs are measured
 
 
 def processor() -> tuple[str, int]:

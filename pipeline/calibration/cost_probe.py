@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import time
 from collections.abc import Callable
 
@@ -41,25 +40,20 @@ log = logging.getLogger(__name__)
 
 
 def costs_for(engine: Engine, coordinator: CoordinatorConfig, context: int) -> Costs:
-    """The costs that this engine's policies plan with: the file of --costs; else the costs that were measured
-    before on the same machine with the same model and options, unless it was busy then and is less so now;
-    else measured now and kept. `context`: the longest sequence. Raises PolicyError without a slab to measure
-    with, or for a file that cannot be used."""
+    """The costs that this engine's policies plan with: the file of --costs; else those that were measured
+    before on the same machine with the same model and options; else measured now and kept. What runs corrects
+    them. `context`: the longest sequence. Raises PolicyError without a slab to measure with, or for a file
+    that cannot be used."""
     if coordinator.options.costs is not None:
         return Costs.load(coordinator.options.costs).for_tiles(engine.shape.tiles)
     setting = setting_of(engine, coordinator)
-    known = cost_cache.find(coordinator.cache, setting)
-    load = os.getloadavg()[0]
-    if known is not None and not known.outdated(load):
+    if (known := cost_cache.find(coordinator.cache, setting)) is not None:
         log.debug("costs: as measured before, see %s", setting.name)
         return known.costs
-    if known is not None:
-        log.info("costs are measured again: the load average was %.1f then and is %.1f now", known.load, load)
     costs = measure_costs(engine, context)
     sizes = engine.shape.tiles, engine.layout.tile_bytes
     cost_cache.keep(
-        coordinator.cache,
-        cost_cache.Record(setting, str(coordinator.model), *sizes, time.time(), load, costs),
+        coordinator.cache, cost_cache.Record(setting, str(coordinator.model), *sizes, time.time(), costs)
     )
     return costs
 

@@ -98,34 +98,19 @@ def read(path: Path) -> tuple[Calibration, dict[str, Any]]:
 def summary(calibration: Calibration, about: dict[str, Any]) -> dict[str, Any]:
     """The answer to a client: `about`, and means over the layers."""
     figures: dict[str, Any] = {
-        "accuracy": {name: mean_accuracy(calibration, name) for name in ("raw", "residual", "first", "mlp")},
+        "accuracy": {name: mean_accuracy(calibration, name) for name in ("raw", "residual", "first")},
         **{name: getattr(calibration, name) for name in NUMBERS},
-        "single_expert_share": None,
-        "experts_per_token": None,
     }
-    if (needed := calibration.needed) is not None:
-        figures["single_expert_share"] = float(needed[:, 1].mean())
-        figures["experts_per_token"] = float(experts_per_token(needed).mean())
-    return about | figures
+    needed = calibration.needed
+    return about | figures | {"single_expert_share": None if needed is None else float(needed[:, 1].mean())}
 
 
 def mean_accuracy(calibration: Calibration, predictor: str) -> float | None:
     """Mean over the layers that the predictor predicts; None without any."""
     if predictor == "first":
         return None if calibration.first_gate is None else float(calibration.accuracy["first"][0])
-    if predictor == "mlp":  # by the next gate where that is better
-        mlps = calibration.mlp_accuracy
-        raw = calibration.accuracy["raw"][1:]
-        if mlps is None:
-            return None
-        return float(np.concatenate((np.maximum(mlps, raw[: len(mlps)]), raw[len(mlps) :])).mean())
     predicted = calibration.accuracy[predictor][1:]
     return float(predicted.mean()) if len(predicted) else None
-
-
-def experts_per_token(needed: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Experts per token [L], from the shares [L, k + 1]."""
-    return needed @ np.arange(needed.shape[1])
 
 
 def _record(about: dict[str, Any]) -> CacheRecord:

@@ -1,8 +1,8 @@
 """A whole calibration, in four stages:
 
-1. The training windows are read: expert counts, residuals, pairs for the first gate.
+1. The training windows are read: residuals, pairs for the gates that are trained.
 2. The first gate is trained, and the layers' sensitivities are computed.
-3. The validation windows are read: expert counts, and each predictor's accuracy.
+3. The validation windows are read: each predictor's accuracy. Of all windows follow counts and hit rates.
 4. The threshold of AdapMoE's gate, and with a bound the largest sparsity, are searched by decoding validation
    windows repeatedly.
 
@@ -14,18 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import exp, log, log1p
+from math import exp, log1p
 
 import numpy as np
 import torch
 
 from pipeline.arrays import FloatArray
 from pipeline.calibration import LANES
-from pipeline.calibration.approximations import (
-    Threshold,
-    largest_threshold,
-    perturbations,
-)
+from pipeline.calibration.approximations import Threshold, largest_threshold, perturbations
 from pipeline.calibration.observers import Magnitudes, TokenOrder, TrainPass, ValidationPass
 from pipeline.calibration.reading import (
     CalibrationContext,
@@ -52,10 +48,6 @@ EVALUATIONS = 8  # settings of an approximation that are tried
 BOUND = 0.005  # share of the loss that AdapMoE's gate may add, where no other bound is given
 FEW_ANSWERS = 200  # decoded tokens below which chance changes a loss more than an approximation does
 SPARSITIES = 20  # even steps from 0 to 1: the sparsities that are tried
-UNBOUNDED = {  # approximate presets without a setting that a bound could choose
-    "daop": "its loss depends on the resident experts, so on the cache; bench --ppl-tokens measures it",
-    "pre-gated": "it has no setting of its strength",
-}
 PAIR_BYTES = 64 << 20  # of the pairs that the first gate is trained on
 MLP_BYTES = 192 << 20  # of what the MLPs of the next gate are trained on
 UP_WEIGHTS = 1 << 30  # of a layer's up matrices that are multiplied to find the sizes of u
@@ -63,13 +55,12 @@ SENSITIVITY_WINDOWS = 4  # of the training windows, evenly spaced: each needs a 
 
 
 def calibrate(
-    ctx: CalibrationContext, excerpts: Sequence[Sequence[int]], most: int, progress: Progress
+    ctx: CalibrationContext, tokens: Sequence[int], most: int, progress: Progress
 ) -> tuple[Calibration, Findings]:
-    """Calibrate on at most `most` tokens of a text's excerpts. Leaves the engine with the exact policy, and
-    its counters and counts of routing unchanged. Raises RequestError for a text that is too short or where
-    the KV cache has too few free tokens,
-    ShardFailed, and the exceptions of `progress`."""
-    return _Measurement(ctx, Division.of(excerpts, ctx.context, most), progress).measure()
+    """Calibrate on at most `most` tokens of a text. Leaves the engine with the exact policy, and its counters
+    and counts of routing unchanged. Raises RequestError for a text that is too short or where the KV cache
+    has too few free tokens, ShardFailed, and the exceptions of `progress`."""
+    return _Measurement(ctx, Division.of(tokens, ctx.context, most), progress).measure()
 
 
 class _Measurement:
@@ -77,7 +68,7 @@ class _Measurement:
         self._ctx, self._division, self._progress = ctx, division, progress
         self._spec = ctx.engine.backbone.spec
         windows = division.training + division.validation
-        self._findings = Findings(tokens=division.tokens, windows=len(windows))
+        self._findings = Findings(tokens=division.tokens)
         longest, free = max(len(window.tokens) for window in windows), ctx.kv.free
         self._width = min(LANES, ctx.lanes, len(division.training), free // longest)
         self._tokens = division.tokens
@@ -112,7 +103,7 @@ class _Measurement:
         self._progress("training the MLPs of the next gate", 0, 1)
         mlps = ahead.train(self._ctx.seed, engine.tick)
         return Calibration(
-            decode_counts=train_pass.counts,
+            decode_counts=np.zeros((0, 0), np.int64),
             residual_logits=_next_logits(engine, train_pass.residuals()),
             accuracy={},
             kept=np.zeros((0, 0, 0), np.float32),
@@ -161,7 +152,7 @@ class _Measurement:
         self._read(division.validation, [self._order, validation], done=read)
         validated = replace(
             trained,
-            decode_counts=trained.decode_counts + validation.counts,
+            decode_counts=self._order.decode_counts(),
             accuracy=validation.accuracy(),
             kept=validation.drops.kept(),
             gated_accuracy=validation.drops.accuracy(),
@@ -173,7 +164,7 @@ class _Measurement:
     def _find_threshold(self, validated: Calibration, weights: Sequence[Sequence[FloatArray]]) -> Calibration:
         """Stage 4: add AdapMoE's threshold, if the sensitivities are known. `weights`: of decoded tokens, [R,
         k] each, by layer."""
-        sensitivity, max_loss, findings = validated.sensitivity, self._ctx.max_loss, self._findings
+        sensitivity = validated.sensitivity
         if sensitivity is None:
             return validated
         if self._ctx.engine.shape.top_k == 1:  # a gate cannot skip the only expert
@@ -189,33 +180,25 @@ class _Measurement:
         )
         if found is None:
             return validated
-        findings.losses = {"exact": found.exact, "gated": found.loss, "bound": BOUND}
-        if max_loss is not None:
-            exact, gated = log(found.exact), log(found.loss)
-            findings.losses = {"exact": exact, "gated": gated, "bound": log1p(max_loss / 100) / exact}
-            findings.bounded["adapmoe"] = f"threshold={found.value:.3g}"
+        self._findings.losses = {"exact": found.exact, "gated": found.loss}
         return replace(validated, threshold=found.value)
 
     def _find_sparsity(self, validated: Calibration) -> Calibration:
         """Stage 4: with a bound, add the largest sparsity within it, if there is one."""
-        max_loss, bounded = self._ctx.max_loss, self._findings.bounded
+        max_loss, notes = self._ctx.max_loss, self._findings.notes
         if max_loss is None:
             return validated
-        bounded |= UNBOUNDED
         if validated.magnitudes is None:
-            bounded["floe"] = "no sparsity: the format keeps no up matrices apart (--format floe-int4)"
+            notes.append("no sparsity: the format keeps no up matrices apart (--format floe-int4)")
             return validated
         shares = (np.arange(1, SPARSITIES) / SPARSITIES).astype(np.float32)
         found = self._strongest("sparsity", shares, lambda share: {"sparsity": f"{share:.2f}"}, validated)
         if found is None:
             return validated
         largest = round(found.value, 2)
-        self._findings.sparsities = [[round(share, 2), loss] for share, loss in sorted(found.tried)]
-        bounded["floe"] = f"sparsity={largest:g}"
+        self._findings.sparsities = [[round(share, 2), exp(loss)] for share, loss in sorted(found.tried)]
         if not largest:
-            least, perplexity = self._findings.sparsities[1]
-            added = 100 * (perplexity / found.exact - 1)
-            bounded["floe"] = f"no sparsity is within {max_loss:g} %: {least:g} adds {added:.2f} %"
+            notes.append(f"no sparsity adds at most {max_loss:g} % to the perplexity")
         return replace(validated, sparsity=largest)
 
     def _strongest(
@@ -226,8 +209,8 @@ class _Measurement:
         validated: Calibration,
     ) -> Threshold | None:
         """Search the strongest setting of an approximation, by decoding validation windows under `options` of
-        the exact policy, which is set again afterwards; losses are nats, or with a bound perplexities. None
-        with a note where it cannot be searched."""
+        the exact policy, which is set again afterwards; losses are nats. None with a note where it cannot be
+        searched."""
         ctx, engine, findings = self._ctx, self._ctx.engine, self._findings
         held_out = self._division.validation
         windows = _spread(held_out, self._width)
@@ -240,12 +223,13 @@ class _Measurement:
             def loss(setting: float) -> float:
                 policy = make_policy(PolicyRequest(EXACT.name, options(setting)), ctx.seed)
                 engine.set_policy(policy, None, validated, counted=False)
-                nats = held.loss(done.more)
-                return nats if ctx.max_loss is None else exp(nats)
+                return held.loss(done.more)
+
+            def added(exact: float) -> float:
+                return BOUND * exact if ctx.max_loss is None else log1p(ctx.max_loss / 100)
 
             try:
-                bound = BOUND if ctx.max_loss is None else ctx.max_loss / 100
-                found = largest_threshold(candidates, loss, bound, EVALUATIONS)
+                found = largest_threshold(candidates, loss, added, EVALUATIONS)
             except ValueError as e:
                 findings.notes.append(f"no {what}: {e}")
                 return None

@@ -57,20 +57,8 @@ class StepObserver:
         """Each layer was noted when it was observed."""
 
 
-class Activations(StepObserver):
-    """Counts the decoded rows of each expert of each layer."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__(shape)
-        self.counts: Counts = np.zeros((shape.layers, shape.experts), np.int64)  # [L, E]
-
-    def layer(self, decision: LayerDecision[object], x: FloatArray) -> None:
-        if self._phase == "decode":
-            self.counts[decision.layer] += decision.gated.routing.workload(self._shape.experts)
-
-
-class TrainPass(Activations):
-    """Counts, and collects the data of the predictors: the mean of each layer's x, from which DALI's
+class TrainPass(StepObserver):
+    """Collects the data of the predictors: the mean of each layer's x, from which DALI's
     residuals follow (equation 11), and pairs of a token's last x and the next token's first logits (AdapMoE,
     equation 9)."""
 
@@ -86,7 +74,6 @@ class TrainPass(Activations):
         self._pair_count = 0  # pairs so far, kept or not
 
     def layer(self, decision: LayerDecision[object], x: FloatArray) -> None:
-        super().layer(decision, x)
         self._sums[decision.layer] += x.sum(axis=0, dtype=np.float64)
         if decision.layer == 0:
             assert decision.signals.logits is not None
@@ -119,8 +106,8 @@ class TrainPass(Activations):
         return x, logits
 
 
-class ValidationPass(Activations):
-    """Counts, and checks how many of each layer's used experts a predictor named, among as many predictions;
+class ValidationPass(StepObserver):
+    """Checks how many of each layer's used experts a predictor named, among as many predictions;
     and in decode the same under gates that drop small weights."""
 
     def __init__(
@@ -149,7 +136,6 @@ class ValidationPass(Activations):
         return (layer + 1,) if layer + 1 < self._shape.layers else ()
 
     def layer(self, decision: LayerDecision[object], x: FloatArray) -> None:
-        super().layer(decision, x)
         layer, routing = decision.layer, decision.gated.router_routing
         if self._phase == "decode":
             self.weights[layer].append(routing.weights.copy())
@@ -248,7 +234,7 @@ def sequence_runs(sequences: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
 
 
 class TokenOrder(StepObserver):
-    """Keeps the routing, sequence after sequence, for MoEpic's hit rates h(c)."""
+    """Keeps the routing, sequence after sequence, for counts and for MoEpic's hit rates h(c)."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__(shape)
@@ -265,17 +251,27 @@ class TokenOrder(StepObserver):
         for sequence, rows in self._runs:
             self._steps[sequence][-1][1].append(used[rows])
 
+    def _workloads(self) -> Iterator[tuple[Phase, Counts]]:
+        """The rows [L, E] routed to each expert, step after step, as in an engine with one client."""
+        layers, experts = self._shape.layers, self._shape.experts
+        for phase, by_layer in (step for steps in self._steps.values() for step in steps):
+            named = np.stack(by_layer).reshape(layers, -1)  # -1 for none
+            workload = np.zeros((layers, experts), np.int64)
+            np.add.at(workload, (np.arange(layers)[:, None], named), named >= 0)
+            yield phase, workload
+
+    def decode_counts(self) -> Counts:
+        """[L, E]: the decoded rows routed to each expert."""
+        size = self._shape.layers, self._shape.experts
+        return sum((new for phase, new in self._workloads() if phase == "decode"), np.zeros(size, np.int64))
+
     def hit_rates(self) -> FloatArray:
         """[L, E + 1]: of the experts that decode uses in a layer, the share in a cache that holds so many of
         the layer's experts, those of the highest priority: each is in every cache larger than its place."""
-        layers, size = self._shape.layers, (self._shape.layers, self._shape.experts)
+        size = self._shape.layers, self._shape.experts
         rows, uses = np.zeros(size, np.int64), np.zeros(size, np.int64)  # uses by place
         priorities = np.full(size, -np.inf)
-        every = [step for steps in self._steps.values() for step in steps]  # as in an engine with one client
-        for number, (phase, by_layer) in enumerate(every, start=1):
-            named = np.stack(by_layer).reshape(layers, -1)  # -1 for none
-            new = np.zeros_like(rows)
-            np.add.at(new, (np.arange(layers)[:, None], named), named >= 0)
+        for number, (phase, new) in enumerate(self._workloads(), start=1):
             active = new > 0
             if phase == "decode":
                 places = np.argsort(np.argsort(-priorities, axis=1, kind="stable"), axis=1)

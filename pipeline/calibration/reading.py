@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache, SequenceKV
@@ -27,7 +26,6 @@ Passed = Callable[[int], None]  # takes the number of tokens just read; its exce
 
 LARGEST_WINDOW = 512  # tokens
 SMALL_WINDOW = 64  # tokens; windows get this small where that makes 5 * LANES of them
-SHORTEST_WINDOW = 4  # tokens: with a prompt, a decoded token and its successor
 LEAST_CONTEXT = 16  # tokens, for windows with a prompt and an answer
 # The share of a window that is read as a prompt; the rest is decoded. Validation windows decode more, because
 # the threshold is searched on that.
@@ -50,14 +48,12 @@ class Division:
     validation: list[Window]
 
     @classmethod
-    def of(cls, excerpts: Sequence[Sequence[int]], context: int, most: int) -> Division:
-        """Windows of about equal length that fit the context, at most `most` tokens in all. Those of a longer
-        text are evenly spaced over all of it. `excerpts`: the text's tokens, in one or more pieces; no window
-        spans two. Raises RequestError for too short a text or context."""
-        given = sum(map(len, excerpts))
-        if min(given, most) < LEAST_TOKENS:
+    def of(cls, tokens: Sequence[int], context: int, most: int) -> Division:
+        """Cut windows of about equal length that fit the context, at most `most` tokens in all. Those of a
+        longer text are evenly spaced over all of it. Raises RequestError for too short a text or context."""
+        if min(len(tokens), most) < LEAST_TOKENS:
             raise RequestError(
-                f"the text has {given} tokens, calibrating needs {LEAST_TOKENS} and gets better with"
+                f"the text has {len(tokens)} tokens, calibrating needs {LEAST_TOKENS} and gets better with"
                 " thousands; give a longer one"
             )
         if context < LEAST_CONTEXT:
@@ -65,7 +61,7 @@ class Division:
                 f"the context is {context} tokens, calibrating needs {LEAST_CONTEXT}; start the engine with a"
                 " larger --context"
             )
-        windows = _windows(excerpts, min(given, most), min(LARGEST_WINDOW, context))
+        windows = _windows(tokens, min(len(tokens), most), min(LARGEST_WINDOW, context))
         middle = HELD_OUT // 2
         held_out = set(range(middle, len(windows), HELD_OUT))
         return cls(
@@ -79,21 +75,15 @@ class Division:
         return sum(len(window.tokens) for window in self.training + self.validation)
 
 
-def _windows(excerpts: Sequence[Sequence[int]], wanted: int, largest: int) -> list[list[int]]:
-    """`wanted` tokens, or a little fewer where excerpts are short, in windows of up to `largest`."""
+def _windows(tokens: Sequence[int], wanted: int, largest: int) -> list[list[int]]:
+    """Returns `wanted` tokens in windows of up to `largest`, evenly spaced over all of the text."""
     count = max(-(-wanted // largest), min(HELD_OUT * LANES, wanted // SMALL_WINDOW))
-    ends = list(accumulate(map(len, excerpts), initial=0))
-    # Each excerpt has as many of the windows as its share of the tokens, and each window begins a part of it.
-    until = [(end * count + ends[-1] // 2) // ends[-1] for end in ends]
     windows = []
-    for excerpt, (first, last) in zip(excerpts, pairwise(until), strict=True):
-        for window in range(first, last):
-            size = wanted * (window + 1) // count - wanted * window // count
-            start, end = (
-                len(excerpt) * place // (last - first) for place in (window - first, window + 1 - first)
-            )
-            windows.append(list(excerpt[start : min(start + size, end)]))
-    return [window for window in windows if len(window) >= SHORTEST_WINDOW]
+    for window in range(count):
+        start = len(tokens) * window // count
+        size = wanted * (window + 1) // count - wanted * window // count
+        windows.append(list(tokens[start : start + size]))
+    return windows
 
 
 def _window(tokens: list[int], prompt: float) -> Window:
@@ -122,11 +112,8 @@ class Findings:
     """Results of a calibration other than its arrays."""
 
     tokens: int = 0  # that were read
-    windows: int = 0
-    notes: list[str] = field(default_factory=list)  # arrays that could not be measured, with the remedy
-    losses: dict[str, float] = field(default_factory=dict)  # nats a token: "exact", "gated"; "bound": of both
-    bounded: dict[str, str] = field(default_factory=dict)  # with `max_loss`, by approximate preset: its
-    # setting, or why it has none
+    notes: list[str] = field(default_factory=list)  # what could not be measured, with the remedy
+    losses: dict[str, float] = field(default_factory=dict)  # nats a token: "exact", "gated" at the threshold
     sparsities: list[list[float]] = field(default_factory=list)  # tried: share of the channels, perplexity
 
 

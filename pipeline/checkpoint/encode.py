@@ -64,16 +64,16 @@ def encode_experts(
     shape = layout.shape
     stride = layout.layer_stride // shape.experts
     pending: deque[_Pending] = deque()
-    checksums: list[Future[None]] = []
 
-    def retire(pool: ThreadPoolExecutor) -> int:
-        """Wait for the oldest expert's chunks, then start its checksums; its bytes in the checkpoint."""
+    def retire() -> int:
+        """Wait for the oldest expert's chunks; its bytes in the checkpoint."""
         oldest = pending.popleft()
         begin = layout.before(oldest.layer, oldest.expert)
         for done, chunk in enumerate(oldest.chunks, 1):
             chunk.result()
             progress(begin + stride * done // len(oldest.chunks))
-        checksums.extend(pool.submit(task) for task in builder.checksum_tasks(oldest.layer, oldest.expert))
+        if oldest.expert == shape.experts - 1:
+            builder.filled(oldest.layer)
         for rows in oldest.rows:
             reader.advise(rows, os.POSIX_FADV_DONTNEED)
         return oldest.nbytes
@@ -86,7 +86,7 @@ def encode_experts(
                 for expert in range(shape.experts):
                     # All experts have one size: this one has that of the one before it.
                     while len(pending) >= 2 and ahead + nbytes > READ_AHEAD_BYTES:
-                        ahead -= retire(pool)
+                        ahead -= retire()
                     matrices = locate(layer, expert)
                     target = builder.expert(layer, expert), builder.heads(layer, expert)
                     chunks = expert_chunks(reader, downs, layout, matrices, *target)
@@ -95,9 +95,7 @@ def encode_experts(
                     pending.append(_Pending(layer, expert, matrices, nbytes, submitted))
                     ahead += nbytes
             while pending:
-                retire(pool)
-            for checksum in checksums:
-                checksum.result()
+                retire()
         except BaseException:
             for threads in (downs, pool):
                 threads.shutdown(wait=False, cancel_futures=True)

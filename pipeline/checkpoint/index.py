@@ -14,7 +14,6 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,6 @@ from pipeline.errors import ModelError
 from pipeline.models.architecture import Architecture
 from pipeline.models.spec import ModelSpec
 from protocol.files import MAX_SETTINGS, open_regular, read_json
-from shm.layout import FORMATS, FloeFormat
 
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
@@ -43,11 +41,10 @@ DTYPE_BYTES = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+FOREIGN = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.gguf")  # pickles, and llama.cpp's files
 QUANTIZED = ("quantization_config", "compression_config")  # keys of config.json
 # Part of every fingerprint; incremented when the same weights would get other bytes in the store.
-ENCODER_VERSION = 2
-TWO_BITS_VERSION = 3  # the same of formats with matrices in 2 bits
+ENCODER_VERSION = 3
 FEW = 10_000  # tensors that are named in no time
 MAX_NAME = 120  # characters of a tensor's name in a message
 
@@ -214,18 +211,13 @@ def fingerprint(index: CheckpointIndex, format_name: str, tile: int) -> str:
     """64 hex digits that change whenever the store's bytes would: a hash of config, headers, sizes and times
     of the files, format, tile size in channels, and encoder. Reads no weights."""
     facts = {
-        "encoder": TWO_BITS_VERSION if _has_two_bits(format_name) else ENCODER_VERSION,
+        "encoder": ENCODER_VERSION,
         "format": format_name,
         "tile": tile,
         "config": json.dumps(index.config, sort_keys=True),
         "shards": [(s.path.name, s.size, s.mtime_ns, s.header_digest) for s in index.shards],
     }
     return hashlib.blake2b(msgspec.msgpack.encode(facts), digest_size=32).hexdigest()
-
-
-def _has_two_bits(format_name: str) -> bool:
-    tile_format = FORMATS.get(format_name)
-    return isinstance(tile_format, FloeFormat) and tile_format.up.bits == 2
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -259,32 +251,11 @@ def _single_file(folder: Path) -> str:
     """The one weight file of a checkpoint without an index."""
     if (folder / SINGLE_FILE).exists():
         return SINGLE_FILE
-    wanted = f"{SINGLE_FILE}, or {INDEX_FILE} with its files"
-    found = _first(folder, "*.safetensors")
-    if found is not None and re.fullmatch(r"model-\d+-of-\d+\.safetensors", found):
-        raise ModelError(f"{folder} has {found} but not {INDEX_FILE}: the download is incomplete")
-    if found is not None:
-        raise ModelError(
-            f"{folder} has {found}, which is not a checkpoint as transformers writes it: {wanted}, is "
-            "wanted: download those"
-        )
-    pickle = _first(folder, *PICKLES)
-    if pickle is not None:
-        raise ModelError(
-            f"{folder} has its weights in {pickle}, a pickle, which can run any code when it is read: it is "
-            "not opened; download the safetensors files, or convert it with transformers' save_pretrained"
-        )
-    _refuse_gguf(folder)
-    raise ModelError(f"{folder} has no weights: {SINGLE_FILE} and {INDEX_FILE} are both missing")
-
-
-def _refuse_gguf(folder: Path) -> None:
-    gguf = _first(folder, "*.gguf")
-    if gguf is not None:
-        raise ModelError(
-            f"{folder} has its weights in {gguf}, llama.cpp's format, which is not read: download the "
-            "original checkpoint's safetensors files"
-        )
+    other = _first(folder, "*.safetensors", *FOREIGN)
+    raise ModelError(
+        f"{folder} has {other or 'no weights'}, and neither {SINGLE_FILE} nor {INDEX_FILE}: only whole "
+        "checkpoints in safetensors are read, no pickles, which can run any code, and no GGUF: download those"
+    )
 
 
 def _first(folder: Path, *patterns: str) -> str | None:
@@ -309,7 +280,6 @@ def read_fields(path: Path, limit: int = MAX_SETTINGS) -> dict[str, Any]:
     try:
         fields = read_json(path, limit)
     except FileNotFoundError:
-        _refuse_gguf(path.parent)
         raise ModelError(
             f"{path.parent} has no {path.name}: it is not a complete Hugging Face checkpoint directory"
         ) from None
@@ -331,39 +301,27 @@ def check_tensors(index: CheckpointIndex, architecture: Architecture, spec: Mode
             " the download is incomplete, or config.json is another model's"
         )
     required = architecture.tensors(spec, fused)
-    missing = [name for name in required if name not in index.tensors]
-    if missing:
-        raise ModelError(
-            f"{index.listing} lacks the tensor {missing[0]}{_others(missing)}: the download is "
-            "incomplete, or config.json is another model's"
-        )
-    misshapen = [name for name, shape in required.items() if index.tensors[name].shape != shape]
-    if misshapen:
-        name = misshapen[0]
-        entry = index.tensors[name]
-        raise ModelError(
-            f"{entry.file}: the tensor {name} has the shape {list(entry.shape)}; config.json gives "
-            f"{list(required[name])}{_others(misshapen, 'differ')}"
-        )
-    unread = [name for name in required if index.tensors[name].dtype not in BITS]
-    if unread:
-        entry = index.tensors[unread[0]]
-        raise ModelError(
-            f"{entry.file}: the tensor {unread[0]} has the dtype {entry.dtype}; "
-            f"only {', '.join(BITS)} are read{_others(unread, 'have such')}: "
-            "download the checkpoint that is not quantized"
-        )
-    unexpected = sorted(n for n in index.tensors if n not in required and not architecture.optional(n, spec))
-    if unexpected:
-        name = unexpected[0]
-        raise ModelError(
-            f"{index.tensors[name].file}: the tensor {name[:MAX_NAME]} is not one of a "
-            f"{architecture.model_type} model{_others(unexpected)}: config.json is another model's, or of a "
-            "variant that is not supported"
-        )
-
-
-def _others(names: list[str], verb: str = "") -> str:
-    """The number of names after the first, in parentheses; empty where it is the only one."""
-    number = len(names) - 1
-    return f" (and {number} other{'s' * (number > 1)}{f' {verb}' if verb else ''})" if number else ""
+    for name, shape in required.items():
+        entry = index.tensors.get(name)
+        if entry is None:
+            raise ModelError(
+                f"{index.listing} lacks the tensor {name}: the download is incomplete, or config.json is "
+                "another model's"
+            )
+        if entry.shape != shape:
+            raise ModelError(
+                f"{entry.file}: the tensor {name} has the shape {list(entry.shape)}; config.json gives "
+                f"{list(shape)}"
+            )
+        if entry.dtype not in BITS:
+            raise ModelError(
+                f"{entry.file}: the tensor {name} has the dtype {entry.dtype}; only {', '.join(BITS)} are "
+                "read: download the checkpoint that is not quantized"
+            )
+    for name in sorted(index.tensors):
+        if name not in required and not architecture.optional(name, spec):
+            raise ModelError(
+                f"{index.tensors[name].file}: the tensor {name[:MAX_NAME]} is not one of a "
+                f"{architecture.model_type} model: config.json is another model's, or of a variant that is "
+                "not supported"
+            )

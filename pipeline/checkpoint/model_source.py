@@ -10,7 +10,7 @@ from typing import Protocol
 
 from pipeline.checkpoint.reader import RawTensor
 from pipeline.models.config_keys import Config
-from shm.layout import BlockFormat, Bytes, Float32
+from shm.layout import Float32
 from shm.store import StoreBuilder
 
 
@@ -23,10 +23,6 @@ class Tensors(Protocol):
     def stacked(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor:
         """Tensors (name, shape) with rows of one length, stacked by rows, with unchanged bits where all have
         one dtype; the caller owns the memory. Raises ModelError as `float32`."""
-
-    def quantized(self, name: str, shape: tuple[int, int], block_format: BlockFormat) -> Bytes | None:
-        """A matrix of these tensors, stacked by rows, in a format's bytes; None where it must be made from
-        its numbers. `name`: all of their names."""
 
 
 class ModelSource(ABC):

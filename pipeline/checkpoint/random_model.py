@@ -1,7 +1,7 @@
 """A model of a known shape with random weights: it has the speed of the real model, and meaningless text.
 
-Weights are copies of a few random tiles, blocks of outputs or pieces (`shm/formats.py`), so that a start
-takes little longer than allocating their memory. Each tile and each part of a tensor chooses by its own
+Weights are copies of a few random tiles or pieces (`shm/formats.py`), so that a start takes little longer
+than allocating their memory. Each tile and each part of a tensor chooses by its own
 generator, seeded by the shape's name and its position: a shape has the same bytes on every start and any
 number of cores, and `shape:NAME/4` is the first four layers of `shape:NAME`. Weights depend on format and
 tile size, not on `--seed`.
@@ -26,17 +26,13 @@ from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.reader import RawTensor
 from pipeline.models.config_keys import Config
 from pipeline.models.shapes import shape_config
-from shm.blocks import BlockFormat
 from shm.formats import Bytes, Float32, fill_bf16, random_numbers, widen_bf16
-from shm.huge import private
 from shm.layout import StoreLayout
-from shm.quantize import LANES
 from shm.store import StoreBuilder
 
 # Part of every fingerprint; incremented when the same shape would get other bytes.
 VERSION = 3
 BLOCK_BYTES = 1 << 22  # of a tensor, drawn by one generator
-MATRIX_BLOCKS = 32  # of 16 outputs, from which a quantized matrix is made
 
 
 class RandomModel(ModelSource):
@@ -82,7 +78,6 @@ class RandomModel(ModelSource):
         layout = builder.layout
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             try:
-                checksums: list[Future[None]] = []
                 ahead = self._draw_layer(pool, builder, 0)
                 for layer in range(layout.shape.layers):
                     tiles, ahead = ahead, []
@@ -93,10 +88,6 @@ class RandomModel(ModelSource):
                         expert = n // layout.shape.tiles
                         part = (n % layout.shape.tiles + 1) * (layout.head_bytes + layout.tile_bytes)
                         progress(layout.before(layer, expert) + part)
-                    for expert in range(layout.shape.experts):
-                        checksums += [pool.submit(task) for task in builder.checksum_tasks(layer, expert)]
-                for checksum in checksums:
-                    checksum.result()
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -118,8 +109,8 @@ class RandomModel(ModelSource):
 
 
 class RandomTensors:
-    """The tensors of a shape outside its experts, drawn on each call; every name exists. They are bfloat16
-    numbers, or records of the format that a matrix is to have."""
+    """The tensors of a shape outside its experts, drawn on each call as bfloat16 numbers; every name
+    exists."""
 
     def __init__(self, shape: str, pool: ThreadPoolExecutor) -> None:
         self._shape = shape
@@ -140,20 +131,6 @@ class RandomTensors:
             self._draw(name, shape[-1], part)
             row += shape[0]
         return RawTensor("BF16", stacked.shape, stacked)
-
-    def quantized(self, name: str, shape: tuple[int, int], block_format: BlockFormat) -> Bytes:
-        outputs, inputs = shape
-        out, generator = private(block_format.matrix_bytes(*shape)), _generator(self._shape, name)
-        numbers = random_numbers(generator, (MATRIX_BLOCKS * LANES, inputs), inputs**-0.5)
-        pool = np.empty((MATRIX_BLOCKS, block_format.matrix_bytes(LANES, inputs)), np.uint8)
-        block_format.encode_matrix(numbers, pool.reshape(-1))
-        whole = outputs // LANES
-        blocks, rest = np.split(out, [whole * pool.shape[1]])
-        chosen, blocks = generator.integers(MATRIX_BLOCKS, size=whole), blocks.reshape(whole, -1)
-        np.take(pool, chosen, axis=0, out=blocks, mode="clip")
-        if outputs % LANES:
-            block_format.encode_matrix(numbers[: outputs % LANES], rest)
-        return out
 
     def _draw(self, name: str, inputs: int, out: Bytes) -> None:
         """Random bfloat16 numbers of the standard deviation 1 / sqrt(inputs)."""

@@ -20,7 +20,7 @@ from pipeline.errors import ModelError
 from pipeline.models.architecture import TensorRows
 from protocol.files import open_regular
 from shm.huge import private
-from shm.layout import BlockFormat, Bytes, Float32
+from shm.layout import Float32
 
 Bits = NDArray[np.uint16 | np.uint32]
 
@@ -43,9 +43,6 @@ class TensorReader:
         self._files: dict[str, int] = {}
         self._lock = threading.Lock()  # guards the files and the count
         self.bytes_read = 0
-
-    def quantized(self, name: str, shape: tuple[int, int], block_format: BlockFormat) -> Bytes | None:
-        return None
 
     def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
         """A tensor's numbers, exact. Raises ModelError as `stacked`."""

@@ -62,7 +62,6 @@ class ChannelMemory(DeviceMemory):
         self._heads = heads
         self._layout = layout
         self._tile = layout.shape.tile
-        self._named: dict[int, set[int]] = {}  # of layers to come: the experts that were predicted
 
     def poll(self) -> None:
         self.mover.forget()  # what a step that failed has left
@@ -73,10 +72,7 @@ class ChannelMemory(DeviceMemory):
     def prefetch_channels(self, layer: int, share: Share, x: Tensor, mask: Mask) -> None:
         if mask == DENSE or not self.mover.link.up:
             return
-        named = self._named[layer] = set(share.items[:, 0].tolist())
-        self.counters.channels.named_experts += len(named)
-        wanted = share.items[:, 1] < share.items[:, 2]
-        share = share.where(wanted)
+        share = share.where(share.items[:, 1] < share.items[:, 2])
         masked = self._masked(layer, share, self.kernel.activations(x), mask)
         for expert, there, _ in share.items.tolist():
             kept, tiles = masked[expert].kept, masked[expert].tiles
@@ -86,10 +82,6 @@ class ChannelMemory(DeviceMemory):
 
     def begin(self, layer: int, share: Share, x: Tensor, mask: Mask, clock: StepClock) -> DeviceWork:
         """Begin a share, as DeviceMemory.begin. Computes u and its masks first: they say what is copied."""
-        if (named := self._named.pop(layer, None)) is not None:
-            used = share.items[:, 0].tolist()
-            self.counters.channels.used_experts += len(used)
-            self.counters.channels.right_experts += len(named.intersection(used))
         if mask == DENSE:
             return super().begin(layer, share, x, mask, clock)._replace(masked={})
         self._use(layer, share)

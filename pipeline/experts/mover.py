@@ -450,7 +450,8 @@ class Mover:
             right = there[at] == channels
             slots, rest = np.array(guess.slots, np.int32), at[right]
             places[right] = slots[rest // self._channels] * self._channels + rest % self._channels
-        self.counters.channels.book(len(there), int((places >= 0).sum()), len(channels))
+        self.counters.channels.guessed += len(there)
+        self.counters.channels.right += int(np.count_nonzero(places >= 0))
         return places
 
     def _begin_copies(self, layer: int, split: bool = True) -> None:

@@ -144,7 +144,6 @@ class ChildServerSocket:
         self._early: list[tuple[int, object]] = []  # received while a send or `wait_ready` waited
         self._exit_count = 0
         self._exited_at: dict[int, float] = {}  # by index, until the next generation is up
-        self._ready_seconds: deque[float] = deque(maxlen=RECOVERIES)
         self._up_seconds: deque[float] = deque(maxlen=RECOVERIES)
         self.malformed = 0
         self.behind = False  # the last `receive` ran out of time before all messages
@@ -226,14 +225,10 @@ class ChildServerSocket:
         ]
 
     def recovery_stats(self) -> dict[str, Any]:
-        """The number of exits, and the median seconds from an exit until the next generation announced
-        itself (`ready_s`) and was up (`whole_s`); None where no child was restarted. From any thread."""
-        ready, up = list(self._ready_seconds), list(self._up_seconds)
-        return {
-            "deaths": self._exit_count,
-            "ready_s": statistics.median(ready) if ready else None,
-            "whole_s": statistics.median(up) if up else None,
-        }
+        """The number of exits, and the median seconds from an exit until the next generation was up; None
+        where no child was restarted. From any thread."""
+        up = list(self._up_seconds)
+        return {"deaths": self._exit_count, "whole_s": statistics.median(up) if up else None}
 
     def _take(self, wait_ms: int) -> list[tuple[int, object]]:
         messages: list[tuple[int, object]] = []
@@ -295,8 +290,6 @@ class ChildServerSocket:
             self._on_exit(WorkerDied(self.role, index, known.generation, False, -1), messages)
         self._children[index] = ChildState(name, generation, ready.pid)
         self._proven[name] = identity
-        if index in self._exited_at:
-            self._ready_seconds.append(time.monotonic() - self._exited_at[index])
         messages.append((index, ready))
 
     def _on_exit(self, exit: WorkerDied, messages: list[tuple[int, object]]) -> None:

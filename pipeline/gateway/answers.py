@@ -187,12 +187,6 @@ def hashed(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def template_of(tools: Tools, variables: Object) -> str:
-    """Returns what a chat template reads beside messages, as JSON; "" where that is nothing."""
-    given = variables | ({"tools": list(tools.given)} if tools.given else {})
-    return json.dumps(given, ensure_ascii=False) if given else ""
-
-
 @dataclass(frozen=True)
 class End:
     """The end of a choice. `reason`: stop, length, tool_calls; `stop`: the stop string that was found."""
@@ -217,7 +211,8 @@ class ChatRequest:
     @property
     def template(self) -> str:
         """Returns what the template reads beside the messages, as JSON."""
-        return template_of(self.tools, self.variables)
+        given = self.variables | ({"tools": list(self.tools.given)} if self.tools.given else {})
+        return json.dumps(given, ensure_ascii=False) if given else ""
 
     def conversation(self, key_name: str) -> str:
         """Returns a name that is the same for each turn of a conversation, all of which share what is
@@ -232,28 +227,34 @@ class ChatRequest:
 
 @dataclass
 class Whole:
-    """A choice, added up."""
+    """A choice, added up. `blocks`: its parts, neighbours of one kind as one; each call is one of its own."""
 
-    content: str = ""
-    reasoning: str = ""
+    blocks: list[Part] = field(default_factory=list)
     reason: str = ""
     stop: str | None = None
-    calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[Object] = field(default_factory=list)
 
-    def add(self, event: ChatEvent) -> None:
-        """Add what follows."""
+    def text(self, kind: str) -> str:
+        """Returns all text of one kind."""
+        return "".join(block.text for block in self.blocks if block.kind == kind)
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return [block.call for block in self.blocks if block.call is not None]
+
+    def add(self, event: ChatEvent) -> bool:
+        """Add what follows; returns whether a block begins with it."""
         match event:
-            case Part(call=ToolCall() as call):
-                self.calls.append(call)
-            case Part(kind="reasoning", text=text):
-                self.reasoning += text
-            case Part(text=text):
-                self.content += text
+            case Part(kind=kind, call=None) if self.blocks and self.blocks[-1].kind == kind:
+                self.blocks[-1] = Part(kind, self.blocks[-1].text + event.text)
+            case Part():
+                self.blocks.append(event)
+                return True
             case End(reason=reason, stop=stop):
                 self.reason, self.stop = reason, stop
             case dict():
                 self.logprobs.append(event)
+        return False
 
 
 class ChatAnswer(ABC):
@@ -268,8 +269,8 @@ class ChatAnswer(ABC):
         self._texts = TokenTexts(client, call.service.pieces)
 
     @abstractmethod
-    async def whole(self) -> Object:
-        """Returns the whole answer. Raises ProtocolError, ApiError."""
+    def body(self, choices: list[Whole]) -> Object:
+        """Returns the whole answer of complete choices."""
 
     @abstractmethod
     def stream(self) -> AsyncGenerator[bytes, None]:
@@ -281,37 +282,34 @@ class ChatAnswer(ABC):
         if self.request.settings.stream:
             await self.call.stream(self.stream())
         else:
-            await self.call.answer(self.whole())
+            await self.call.answer(self._whole())
 
-    async def wholes(self) -> list[Whole]:
-        """Returns the choices."""
+    async def _whole(self) -> Object:
         choices = [Whole() for _ in range(self.request.settings.choices)]
         async with aclosing(self.events()) as events:
             async for place, event in events:
                 choices[place].add(event)
-        return choices
+        return self.body(choices)
 
-    async def blocks(self, whole: Whole) -> AsyncGenerator[Change, None]:
+    async def changes(self, whole: Whole) -> AsyncGenerator[Change, None]:
         """Yields what a stream says of one choice in dialects whose answers are blocks of one kind each: that
-        it starts; of each block, with its place, that it opens, each part of it, that it closes. `whole` adds
-        the parts up."""
-        place, opened, started = -1, None, False
+        it starts; of each block, with its place, that it opens, each part of it, and the whole one when it
+        closes. `whole` adds the parts up."""
+        started, blocks = False, whole.blocks
         async with aclosing(self.events()) as events:
             async for _, event in events:
                 if not started:
                     started = True
                     yield "start", 0, Part("content")
-                whole.add(event)
-                if not isinstance(event, Part):
-                    continue
-                if opened is None or event.kind != opened.kind or event.call is not None:
-                    if opened is not None:
-                        yield "close", place, opened
-                    place, opened = place + 1, event
-                    yield "open", place, event
-                yield "more", place, event
-        if opened is not None:
-            yield "close", place, opened
+                begins = whole.add(event)
+                if begins and len(blocks) > 1:
+                    yield "close", len(blocks) - 2, blocks[-2]
+                if isinstance(event, Part):
+                    if begins:
+                        yield "open", len(blocks) - 1, event
+                    yield "more", len(blocks) - 1, event
+        if blocks:
+            yield "close", len(blocks) - 1, blocks[-1]
 
     async def events(self) -> AsyncGenerator[tuple[int, ChatEvent], None]:
         """Yields parts of the choices, each choice's End, and with logprobs an entry for each token, which

@@ -1,6 +1,5 @@
 """The gateway as an ASGI application: the table of what it serves, who may send a request, its errors; and
-the answers about the engine: whether it is there, its model, its tokens, its figures, the dashboard's
-files."""
+the answers about the engine: whether it is there, its model, its figures, the dashboard's files."""
 
 from __future__ import annotations
 
@@ -8,21 +7,15 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.errors import ModelError
 from pipeline.gateway import chat, completions, messages, responses
 from pipeline.gateway.access import Access, Scope
-from pipeline.gateway.answers import template_of
-from pipeline.gateway.bodies import DetokenizeBody, TokenizeBody
 from pipeline.gateway.call import Call, Receive, Send, Service, check_model
 from pipeline.gateway.dashboard import Feed
 from pipeline.gateway.engine_links import model_name
-from pipeline.gateway.errors import ApiError, bad
+from pipeline.gateway.errors import ApiError
 from pipeline.gateway.metrics import MEDIA, exposition
-from pipeline.text.tokenizer import eos_ids
-from protocol.client import Client
 from protocol.errors import ProtocolError
 from protocol.messages import Welcome
 
@@ -162,56 +155,6 @@ def _entry(call: Call, welcome: Welcome) -> dict[str, Any]:
     }
 
 
-async def _reader(call: Call) -> Client:
-    """Returns the connection to an engine that reads texts. Raises ApiError."""
-    client = await call.client()
-    if not client.welcome.has_tokenizer:
-        raise ApiError(400, "this model has no tokenizer")
-    return client
-
-
-async def tokenize(call: Call) -> None:
-    """Send the ids of `prompt`, or of `messages` with the template's variables."""
-    client = await _reader(call)
-    body = await call.body(TokenizeBody)
-    check_model(body.model, client.welcome)
-    if body.add_special_tokens is False:
-        raise bad("add_special_tokens", "must be true: prompts are read so")
-    if body.messages is not None:
-        turns, tools, variables = chat.rendered(body, client.welcome, call.service.template)
-        template = template_of(tools, variables)
-        ids = (await client.tokenize(messages=turns, template=template)).ids.tolist()
-    elif body.prompt is None:
-        raise bad("prompt", "is required")
-    else:
-        ids = (await client.tokenize(text=body.prompt)).ids.tolist()
-    await call.send_json({"count": len(ids), "max_model_len": client.welcome.context, "tokens": ids})
-
-
-async def detokenize(call: Call) -> None:
-    """Send the text of `tokens`."""
-    client = await _reader(call)
-    body = await call.body(DetokenizeBody)
-    check_model(body.model, client.welcome)
-    ids = body.tokens
-    if ids and not 0 <= min(ids) <= max(ids) < client.welcome.vocabulary:
-        raise bad("tokens", f"must be ids below {client.welcome.vocabulary}")
-    await call.send_json({"prompt": (await client.tokenize(token_ids=ids)).text if ids else ""})
-
-
-async def tokenizer_info(call: Call) -> None:
-    """Send what ends an answer, as lm-evaluation-harness asks."""
-    client = await _reader(call)
-    try:
-        ends = sorted(eos_ids(Path(client.welcome.model)))
-    except (ModelError, OSError):
-        ends = []
-    names = (await client.tokenize(token_ids=ends)).pieces if ends else ()
-    text = names[0].decode(errors="replace") if names else None
-    size = client.welcome.vocabulary
-    await call.send_json({"eos_token": text, "eos_token_ids": ends, "vocab_size": size})
-
-
 async def metrics(call: Call) -> None:
     """Send the counters; while the engine is away, only the gateway's own."""
     stats: dict[str, Any] = {}
@@ -239,9 +182,6 @@ ENDPOINTS = {
     "/v1/responses": Endpoint(responses.create, prompt="input"),
     "/v1/messages": Endpoint(messages.create, prompt="messages"),
     "/v1/messages/count_tokens": Endpoint(messages.count_tokens, prompt="messages"),
-    "/tokenize": Endpoint(tokenize, prompt="prompt"),
-    "/detokenize": Endpoint(detokenize, prompt="tokens"),
-    "/tokenizer_info": Endpoint(tokenizer_info, "GET"),
     "/metrics": Endpoint(metrics, "GET"),
 }
 FOLDERS = {

@@ -1,6 +1,5 @@
 """The bodies of requests in the three dialects (OpenAI's chat and completions, OpenAI's responses,
-Anthropic's messages) and of the endpoints for tokens, as structs, and how they are decoded. null counts as
-not given everywhere."""
+Anthropic's messages) as structs, and how they are decoded. null counts as not given everywhere."""
 
 from __future__ import annotations
 
@@ -22,7 +21,6 @@ MOST_TOKENS = 1 << 31
 MOST_CHOICES = 16
 MOST_TOP = 20
 MOST_PROMPTS = 512
-MOST_IDS = 1 << 20
 
 # Whole numbers, of which some clients write 5 as 5.0
 Tokens = Annotated[float, Meta(ge=1, le=MOST_TOKENS, multiple_of=1)]
@@ -54,15 +52,6 @@ class Format(Struct):
     schema: Object | None = None
 
 
-class Structured(Struct, forbid_unknown_fields=True):
-    """vLLM's `structured_outputs`."""
-
-    json: str | Object | None = None
-    regex: str | None = None
-    grammar: str | None = None
-    choice: str | list[str] | None = None
-
-
 class Common(Struct, kw_only=True):
     """Fields of all endpoints with an answer: how tokens are chosen, where it ends, what it follows."""
 
@@ -79,7 +68,6 @@ class Common(Struct, kw_only=True):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    structured_outputs: Structured | None = None
 
 
 # --- OpenAI's chat and completions ----------------------------------------------------------------------
@@ -131,20 +119,13 @@ class Tool(Struct):
     function: Function
 
 
-class Rendered(Common, kw_only=True):
-    """Fields that a chat template reads beside the messages, too."""
-
+class ChatBody(Common, kw_only=True):
+    messages: Turns
     tools: ToolObjects | None = None  # as the template reads them; each is a Tool
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Object | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     reasoning_effort: OpenAiEffort | None = None
-
-
-class ChatBody(Rendered, kw_only=True):
-    messages: Turns
     stop: str | list[str] | None = None
     n: Choices | None = None
     max_tokens: Tokens | None = None
@@ -287,22 +268,6 @@ class MessagesBody(CountBody, kw_only=True):
     max_tokens: Tokens
 
 
-# --- tokens ---------------------------------------------------------------------------------------------
-
-
-class TokenizeBody(Rendered, kw_only=True):
-    """A text, or a conversation with the template's variables. What chooses tokens has no meaning."""
-
-    prompt: str | None = None
-    messages: Turns | None = None
-    add_special_tokens: bool | None = None
-
-
-class DetokenizeBody(Struct, kw_only=True):
-    tokens: Annotated[list[int], Meta(max_length=MOST_IDS)]
-    model: str | None = None
-
-
 # --- decoding -------------------------------------------------------------------------------------------
 
 MOST_NESTING = 200  # values in each other; schemas need some dozens
@@ -315,10 +280,13 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("stop_token_ids", "bad_words", "allowed_token_ids", "prompt_logprobs"), ([], 0)),
     **dict.fromkeys(("truncate_prompt_tokens", "documents", "chat_template"), ([],)),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar", "guided_choice"), ()),
+    "structured_outputs": (),
     **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "return_token_ids"), (False,)),
     # of responses, where nothing is kept between requests
     **dict.fromkeys(("previous_response_id", "conversation", "prompt"), ()),
     "background": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
     **dict.fromkeys(("n", "best_of"), (1,)),
     "top_logprobs": (0,),
     "suffix": ("",),

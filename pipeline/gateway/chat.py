@@ -7,24 +7,15 @@ from contextlib import aclosing
 from typing import Any
 
 from pipeline.gateway.answers import ChatAnswer, ChatRequest, End, Whole, check_chats, rendered_call, turn
-from pipeline.gateway.bodies import ChatBody, ChatTurn, Object, TokenizeBody
+from pipeline.gateway.bodies import ChatBody, ChatTurn, Object
 from pipeline.gateway.call import Call, event_of
 from pipeline.gateway.chat_output import Part, TemplateKind, ToolCall
 from pipeline.gateway.errors import bad
-from pipeline.gateway.settings import Tools, grammar_of, openai_tools, settings_of
+from pipeline.gateway.settings import grammar_of, openai_tools, settings_of
 from pipeline.text.tokenizer import RESERVED
 from protocol.messages import ChatMessage, Welcome
 
 DONE = b"data: [DONE]\n\n"
-Rendered = tuple[tuple[ChatMessage, ...], Tools, Object]
-
-
-def rendered(body: ChatBody | TokenizeBody, welcome: Welcome, kind: TemplateKind) -> Rendered:
-    """Returns what the chat template reads: messages, tools, and other variables. Raises ApiError."""
-    check_chats(body.model, welcome)
-    turns = tuple(_turn(message, f"messages[{place}]") for place, message in enumerate(body.messages or ()))
-    tools = openai_tools(body.tools, body.tool_choice, body.parallel_tool_calls, kind)
-    return turns, tools, _variables(body, kind)
 
 
 def _turn(message: ChatTurn, where: str) -> ChatMessage:
@@ -40,15 +31,10 @@ def _turn(message: ChatTurn, where: str) -> ChatMessage:
     return turn(message.role, message.content, extra)
 
 
-def _variables(body: ChatBody | TokenizeBody, kind: TemplateKind) -> Object:
-    variables = dict(body.chat_template_kwargs or {})
+def _variables(body: ChatBody, kind: TemplateKind) -> Object:
+    variables = body.chat_template_kwargs or {}
     if reserved := sorted(variables.keys() & RESERVED):
         raise bad("chat_template_kwargs", f"{reserved[0]} is no variable of a chat template")
-    for name in ("add_generation_prompt", "continue_final_message"):
-        if (value := getattr(body, name)) is not None:
-            variables[name] = value
-    if variables.get("continue_final_message") and variables.setdefault("add_generation_prompt", False):
-        raise bad("continue_final_message", "belongs to add_generation_prompt: false")
     return variables | reasoning_variables(body.reasoning_effort, kind, "reasoning_effort")
 
 
@@ -63,7 +49,9 @@ def reasoning_variables(effort: str | None, kind: TemplateKind, name: str) -> Ob
 
 def chat_request(body: ChatBody, welcome: Welcome, kind: TemplateKind) -> ChatRequest:
     """Returns what a body asks for. Raises ApiError."""
-    turns, tools, variables = rendered(body, welcome, kind)
+    check_chats(body.model, welcome)
+    turns = tuple(_turn(message, f"messages[{place}]") for place, message in enumerate(body.messages))
+    tools = openai_tools(body.tools, body.tool_choice, body.parallel_tool_calls, kind)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad("top_logprobs", "belongs to logprobs: true")
     settings = settings_of(
@@ -72,10 +60,10 @@ def chat_request(body: ChatBody, welcome: Welcome, kind: TemplateKind) -> ChatRe
         body.max_completion_tokens or body.max_tokens or welcome.context,
         stop=body.stop,
         choices=body.n,
-        grammar=grammar_of(body, {"response_format": body.response_format}, tools.grammar(kind)),
+        grammar=grammar_of({"response_format": body.response_format}, tools.grammar(kind)),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    return ChatRequest(turns, settings, tools, variables)
+    return ChatRequest(turns, settings, tools, _variables(body, kind))
 
 
 async def create(call: Call) -> None:
@@ -92,17 +80,18 @@ class Chat(ChatAnswer):
         head = {"id": f"chatcmpl-{self.call.id}", "created": self.call.created, "model": self.model}
         return head | {"object": kind} | fields
 
-    async def whole(self) -> Object:
+    def body(self, choices: list[Whole]) -> Object:
         """Returns the whole answer."""
-        choices = [self._choice(place, whole) for place, whole in enumerate(await self.wholes())]
-        return self._body("chat.completion", choices=choices, usage=self.usage.openai())
+        bodies = [self._choice(place, whole) for place, whole in enumerate(choices)]
+        return self._body("chat.completion", choices=bodies, usage=self.usage.openai())
 
     def _choice(self, place: int, whole: Whole) -> Object:
-        message: Object = {"role": "assistant", "content": whole.content, "refusal": None}
-        if whole.reasoning:
-            message["reasoning_content"] = whole.reasoning
+        content = whole.text("content")
+        message: Object = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning := whole.text("reasoning"):
+            message["reasoning_content"] = reasoning
         if whole.calls:
-            message["content"] = whole.content or None
+            message["content"] = content or None
             message["tool_calls"] = [_call(call) for call in whole.calls]
         wanted = self.request.settings.logprobs >= 0
         logprobs = {"content": whole.logprobs, "refusal": None} if wanted else None

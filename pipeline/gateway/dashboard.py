@@ -10,14 +10,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-import os
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from pipeline.gateway.call import event_of
@@ -35,7 +33,6 @@ AWAY_PERIOD = 0.25  # between two looks at an engine that does not answer
 ANSWER_SECONDS = 2.0  # within which a running engine answers
 MOST_WAITING = 32  # events for a browser that does not read them; older ones are dropped
 MOST_BROWSERS = 16
-ROLES = {"expert_worker": "worker"}  # by module, where the name is another one
 
 
 class Feed:
@@ -171,53 +168,10 @@ def _bytes(plane: NDArray[np.int32]) -> str:
 
 def _counters(stats: dict[str, Any]) -> dict[str, Any]:
     """Returns what is shown of the stats, without what each layer has: a browser is sent a few kilobytes."""
-    shown = (
-        "policy",
-        "policy_options",
-        "emulation",
-        "scheduler",
-        "tile_bytes",
-        "recovery",
-        "cache",
-        "prefetch",
-    )
     phases = {}
     for name, phase in stats["engine"].items():
-        layers = phase["layers"]
-        sums = {key: sum(layers[key]) for key in ("active", "hits", "active_tiles", "hit_tiles")}
-        phases[name] = {key: value for key, value in phase.items() if key != "layers"} | sums
+        sums = {key: sum(phase["layers"][key]) for key in ("active", "hits")}
+        phases[name] = {key: phase[key] for key in ("steps", "rows", "fetched_bytes", "seconds")} | sums
+    shown = ("policy", "policy_options", "scheduler", "tile_bytes", "cache", "prefetch")
     named = {name: stats[name] for name in shown if name in stats}
-    return named | {
-        "processes": processes({peer["pid"]: peer for peer in stats["peers"]}),
-        "time": time.monotonic(),
-        "phases": phases,
-        "exchange": stats.get("exchange", {}).get("name"),
-        "clients": stats.get("clients", {}).get("connected"),
-    }
-
-
-def processes(peers: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns role, number, pid, seconds alive, bytes of memory of its own, and seconds of processor time of
-    each process of the engine. `peers`: those that the coordinator knows, by pid."""
-    supervisor = psutil.Process(os.getppid())
-    entries = [_describe(supervisor, {"role": "supervisor"})]
-    for child in supervisor.children():
-        with suppress(psutil.Error):  # it has just ended
-            words = child.cmdline()
-            if "workers.child" in words:
-                name = words[words.index("workers.child") + 1].removesuffix(".process").rpartition(".")[2]
-                entries.append(_describe(child, {"role": ROLES.get(name, name), **peers.get(child.pid, {})}))
-    return entries
-
-
-def _describe(process: psutil.Process, peer: Mapping[str, Any]) -> dict[str, Any]:
-    with process.oneshot():
-        memory, times = process.memory_info(), process.cpu_times()
-        return {
-            "role": peer["role"],
-            "index": peer.get("index", 0),
-            "pid": process.pid,
-            "alive": round(time.time() - process.create_time(), 1),
-            "memory": memory.rss - memory.shared,
-            "cpu": times.user + times.system,
-        }
+    return named | {"time": time.monotonic(), "phases": phases}

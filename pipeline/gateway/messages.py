@@ -42,7 +42,7 @@ def messages_request(
         max_tokens,
         stop=body.stop_sequences,
         stop_field="stop_sequences",
-        grammar=grammar_of(body, formats, tools.grammar(kind)),
+        grammar=grammar_of(formats, tools.grammar(kind)),
     )
     messages = [turn("system", body.system)] if body.system else []
     if messages and not messages[0].content:
@@ -136,21 +136,16 @@ class Messages(ChatAnswer):
             "output_tokens": self.usage.completion,
         }
 
-    async def whole(self) -> Object:
+    def body(self, choices: list[Whole]) -> Object:
         """Returns the whole answer."""
-        (whole,) = await self.wholes()
-        content: list[Object] = []
-        if whole.reasoning:
-            content.append(_block(Part("reasoning")) | {"thinking": whole.reasoning})
-        if whole.content or not (whole.calls or whole.reasoning):
-            content.append({"type": "text", "text": whole.content})
-        content += [_block(Part("call", call=c)) | {"input": json.loads(c.arguments)} for c in whole.calls]
+        (whole,) = choices
+        content = [_block(block, whole=True) for block in whole.blocks or [Part("content")]]
         return self._body(content, self._usage(), _stop(whole))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Yields events."""
         whole = Whole()
-        async with aclosing(self.blocks(whole)) as changes:
+        async with aclosing(self.changes(whole)) as changes:
             async for change, place, part in changes:
                 match change:
                     case "start":
@@ -158,7 +153,10 @@ class Messages(ChatAnswer):
                         message = self._body([], {"input_tokens": 0, "output_tokens": 0}, none)
                         yield _event("message_start", {"message": message})
                     case "open":
-                        yield _event("content_block_start", {"index": place, "content_block": _block(part)})
+                        yield _event(
+                            "content_block_start",
+                            {"index": place, "content_block": _block(part, whole=False)},
+                        )
                     case "more":
                         yield _event("content_block_delta", {"index": place, "delta": _delta(part)})
                     case "close":
@@ -177,14 +175,21 @@ def _event(kind: str, value: Object) -> bytes:
     return event_of({"type": kind} | value, kind)
 
 
-def _block(part: Part) -> Object:
-    """Returns the empty block that a part begins."""
+def _block(part: Part, *, whole: bool) -> Object:
+    """Returns a whole block, or the empty one that a part begins."""
+    text = part.text if whole else ""
     match part:
         case Part(call=ToolCall(id=name) as call):
-            return {"type": "tool_use", "id": name.replace("call_", "toolu_"), "name": call.name, "input": {}}
+            given = json.loads(call.arguments) if whole else {}
+            return {
+                "type": "tool_use",
+                "id": name.replace("call_", "toolu_"),
+                "name": call.name,
+                "input": given,
+            }
         case Part(kind="reasoning"):
-            return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "text", "text": ""}
+            return {"type": "thinking", "thinking": text, "signature": ""}
+    return {"type": "text", "text": text}
 
 
 def _delta(part: Part) -> Object:

@@ -20,7 +20,7 @@ from pipeline.gateway.bodies import (
 )
 from pipeline.gateway.call import Call, event_of
 from pipeline.gateway.chat import reasoning_variables
-from pipeline.gateway.chat_output import Part, TemplateKind, ToolCall
+from pipeline.gateway.chat_output import Part, TemplateKind
 from pipeline.gateway.errors import bad
 from pipeline.gateway.settings import chosen_tools, flat_tools, grammar_of, settings_of
 from protocol.messages import ChatMessage, Welcome
@@ -32,6 +32,13 @@ ITEMS: dict[str, type] = {
     "function_call": CallItem,
     "function_call_output": OutputItem,
     "reasoning": ReasoningItem,
+}
+
+# By the kind of a part: of which event the deltas are, and its field with the whole text.
+FIELDS = {
+    "reasoning": ("reasoning_text", "text"),
+    "content": ("output_text", "text"),
+    "call": ("function_call_arguments", "arguments"),
 }
 
 
@@ -50,7 +57,7 @@ def response_request(body: ResponsesBody, welcome: Welcome, kind: TemplateKind) 
         welcome,
         body.max_output_tokens or welcome.context,
         stop=body.stop,
-        grammar=grammar_of(body, formats, tools.grammar(kind)),
+        grammar=grammar_of(formats, tools.grammar(kind)),
     )
     variables = reasoning_variables(effort, kind, "reasoning.effort")
     return ChatRequest(_messages(body), settings, tools, variables)
@@ -84,26 +91,26 @@ async def create(call: Call) -> None:
 
 
 class Response(ChatAnswer):
-    """The answer. Its output is reasoning, a message, and calls of tools, in this order."""
+    """The answer. Its output is items: reasoning, messages and calls of tools."""
 
-    async def whole(self) -> Object:
+    def body(self, choices: list[Whole]) -> Object:
         """Returns the whole answer."""
-        (whole,) = await self.wholes()
-        return self._body(_status(whole), whole)
+        (whole,) = choices
+        blocks = whole.blocks or [Part("content")]
+        output = [self._item(place, block, whole=True) for place, block in enumerate(blocks)]
+        return self._body(_status(whole), output, self._usage())
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Yields numbered events."""
         number, whole = 0, Whole()
-        async with aclosing(self.blocks(whole)) as changes:
+        async with aclosing(self.changes(whole)) as changes:
             async for change, place, part in changes:
-                for kind, value in self._events(change, place, part, whole):
+                for kind, value in self._events(change, place, part):
                     yield _event(kind, value, number)
                     number += 1
-        status = _status(whole)
-        yield _event(f"response.{status}", {"response": self._body(status, whole)}, number)
+        yield _event(f"response.{_status(whole)}", {"response": self.body([whole])}, number)
 
-    def _body(self, status: str, whole: Whole | None = None) -> Object:
-        """Returns the response; without `whole` as it is when it begins."""
+    def _body(self, status: str, output: list[Object], usage: Object | None) -> Object:
         tools = self.request.tools
         return {
             "id": f"resp_{self.call.id}",
@@ -113,12 +120,12 @@ class Response(ChatAnswer):
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self.model,
-            "output": [] if whole is None else self._output(whole),
+            "output": output,
             "parallel_tool_calls": tools.parallel,
             "tool_choice": "required" if tools.wanted else "auto",
             "tools": [tool["function"] | {"type": "function", "strict": False} for tool in tools.given],
             "store": False,
-            "usage": None if whole is None else self._usage(),
+            "usage": usage,
         }
 
     def _usage(self) -> Object:
@@ -131,46 +138,42 @@ class Response(ChatAnswer):
             "total_tokens": usage.prompt + usage.completion,
         }
 
-    def _output(self, whole: Whole) -> list[Object]:
-        items = [self._reasoning(whole.reasoning)] if whole.reasoning else []
-        if whole.content or not whole.calls:
-            items.append(self._message([_part(whole.content)], "completed"))
-        return [*items, *map(_function_call, whole.calls)]
+    def _item(self, place: int, part: Part, *, whole: bool) -> Object:
+        """Returns a whole item of the output, or the empty one that a part begins."""
+        name, status = f"{self.call.id}_{place}", "completed" if whole else "in_progress"
+        if part.call is not None:
+            call, arguments = part.call, part.call.arguments if whole else ""
+            item = {"id": f"fc_{name}", "type": "function_call", "call_id": call.id, "name": call.name}
+            return item | {"arguments": arguments, "status": status}
+        if part.kind == "reasoning":
+            content = {"content": [{"type": "reasoning_text", "text": part.text}]} if whole else {}
+            return {"id": f"rs_{name}", "type": "reasoning", "summary": []} | content
+        item = {"id": f"msg_{name}", "type": "message", "role": "assistant", "status": status}
+        return item | {"content": [_part(part.text)] if whole else []}
 
-    def _reasoning(self, text: str) -> Object:
-        content = {"content": [{"type": "reasoning_text", "text": text}]} if text else {}
-        return {"id": f"rs_{self.call.id}", "type": "reasoning", "summary": []} | content
-
-    def _message(self, content: list[Object], status: str) -> Object:
-        head = {"id": f"msg_{self.call.id}", "type": "message", "role": "assistant"}
-        return head | {"status": status, "content": content}
-
-    def _events(self, change: str, place: int, part: Part, whole: Whole) -> list[Event]:
+    def _events(self, change: str, place: int, part: Part) -> list[Event]:
         """Returns the names and values of what the stream says of a change of its blocks."""
         if change == "start":
-            body = {"response": self._body("in_progress")}
+            body = {"response": self._body("in_progress", [], None)}
             return [("response.created", body), ("response.in_progress", body)]
-        if part.call is not None:
-            return _call_events(part.call, place) if change == "more" else []
-        reasons = part.kind == "reasoning"
-        name = "rs" if reasons else "msg"
-        where = {"output_index": place, "item_id": f"{name}_{self.call.id}", "content_index": 0}
-        if reasons:
-            if change == "more":
-                return [("response.reasoning_text.delta", where | {"delta": part.text})]
-            if change == "open":
-                return [_item("added", place, self._reasoning(""))]
-            return [_item("done", place, self._reasoning(whole.reasoning))]
+        item = self._item(place, part, whole=change == "close")
+        name, field = FIELDS[part.kind]
+        text = part.text if part.call is None else part.call.arguments
+        where = {"output_index": place, "item_id": item["id"]}
+        if part.call is None:
+            where["content_index"] = 0
+        of_content: Object = {"logprobs": []} if part.kind == "content" else {}
         if change == "more":
-            return [("response.output_text.delta", where | {"delta": part.text, "logprobs": []})]
-        if change == "open":
-            added = _item("added", place, self._message([], "in_progress"))
-            return [added, ("response.content_part.added", where | {"part": _part("")})]
-        return [
-            ("response.output_text.done", where | {"text": whole.content, "logprobs": []}),
-            ("response.content_part.done", where | {"part": _part(whole.content)}),
-            _item("done", place, self._message([_part(whole.content)], "completed")),
-        ]
+            return [(f"response.{name}.delta", where | {"delta": text} | of_content)]
+        state = "done" if change == "close" else "added"
+        events = [(f"response.output_item.{state}", {"output_index": place, "item": item})]
+        if part.kind == "content":
+            shown = _part(text if change == "close" else "")
+            events.insert(change == "open", (f"response.content_part.{state}", where | {"part": shown}))
+        if change == "close":
+            called = {} if part.call is None else {"name": part.call.name}
+            events.insert(0, (f"response.{name}.done", where | {field: text} | of_content | called))
+        return events
 
 
 def _status(whole: Whole) -> str:
@@ -181,31 +184,5 @@ def _event(kind: str, value: Object, number: int) -> bytes:
     return event_of({"type": kind, "sequence_number": number} | value, kind)
 
 
-def _item(change: str, place: int, item: Object) -> Event:
-    return f"response.output_item.{change}", {"output_index": place, "item": item}
-
-
 def _part(text: str) -> Object:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _function_call(call: ToolCall) -> Object:
-    return {
-        "id": call.id.replace("call_", "fc_"),
-        "type": "function_call",
-        "call_id": call.id,
-        "name": call.name,
-        "arguments": call.arguments,
-        "status": "completed",
-    }
-
-
-def _call_events(call: ToolCall, place: int) -> list[Event]:
-    item, name = _function_call(call), "response.function_call_arguments"
-    where = {"output_index": place, "item_id": item["id"]}
-    return [
-        _item("added", place, item | {"arguments": "", "status": "in_progress"}),
-        (f"{name}.delta", where | {"delta": call.arguments}),
-        (f"{name}.done", where | {"arguments": call.arguments, "name": call.name}),
-        _item("done", place, item),
-    ]

@@ -20,14 +20,12 @@ from pipeline.gateway.bodies import (
     Object,
     Tool,
     fitting,
-    parse_json,
 )
 from pipeline.gateway.chat_output import CLOSE_CALL, OPEN_CALL, TemplateKind
 from pipeline.gateway.errors import bad
 from pipeline.text.detokenizer import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from protocol.messages import Sampling, Shaping, TokenBias, Welcome
 
-MOST_CHOICES = 256
 WHITESPACE = r" |\n {0,32}"  # of JSON: a model that is not sure may otherwise write nothing else
 
 
@@ -117,11 +115,11 @@ def chosen_tools(
     return Tools(tuple(tools), schemas, names, parallel)
 
 
-def grammar_of(body: Common, formats: dict[str, Format | None], forced: Grammar = Grammar()) -> Grammar:
+def grammar_of(formats: dict[str, Format | None], forced: Grammar = Grammar()) -> Grammar:
     """Returns the one grammar of a request. `formats`: the dialect's own fields for it, by name; `forced`:
     that of a call that has to be. Raises ApiError, also where there are several."""
     grammars = [_of_format(given, name) for name, given in formats.items() if given is not None]
-    grammars = [grammar for grammar in (forced, *grammars, *_structured(body)) if grammar]
+    grammars = [grammar for grammar in (forced, *grammars) if grammar]
     if forced and len(grammars) > 1:
         raise bad("tool_choice", "an answer follows a form or calls a tool; give one of them")
     if len(grammars) > 1:
@@ -138,28 +136,6 @@ def _of_format(wanted: Format, name: str) -> Grammar:
     if schema is None:
         raise bad(f"{name}.schema", "is required")
     return json_schema(schema, name)
-
-
-def _structured(body: Common) -> list[Grammar]:
-    """Returns the grammars of vLLM's `structured_outputs`."""
-    given, name = body.structured_outputs, "structured_outputs"
-    grammars: list[Grammar] = []
-    if given is None:
-        return grammars
-    if given.json is not None:
-        schema = parse_json(given.json, f"{name}.json") if isinstance(given.json, str) else given.json
-        grammars.append(json_schema(schema, f"{name}.json"))
-    if given.regex is not None:
-        grammars.append(_made("regex", given.regex, f"{name}.regex"))
-    if given.grammar is not None:
-        grammars.append(_made("lark", given.grammar, f"{name}.grammar"))
-    if given.choice is not None:
-        choices = [given.choice] if isinstance(given.choice, str) else given.choice
-        if not 1 <= len(choices) <= MOST_CHOICES or "" in choices:
-            raise bad(f"{name}.choice", f"takes 1 to {MOST_CHOICES} texts, none of them empty")
-        rule = "start: " + " | ".join(map(json.dumps, choices))
-        grammars.append(_made("lark", rule, f"{name}.choice"))
-    return grammars
 
 
 def _made(kind: str, value: str, param: str, **options: Any) -> Grammar:

@@ -226,12 +226,14 @@ def _search(groups: Sequence[Group], fixed: Fixed, best: Sides, every: bool) -> 
                 counts[index] = np.arange(low, min(low + width, group.tiles + 1))
             else:
                 counts[index] = np.arange(group.taken, group.taken + 1)
+    if fixed.tile == inf:
+        counts = [tried[tried <= group.resident] for group, tried in zip(groups, counts, strict=True)]
     host, device = _ends(groups, counts, fixed)
-    index = int(np.maximum(host, device).argmin())
-    sides_there = Sides(float(host[index]), float(device[index]))
+    later = np.maximum(host, device)
+    places = np.unravel_index(later.argmin(), later.shape)
+    sides_there = Sides(float(host[places]), float(device[places]))
     if max(sides_there) >= max(best):
         return best
-    places = np.unravel_index(index, [len(tried) for tried in counts])
     _take(groups, [int(tried[place]) for tried, place in zip(counts, places, strict=True)])
     return sides_there
 
@@ -245,42 +247,26 @@ def _boundary(groups: Sequence[Group]) -> list[int]:
 
 
 def _ends(groups: Sequence[Group], counts: Sequence[Counts], fixed: Fixed) -> tuple[Floats, Floats]:
-    """Returns the ends of both sides, for every combination of these counts, as C order has them."""
-    zero = np.zeros(1)
-    left, host, here = zero, zero, zero
-    for group, tried in zip(groups, counts, strict=True):
+    """Returns the ends of both sides, as `sides` has them, for every combination of these counts: an axis for
+    each group."""
+    open_mesh = list(zip(groups, np.ix_(*counts), strict=True))
+    zero = np.zeros([len(tried) for tried in counts])
+    left, host, here, landed, began = zero, zero, zero, zero + fixed.link, zero > 0
+    for group, tried in open_mesh:
         rest = group.tiles - tried
-        left = np.add.outer(left, rest).ravel()
-        host = np.add.outer(host, rest * group.host).ravel()
-        here = np.add.outer(here, np.minimum(tried, group.resident) * group.device).ravel()
-    ends = np.where(left > 0, fixed.host + host, 0.0)
-    device = np.where(here > 0, fixed.launch + here, 0.0)
-    if not any(int(tried[-1]) > group.resident for group, tried in zip(groups, counts, strict=True)):
-        return ends, device
-    if fixed.tile == inf:
-        moved = np.zeros(1)
-        for group, tried in zip(groups, counts, strict=True):
-            moved = np.add.outer(moved, tried > group.resident).ravel()
-        return ends, np.where(moved > 0, inf, device)
+        left = left + rest
+        host = host + rest * group.host
+        here = here + np.minimum(tried, group.resident) * group.device
+    device = fixed.launch + here
     # group after group, as its tiles land: the device computes each once it is there and it has time
-    shape = [len(tried) for tried in counts]
-    landed = np.full(shape, fixed.link)
-    at = np.maximum(device, fixed.launch).reshape(shape)
-    began = np.zeros(shape, bool)
-    for axis, (group, tried) in enumerate(zip(groups, counts, strict=True)):
+    for group, tried in open_mesh:
         missing = np.maximum(tried - group.resident, 0)
-        if not missing[-1]:
+        if not missing.any():
             continue
-        along = [1] * len(shape)
-        along[axis] = len(tried)
+        first = landed + (fixed.fetch + fixed.tile)
         share = group.lacking / group.missing
-        seconds = (missing * group.device).reshape(along)
-        moves = missing > 0
-        first = (np.where(moves, fixed.fetch + fixed.tile, 0.0)).reshape(along)
-        whole = (fixed.fetch * np.ceil(missing * share) + fixed.tile * missing).reshape(along)
-        moves = moves.reshape(along)
-        then = np.maximum(np.maximum(at, landed + first) + seconds, landed + whole + group.device)
-        at = np.where(moves, then, at)
-        began = began | moves
-        landed = landed + whole
-    return ends, np.where(began.ravel(), at.ravel(), device)
+        landed = landed + (fixed.fetch * np.ceil(missing * share) + fixed.tile * missing)
+        ends = np.maximum(np.maximum(device, first) + missing * group.device, landed + group.device)
+        device = np.where(missing > 0, ends, device)
+        began = began | (missing > 0)
+    return np.where(left > 0, fixed.host + host, 0.0), np.where(began | (here > 0), device, 0.0)

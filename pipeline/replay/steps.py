@@ -29,7 +29,7 @@ class Overview:
     first: bool  # each step has logits of the gate for the next token's first layer
     cut_short: bool  # the file ends within a step
     last_steps: dict[int, int]  # the number of each sequence's last step
-    rest: dict[Phase, float | None]  # measured seconds a step that are not simulated; None: not measured
+    rest: float | None  # measured seconds of a decode step that are not simulated; None: not measured
 
 
 def summarize(trace: Trace) -> Overview:
@@ -41,13 +41,13 @@ def summarize(trace: Trace) -> Overview:
     counts = np.zeros((shape.layers, shape.experts), np.int64)
     first = True
     last_steps: dict[int, int] = {}
-    rest: dict[Phase, list[float]] = {"prefill": [], "decode": []}
+    rest = []
     for step in trace.steps():
         steps[step.phase] += 1
         rows[step.phase] += len(step.sequences)
         last_steps.update(dict.fromkeys(step.sequences, step.number))
-        if step.rest:
-            rest[step.phase].append(step.rest)
+        if step.rest and step.phase == "decode":
+            rest.append(step.rest)
         for index, layer in enumerate(step.layers):
             if layer.logits is None:
                 raise TraceError(
@@ -59,7 +59,7 @@ def summarize(trace: Trace) -> Overview:
     if not any(steps.values()):
         raise TraceError(f"{trace.path} has no complete step")
     # the median: a step in which the machine did something else is not the policy's
-    typical = {phase: median(seconds) if seconds else None for phase, seconds in rest.items()}
+    typical = median(rest) if rest else None
     return Overview(steps, rows, counts, first, trace.cut_short, last_steps, typical)
 
 

@@ -32,7 +32,6 @@ from protocol.messages import Generate, Score
 
 Send = Callable[[list[tuple[bytes, object]]], None]  # messages and their clients
 
-QUEUE_LIMIT = 1024  # waiting requests of one client
 POSITION_SECONDS = 0.5  # between two reports of queue positions
 
 
@@ -80,11 +79,9 @@ class Scheduler:
         """Queue a request. Raises RequestError, one line, for one that can never be served, or not now."""
         if (client, message.request) in self._live:
             raise NumberInUse(f"request {message.request} is already being served")
-        if self._waiting.of(client) >= QUEUE_LIMIT:
-            raise RequestError(f"{QUEUE_LIMIT} requests of this client are already queued; try again later")
         job = self._jobs.make(client, message, functools.partial(self._answer, client))
         if not self._held.take(client, job.size):
-            raise RequestError("too many tokens are already queued; try again later")
+            raise RequestError("too many requests are already queued; try again later")
         self._live[client, message.request] = job
         self._waiting.add(job)
 

@@ -43,10 +43,6 @@ class WaitingQueue:
         if not self._jobs[job.client]:
             del self._jobs[job.client]
 
-    def of(self, client: bytes) -> int:
-        """Returns the number of this client's waiting jobs."""
-        return len(self._jobs.get(client, ()))
-
     def in_order(self, running: Iterable[Job]) -> Iterator[Job]:
         """Yields all waiting jobs in the order of their admission, if none of `running` ended meanwhile."""
         busy = Counter(job.client for job in running)

@@ -10,7 +10,6 @@ import platform
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from itertools import pairwise
 from typing import Any
 
 from pipeline.assets import model_dir
@@ -25,7 +24,6 @@ from pipeline.scheduling.job_factory import check_ids
 from pipeline.scheduling.scheduler import Scheduler
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.policy_switch import PolicySwitch
-from pipeline.serving.text_queue import check_starts
 from protocol.messages import Calibrate, Calibrated, Calibrating, Done
 
 PROGRESS_SECONDS = 0.2  # between two Calibrating messages
@@ -91,7 +89,7 @@ class CalibrationService:
 
     def _calibrate(self, client: bytes, message: Calibrate) -> Calibrated:
         parts, scheduler = self._parts, self._scheduler
-        excerpts = self._excerpts(message)
+        ids = self._ids(message)
         context = CalibrationContext(
             parts.engine,
             parts.store,
@@ -103,8 +101,6 @@ class CalibrationService:
             up_of(parts.store),
             message.max_loss,
         )
-        costs = self._policies.costs
-        began = time.perf_counter()
 
         def report(stage: str, done: int, total: int) -> None:
             now = time.perf_counter()
@@ -116,11 +112,8 @@ class CalibrationService:
                 raise _Cancelled
 
         try:
-            calibration, findings = calibrate(context, excerpts, message.tokens, report)
+            calibration, findings = calibrate(context, ids, message.tokens, report)
             about = self._about(findings)
-            about["share"] = message.share * findings.tokens / sum(map(len, excerpts))
-            about["costs"] = None if costs is None else costs.to_json()
-            about["seconds"] = time.perf_counter() - began
             path = calibration_path(parts.config.cache, parts.source)
             save(path, calibration, about)
         finally:
@@ -128,22 +121,18 @@ class CalibrationService:
                 self._policies.reset()  # the policy may use the new calibration
         return Calibrated(message.request, str(path), summary(calibration, about))
 
-    def _excerpts(self, message: Calibrate) -> list[list[int]]:
-        """Returns the ids of each excerpt; a text has been encoded before. Raises RequestError."""
+    def _ids(self, message: Calibrate) -> tuple[int, ...]:
+        """Returns the ids of the text, which has been encoded before. Raises RequestError."""
         if message.tokens < 1:
             raise RequestError(f"tokens must be at least 1, it is {message.tokens}")
         if message.tokens > MOST_TOKENS:
             raise RequestError(f"tokens must be at most {MOST_TOKENS}, it is {message.tokens}")
         if message.token_ids is None:
             raise RequestError("give exactly one of text and token_ids")
-        places = [0, *message.starts, len(message.token_ids)]
-        check_starts(places)
-        if not 0 < message.share <= 1:
-            raise RequestError(f"share must be above 0 and at most 1, it is {message.share}")
         if message.max_loss is not None and not 0 < message.max_loss < math.inf:
             raise RequestError(f"max_loss must be above 0, it is {message.max_loss:g}")
         check_ids(message.token_ids, self._parts.engine.backbone.spec.vocabulary)
-        return [list(message.token_ids[start:end]) for start, end in pairwise(places)]
+        return message.token_ids
 
     def _about(self, findings: Findings) -> dict[str, Any]:
         """Returns the circumstances of the calibration."""
@@ -156,10 +145,7 @@ class CalibrationService:
             "backbone_dtype": options.backbone_dtype,
             "emulation": options.emulation,
             "tokens": findings.tokens,
-            "windows": findings.windows,
-            "experts_of_a_token": self._parts.engine.shape.top_k,
             "loss": findings.losses or None,
-            "bounded": findings.bounded,
             "sparsities": findings.sparsities,
             "notes": findings.notes,
         }

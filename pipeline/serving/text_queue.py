@@ -10,7 +10,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from msgspec.structs import replace
@@ -39,7 +38,6 @@ from protocol.messages import (
 MOST_EXITS = 8  # of the process during one job, by signals from outside: the system may lack memory
 ROLE_LIMIT = 256  # characters of a turn's role
 GRAMMAR_LIMIT = 1 << 18  # characters
-EXCERPTS_LIMIT = 1 << 16  # of a calibration
 
 Request = Generate | Score | Calibrate  # what the engine's thread serves
 TextMessage = Request | Tokenize
@@ -80,15 +78,8 @@ class TextMessages:
             return Encode(() if text is None else (text,), token_ids=message.token_ids)
         if text is None:
             return Encode(grammar=grammar)
-        if isinstance(message, Calibrate):
-            if len(message.starts) > EXCERPTS_LIMIT:
-                raise RequestError(
-                    f"starts has {len(message.starts)} entries, at most {EXCERPTS_LIMIT} can be"
-                )
-            places = [0, *message.starts, len(text)]
-            check_starts(places)
-            return Encode(tuple(text[start:end] for start, end in pairwise(places)))
-        self._check_length(len(text), self._tokenizer)
+        if not isinstance(message, Calibrate):  # which reads windows of a longer text
+            self._check_length(len(text), self._tokenizer)
         return Encode((text,), grammar=grammar)
 
     def _check_length(self, characters: int, tokenizer: Detokenizer) -> None:
@@ -102,12 +93,6 @@ class TextMessages:
             )
 
 
-def check_starts(places: list[int]) -> None:
-    """Raise RequestError unless excerpts begin in order: `places` are their starts, and the text's end."""
-    if sorted(places) != places:
-        raise RequestError("starts must ascend, within the text")
-
-
 def with_ids(message: Request, answer: Encoded) -> Request:
     """Returns the message with the ids of its text."""
     ids = tuple(answer.ids.tolist())
@@ -116,11 +101,8 @@ def with_ids(message: Request, answer: Encoded) -> Request:
             return message
         case Generate():
             return replace(message, prompt=None, messages=None, token_ids=ids)
-        case Score():
+        case Score() | Calibrate():
             return replace(message, text=None, token_ids=ids)
-        case Calibrate():
-            starts = np.cumsum(answer.lengths[:-1], dtype=np.int64)
-            return replace(message, text=None, token_ids=ids, starts=tuple(starts.tolist()))
 
 
 @dataclass(eq=False)

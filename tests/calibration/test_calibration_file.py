@@ -44,18 +44,13 @@ def test_calibration_is_read_back_unchanged(path: Path, calibration: Calibration
     assert sorted(p.name for p in path.parent.iterdir()) == ["about.json", "calibration.safetensors"]
 
 
-def test_the_file_is_private(path: Path) -> None:
+def test_file_and_folder_are_private(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.parent.chmod(0o755)
     save(path, SMALL, {"model": "small", "notes": ["nothing to note"]})
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     for file in path.parent.iterdir():
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
-
-
-def test_folder_that_others_could_read_is_made_private(path: Path) -> None:
-    path.parent.mkdir(parents=True)
-    path.parent.chmod(0o755)
-    save(path, SMALL, {})
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
 def test_use_of_a_calibration_is_recorded(path: Path) -> None:
@@ -210,13 +205,12 @@ def test_each_number_of_a_summary() -> None:
     """Raw and residual predictions begin with the second layer, the first gate's are of the first alone."""
     assert summary(FOUND, {"model": "m"}) == {
         "model": "m",
-        "accuracy": {"raw": 0.5, "residual": 0.5, "first": pytest.approx(0.7), "mlp": None},
+        "accuracy": {"raw": 0.5, "residual": 0.5, "first": pytest.approx(0.7)},
         "threshold": 0.0625,
         "up": "",
         "max_loss": None,
         "sparsity": None,
         "single_expert_share": pytest.approx((0.25 + 1 + 0.125) / 3),
-        "experts_per_token": pytest.approx((1.75 + 1 + 1.875) / 3),
     }
     accuracy = FOUND.accuracy | {"residual": np.array([0, 0.5, 1], np.float32)}
     assert summary(replace(FOUND, accuracy=accuracy), {})["accuracy"]["residual"] == 0.75
@@ -224,15 +218,7 @@ def test_each_number_of_a_summary() -> None:
 
 def test_numbers_that_were_not_measured_are_none() -> None:
     found = summary(BARE, {})
-    names = ("threshold", "single_expert_share", "experts_per_token")
-    assert [found[name] for name in names] == [None] * 3
-    assert found["accuracy"] == {"raw": 0.5, "residual": 0.5, "first": None, "mlp": None}
+    assert found["threshold"] is found["single_expert_share"] is None
+    assert found["accuracy"] == {"raw": 0.5, "residual": 0.5, "first": None}
     one = plain_calibration(1, 2, first_gate=np.ones((2, 4), np.float32))
-    assert summary(one, {})["accuracy"] == {"raw": None, "residual": None, "first": 1.0, "mlp": None}
-
-
-def test_accuracy_with_mlps_is_that_of_the_better_gate_of_each_layer() -> None:
-    """Raw: 0.25 and 0.75."""
-    for found, mean in (([0.75], 0.75), ([0.125], 0.5), ([0.5, 0.875], 0.6875)):
-        mlps = replace(FOUND, mlp_accuracy=np.array(found, np.float32))
-        assert summary(mlps, {})["accuracy"]["mlp"] == mean
+    assert summary(one, {})["accuracy"] == {"raw": None, "residual": None, "first": 1.0}

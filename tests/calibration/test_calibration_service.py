@@ -95,9 +95,8 @@ async def test_measured_requests_are_not_counted(client: Client, path: Path) -> 
     await client.set_policy("on-demand")
     for _ in range(8):
         await client.generate(token_ids=IDS[:100], max_tokens=1, ignore_eos=True).result()
-    done = await client.calibrate(token_ids=IDS[:600], starts=(200, 400), share=0.5)
+    done = await client.calibrate(token_ids=IDS[:600])
     assert (await client.stats())["counted_tokens"] == before + 800
-    assert done.summary["share"] == 0.5
     assert done.summary["tokens"] == 600
 
 
@@ -154,11 +153,6 @@ async def test_cancel_or_disconnect_ends_a_calibration(client, endpoint, path, l
         ({"token_ids": (*IDS[:300], 4096)}, "token id 4096 is outside the vocabulary of 4096"),
         ({"token_ids": (-1,)}, "token id -1 is outside"),
         ({"token_ids": IDS, "tokens": 0}, "tokens must be at least 1"),
-        ({"token_ids": IDS, "starts": (9, 5)}, "starts must ascend"),
-        ({"token_ids": IDS, "starts": (-1,)}, "starts must ascend"),
-        ({"token_ids": IDS, "share": 1.5}, "share must be above 0"),
-        ({"token_ids": IDS, "starts": (8001,)}, "starts must ascend"),
-        ({"token_ids": IDS, "share": 0.0}, "share must be above 0"),
         ({}, "exactly one of text and token_ids"),
         ({"text": "a", "token_ids": (1,)}, "exactly one of text and token_ids"),
     ],

@@ -80,6 +80,10 @@ def test_hit_rates_are_those_of_each_cache(data: st.DataObject) -> None:
     show("prefill", (1, 1))
     for _ in range(data.draw(st.integers(1, 12))):
         show("decode", (0, 1))
+    decoded = [by_layer for steps in seen.values() for phase, by_layer in steps if phase == "decode"]
+    for layer, counts in enumerate(order.decode_counts()):
+        used = np.concatenate([by_layer[layer] for by_layer in decoded]).ravel()
+        np.testing.assert_array_equal(counts, np.bincount(used, minlength=experts))
     rates = order.hit_rates()
     assert rates.shape == (layers, experts + 1)
     for layer in range(layers):

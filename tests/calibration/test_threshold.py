@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 
 from pipeline.calibration.approximations import largest_threshold, perturbations
 
-BOUND = 0.005
 RANKED = np.arange(1, 65, dtype=np.float32) / 64  # 64 different ones
+
+
+def bound(exact: float) -> float:
+    return 0.005 * exact
 
 
 def steps(edges: dict[float, float]) -> Callable[[float], float]:
@@ -21,31 +24,30 @@ def steps(edges: dict[float, float]) -> Callable[[float], float]:
 
 
 def test_last_threshold_within_the_bound_is_found() -> None:
-    found = largest_threshold(RANKED, steps({0.1: 2.009, 37.5 / 64: 2.011}), BOUND, 8)
+    found = largest_threshold(RANKED, steps({0.1: 2.009, 37.5 / 64: 2.011}), bound, 8)
     assert (found.value, found.loss, found.exact) == (37 / 64, 2.009, 2.0)
     assert found.tried[:3] == ((0.0, 2.0), (1.0, 2.011), (0.5, 2.009))
     assert len(found.tried) <= 8
 
 
-def test_bound_is_relative() -> None:
+@pytest.mark.parametrize(("added", "value"), [(0.0, 15 / 64), (0.011, 47 / 64), (0.06, 1.0)])
+def test_bound_depends_on_the_exact_loss(added: float, value: float) -> None:
     loss = steps({0.25: 2.02, 0.75: 2.1})
-    assert largest_threshold(RANKED, loss, 0.0, 8).value == 15 / 64
-    assert largest_threshold(RANKED, loss, 0.011, 8).value == 47 / 64
-    assert largest_threshold(RANKED, loss, 0.06, 8).value == 1.0
+    assert largest_threshold(RANKED, loss, lambda exact: added * exact, 8).value == value
 
 
 def test_zero_is_not_a_candidate() -> None:
-    assert largest_threshold(np.zeros(9, np.float32), steps({}), BOUND, 8).tried == ((0.0, 2.0),)
+    assert largest_threshold(np.zeros(9, np.float32), steps({}), bound, 8).tried == ((0.0, 2.0),)
 
 
 def test_thresholds_above_a_broken_bound_are_not_searched() -> None:
     # Kept up to 10/64, broken up to 40/64, kept again up to 60/64: the middle one is broken.
     loss = steps({10.5 / 64: 2.5, 40.5 / 64: 2.0, 60.5 / 64: 2.5})
-    assert largest_threshold(RANKED, loss, BOUND, 8).value == 10 / 64
+    assert largest_threshold(RANKED, loss, bound, 8).value == 10 / 64
 
 
 def test_nan_loss_breaks_the_bound() -> None:
-    assert largest_threshold(RANKED, steps({20.5 / 64: float("nan")}), BOUND, 8).value == 20 / 64
+    assert largest_threshold(RANKED, steps({20.5 / 64: float("nan")}), bound, 8).value == 20 / 64
 
 
 @given(
@@ -61,7 +63,7 @@ def test_threshold_keeps_the_bound_for_any_loss(candidates, losses, evaluations)
         calls.append(t)
         return losses[ranks.index(t)]
 
-    found = largest_threshold(np.array(candidates, np.float32), loss, 0.005, evaluations)
+    found = largest_threshold(np.array(candidates, np.float32), loss, bound, evaluations)
     assert found.tried == tuple((t, losses[ranks.index(t)]) for t in calls)
     assert len(set(calls)) == len(calls) <= evaluations
     assert (found.value, found.loss) in found.tried
@@ -77,12 +79,12 @@ def test_threshold_keeps_the_bound_for_any_loss(candidates, losses, evaluations)
 @pytest.mark.parametrize("wrong", [[], [float("nan")], [float("inf"), 1.0], [-1.0, 1.0]])
 def test_invalid_candidates_are_refused(wrong: list[float]) -> None:
     with pytest.raises(ValueError, match="finite numbers from 0 on"):
-        largest_threshold(np.array(wrong, np.float32), steps({}), BOUND, 8)
+        largest_threshold(np.array(wrong, np.float32), steps({}), bound, 8)
 
 
 def test_loss_without_a_gate_must_be_finite() -> None:
     with pytest.raises(ValueError, match="the loss without a gate is nan"):
-        largest_threshold(RANKED, steps({0.0: float("nan")}), BOUND, 8)
+        largest_threshold(RANKED, steps({0.0: float("nan")}), bound, 8)
 
 
 def test_perturbation_of_two_experts_is_equation_8() -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -25,14 +22,11 @@ from pipeline.device.base import DeviceKernel
 from shm.layout import StoreLayout
 from workers.kernels.cuda.attention import DecodeAttention, program
 
-PACKAGES = Path(__file__).parent / "packages"  # for the PYTHONPATH of child processes
-_keys = itertools.count()
-
 
 @contextmanager
 def fake_runtime(seed: int = 0) -> Iterator[FakeRuntime]:
     """In place of cuda-bindings. At the end no stream is stuck and all memory of the device is back."""
-    runtime = FakeRuntime(f"{os.getpid()}-{next(_keys)}", seed)
+    runtime = FakeRuntime(seed)
     module = cast(Any, ModuleType("cuda.bindings.runtime"))
     module.__getattr__ = lambda name: function(runtime, name)
     driver = cast(Any, ModuleType("cuda.bindings.driver"))
@@ -42,7 +36,6 @@ def fake_runtime(seed: int = 0) -> Iterator[FakeRuntime]:
             patch.setitem(sys.modules, name, ModuleType(name))
         patch.setitem(sys.modules, "cuda.bindings.runtime", module)
         patch.setitem(sys.modules, "cuda.bindings.driver", driver)
-        patch.setenv("FAKE_CUDA", f"{runtime.key}:{seed + 1}")
         yield runtime
         runtime.exit()
         assert runtime.cudaMemGetInfo() == (0, runtime.total, runtime.total)

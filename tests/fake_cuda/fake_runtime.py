@@ -1,13 +1,11 @@
-"""A stand-in for a GPU at the level of `cuda.bindings.runtime`, on real threads and real shared memory.
+"""A stand-in for a GPU at the level of `cuda.bindings.runtime`, on real threads.
 
 It is stricter than a GPU, so that what would be wrong now and then there is wrong here:
 
-- an allocation is a shared-memory segment, its IPC handle the segment's name; another process maps it;
 - a stream is a thread that takes its time; a copy lands piece by piece, in any order, and its target is
   poisoned when it begins; new and freed memory is poisoned too;
 - a copy must not run from one registration of host memory into another or out of it;
-- a wait for an event or a stream that does not end is `Stuck`;
-- memory is back once no process maps it, also where these were killed: each holds a lock on the segment.
+- a wait for an event or a stream that does not end is `Stuck`.
 
 Stream 0 stands for torch's: torch computes on the CPU here, at once, so what is put into that stream is done
 at once, behind what `launch` has put there.
@@ -16,9 +14,7 @@ at once, behind what `launch` has put there.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
-import os
 import queue
 import random
 import threading
@@ -26,11 +22,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 
-SHM = Path("/dev/shm")
-ABANDONED = 60.0  # seconds; see `_remove_abandoned`
 LIMIT = 20.0  # seconds after which a wait is stuck
 PAGE = mmap.PAGESIZE
 POISON, FREED = 0xCB, 0xDD
@@ -42,36 +35,10 @@ class Stuck(Exception):
     """A wait for a stream or an event has not ended."""
 
 
-def _remove_abandoned(key: str, age: float = 0.0) -> int:
-    """Remove allocations that no process maps, of at least this age (seconds). Returns the bytes of the
-    others that have this key. An allocation whose test was killed is removed by a later test, whatever its
-    key; its age keeps one that was made, and is not locked yet."""
-    used = 0
-    for path in SHM.glob(f"tandem-fakegpu-{key}-*"):
-        try:
-            lock = os.open(path, os.O_RDWR)
-        except FileNotFoundError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if time.time() - path.stat().st_mtime >= age:
-                path.unlink()
-        except BlockingIOError:
-            used += path.stat().st_size
-        except FileNotFoundError:
-            pass  # another process removed it
-        finally:
-            os.close(lock)
-    return used
-
-
 @dataclass
 class Allocation:
-    name: str
-    address: int
     size: int
-    lock: int  # a descriptor
-    memory: mmap.mmap  # kept after it was freed, so that a late reader finds poison
+    memory: ctypes.Array[ctypes.c_uint8]  # kept after it was freed, so that a late reader finds poison
     freed: bool = False
 
 
@@ -148,22 +115,16 @@ class FakeRuntime:
     """The functions return their status and results as cuda-bindings do."""
 
     cudaStreamNonBlocking, cudaHostRegisterDefault, cudaIpcMemLazyEnablePeerAccess = 1, 0, 1
-    cudaHostRegisterPortable, cudaHostRegisterMapped = 1, 2
     cudaEventDisableTiming, cudaEventBlockingSync = 2, 1
-    cudaMemcpyKind = SimpleNamespace(
-        cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2, cudaMemcpyDeviceToDevice=3
-    )
+    cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2)
     cudaIpcMemHandle_t = Handle
 
-    def __init__(self, key: str, seed: int = 0, total: int = 1 << 28) -> None:
-        """`key`: of all processes that see this GPU."""
-        self.key, self.total = key, total
-        self.exited = False
+    def __init__(self, seed: int) -> None:
+        self.total = 1 << 28  # bytes of its memory
         self._chance = random.Random(seed)
         self._made = 0
         self._lock = threading.Lock()
-        self.allocations: list[Allocation] = []
-        self.mapped: list[Allocation] = []  # of other processes
+        self.allocations: dict[int, Allocation] = {}  # by address
         self.registered: dict[int, int] = {}  # start -> end, whole pages
         self._copies = threading.Event()  # they may go on
         self._copies.set()
@@ -181,7 +142,6 @@ class FakeRuntime:
         self.capture_failed = False  # the present capture, or the latest one
         self.pools: Counter[tuple[int, int]] = Counter()  # of torch's memory: users
         self.pools_underway: set[tuple[int, int]] = set()  # to which it allocates
-        _remove_abandoned("*", ABANDONED)
 
     # --- for the tests -----------------------------------------------------------------------------------
 
@@ -200,28 +160,20 @@ class FakeRuntime:
 
     def leftovers(self) -> dict[str, int]:
         """What was not given back, by kind; nothing is left out."""
-        live = sum(not a.freed for a in self.allocations)
+        live = sum(not allocation.freed for allocation in self.allocations.values())
         held = {
-            "device": live, "mapped": len(self.mapped), "pinned": len(self.pinned),
+            "device": live, "pinned": len(self.pinned),
             "streams": len(self.streams), "events": len(self.events), "registered": len(self.registered),
         }  # fmt: skip
         return {kind: count for kind, count in held.items() if count}
 
     def exit(self) -> None:
         """As the process's end: everything is given back."""
-        if self.exited:
-            return
-        self.exited = True
         self.drain()
         for stream in [self.torch_stream, *self.streams.values()]:
             stream.end()
         self.streams.clear()
-        for allocation in [*self.allocations, *self.mapped]:
-            if not allocation.freed:
-                os.close(allocation.lock)
-                allocation.freed = True
-        self.mapped.clear()
-        self.cudaMemGetInfo()  # removes what nobody maps
+        self.allocations.clear()
 
     def _fails(self, name: str) -> bool:
         self.calls[name] += 1
@@ -239,39 +191,26 @@ class FakeRuntime:
         self.calls["cudaFree"] += 1
         if not address:
             return (0,)
-        for allocation in self.allocations:
-            if allocation.address == address and not allocation.freed:
-                allocation.freed = True
-                ctypes.memset(address, FREED, allocation.size)
-                os.close(allocation.lock)
-                (SHM / allocation.name).unlink()
-                return (0,)
-        return (INVALID,)
+        allocation = self.allocations.get(address)
+        if allocation is None or allocation.freed:
+            return (INVALID,)
+        allocation.freed = True
+        ctypes.memset(address, FREED, allocation.size)
+        return (0,)
 
     def cudaMalloc(self, size: int) -> tuple[int, int]:
         free = self.cudaMemGetInfo()[1]
         if self._fails("cudaMalloc") or size > free:
             return OUT_OF_MEMORY, 0
-        self._made += 1
-        name = f"tandem-fakegpu-{self.key}-{os.getpid()}-{self._made}"
-        with (SHM / name).open("xb") as file:
-            file.truncate(size)
-        allocation = self._map(name)
-        self.allocations.append(allocation)
-        ctypes.memset(allocation.address, POISON, size)
-        return 0, allocation.address
-
-    def _map(self, name: str) -> Allocation:
-        lock = os.open(SHM / name, os.O_RDWR)
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        size = os.fstat(lock).st_size
-        with (SHM / name).open("r+b") as file:  # not `lock`, which a mapping would keep open
-            memory = mmap.mmap(file.fileno(), size)
-        address = ctypes.addressof(ctypes.c_uint8.from_buffer(memory))
-        return Allocation(name, address, size, lock, memory)
+        memory = (ctypes.c_uint8 * size)()
+        address = ctypes.addressof(memory)
+        self.allocations[address] = Allocation(size, memory)
+        ctypes.memset(address, POISON, size)
+        return 0, address
 
     def cudaMemGetInfo(self) -> tuple[int, int, int]:
-        return 0, self.total - _remove_abandoned(self.key), self.total
+        used = sum(allocation.size for allocation in self.allocations.values() if not allocation.freed)
+        return 0, self.total - used, self.total
 
     def cudaDeviceReset(self) -> tuple[int]:
         return (0,)
@@ -279,29 +218,12 @@ class FakeRuntime:
     def cudaIpcGetMemHandle(self, address: int) -> tuple[int, Handle | None]:
         if self._fails("cudaIpcGetMemHandle"):
             return INVALID, None
-        (allocation,) = (a for a in self.allocations if a.address == address and not a.freed)
-        handle = Handle()
-        handle.data.value = allocation.name.encode()
-        return 0, handle
+        assert not self.allocations[address].freed
+        return 0, Handle()
 
     def cudaIpcOpenMemHandle(self, handle: Handle, flags: int) -> tuple[int, int]:
-        name = handle.data.value.decode()
-        if self._fails("cudaIpcOpenMemHandle") or not name:
-            return INVALID, 0
-        if any(a.name == name for a in self.allocations):
-            return INVALID_CONTEXT, 0  # of this process
-        try:
-            allocation = self._map(name)
-        except FileNotFoundError:
-            return INVALID, 0
-        self.mapped.append(allocation)
-        return 0, allocation.address
-
-    def cudaIpcCloseMemHandle(self, address: int) -> tuple[int]:
-        (allocation,) = (a for a in self.mapped if a.address == address)
-        self.mapped.remove(allocation)
-        os.close(allocation.lock)
-        return (0,)
+        """Refused, as it is for a handle of the same process."""
+        return INVALID_CONTEXT, 0
 
     # --- memory of the host ------------------------------------------------------------------------------
 
@@ -331,15 +253,11 @@ class FakeRuntime:
             return any(lo <= start and start + size <= hi for lo, hi in self.registered.items())
 
     def kernels_read(self, start: int, size: int) -> bool:
-        """Whether kernels may read this memory: an allocation's, or registered, also in several pieces."""
-        for allocation in [*self.allocations, *self.mapped]:
-            if not allocation.freed and allocation.address <= start < allocation.address + allocation.size:
-                return start + size <= allocation.address + allocation.size
-        with self._lock:
-            for lo, hi in sorted(self.registered.items()):
-                if lo <= start < hi:
-                    start, size = hi, size - (hi - start)
-        return size <= 0
+        """Whether kernels may read this memory: it lies in an allocation."""
+        return any(
+            not allocation.freed and address <= start and start + size <= address + allocation.size
+            for address, allocation in self.allocations.items()
+        )
 
     def cudaMallocHost(self, size: int) -> tuple[int, int]:
         if self._fails("cudaMallocHost"):

@@ -82,7 +82,7 @@ def test_report_of_a_run_with_faults(tmp_path: Path) -> None:
         Fault("corrupt", 3.0, True),
     ]
     made.before = {"recovery": {"worker": {"deaths": 1}}, "peers": [peer("worker", n, 0) for n in (0, 1)]}
-    found = {"deaths": 3, "ready_s": 0.4, "whole_s": None}
+    found = {"deaths": 3, "whole_s": 0.4}
     made.after = {"recovery": {"worker": found, "prefetcher": found}, "malformed": {"worker": 7}}
     outcomes = [answered(0.5, 1.25, 2.5), answered(0.75, 2.0, 2.125), answered(1.5, 1.75), answered(9.5)]
     report = made.report(outcomes)

@@ -29,7 +29,7 @@ async def recovered(state: State, before: int) -> None:
     stats = await state.wait_recovered("prefetcher", before + 1)
     recovery = stats["recovery"]["prefetcher"]
     assert recovery["deaths"] == before + 1
-    assert 0 < recovery["ready_s"] <= recovery["whole_s"]
+    assert recovery["whole_s"] > 0
     assert stats["cache"]["resident_tiles"] <= stats["cache"]["capacity_tiles"]
 
 

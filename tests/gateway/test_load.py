@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import httpx2 as httpx
 import pytest
+from embedded_tokenizer import embedded_tokenizer
 from gateway_engine import Served, serve
 from waiting import until
 
@@ -61,11 +62,6 @@ async def read(
     return text, reason, tokens
 
 
-async def expected(http: httpx.AsyncClient, number: int) -> str:
-    ids = [own_token(number)] * (TOKENS - number % 7)
-    return str((await http.post("/detokenize", json={"tokens": ids})).json()["prompt"])
-
-
 @pytest.mark.timeout(240)
 async def test_streams_survive_the_death_of_workers_and_of_the_coordinator(served: Served) -> None:
     limits = httpx.Limits(max_connections=STREAMS + 1)
@@ -82,7 +78,8 @@ async def test_streams_survive_the_death_of_workers_and_of_the_coordinator(serve
         answers = await asyncio.gather(*running)
         assert served.child("pipeline.gateway.process").pid == gateway
         assert "tandem_engine_restarts_total 1.0" in (await http.get("/metrics")).text
-        wanted = [await expected(http, number) for number in range(STREAMS)]
+    decode = embedded_tokenizer().decoder.decode
+    wanted = [decode([own_token(number)] * (TOKENS - number % 7)) for number in range(STREAMS)]
     assert [text for text, _, _ in answers] == wanted
     assert [tokens for _, _, tokens in answers] == [TOKENS - number % 7 for number in range(STREAMS)]
     assert {reason for _, reason, _ in answers} == {"length"}

@@ -1,13 +1,9 @@
-"""lm-evaluation-harness and `llm` against a gateway. Both bring many packages, so they are an extra of their
-own, `clients`, which `make test` installs where it can; without it these tests skip themselves."""
+"""lm-evaluation-harness against a gateway. It brings many packages, so it is an extra of its own, `clients`,
+which `make test` installs where it can; without it this test skips itself."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from gateway_engine import Served
@@ -57,15 +53,3 @@ def test_log_likelihoods_of_the_harness_are_those_of_score(served: Served) -> No
         wanted, wanted_greedy = asyncio.run(score(begin, rest))
         assert likelihood == pytest.approx(wanted, abs=1e-4)
         assert greedy == wanted_greedy
-
-
-def test_the_command_llm(served: Served, tmp_path: Path) -> None:
-    pytest.importorskip("llm", reason="of the extra `clients`")
-    (tmp_path / "extra-openai-models.yaml").write_text(
-        f"- model_id: here\n  model_name: tandem-embedded\n  api_base: {served.url}/v1\n"
-    )
-    command = [sys.executable, "-m", "llm", "-m", "here", "What is a list?", "-o", "max_tokens", "12"]
-    environment = os.environ | {"LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from embedded_tokenizer import embedded_tokenizer
 from gateway_engine import Served, serve
 
 from pipeline.assets import model_dir
@@ -120,26 +121,8 @@ def test_a_schema_is_followed_whatever_is_drawn(client: Any) -> None:
         check_call("weather", found.choices[0].message.content)
 
 
-def test_grammars_of_other_kinds(client: Any) -> None:
-    def ask(**form: Any) -> str:
-        extra = {"structured_outputs": form}
-        found = client.chat.completions.create(
-            model=MODEL, messages=QUESTION, temperature=1.5, max_tokens=60, extra_body=extra
-        )
-        return str(found.choices[0].message.content)
-
-    assert ask(choice=["yes", "no"]) in ("yes", "no")
-    assert ask(regex="[0-9]{3}-[a-z]{2}")[3] == "-"
-    ids = client.completions.create(
-        model=MODEL, prompt=[5, 6, 7], max_tokens=9, extra_body={"structured_outputs": {"regex": "[a-c]{3}x"}}
-    )
-    assert ids.choices[0].text[3:] == "x"
-    assert set(ask(grammar='start: ("ab" | "c")+ "."')) <= set("abc.")
-
-
-def test_biases_and_penalties_act(client: Any, served: Served) -> None:
-    with served.http() as http:
-        ids = http.post("/tokenize", json={"prompt": " the"}).json()["tokens"]
+def test_biases_and_penalties_act(client: Any) -> None:
+    ids = embedded_tokenizer().encode(" the")
     found = client.completions.create(
         model=MODEL, prompt="A list", max_tokens=6, temperature=0, logit_bias={str(ids[-1]): 100}
     )
@@ -348,16 +331,6 @@ async def test_the_asynchronous_client_of_messages(served: Served) -> None:
 
 
 # --- the rest ---------------------------------------------------------------------------------------------
-
-
-def test_texts_to_ids_and_back(served: Served) -> None:
-    with served.http() as http:
-        found = http.post("/tokenize", json={"prompt": "A list é"}).json()
-        assert found["count"] == len(found["tokens"])
-        assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "A list é"}
-        turns = http.post("/tokenize", json={"messages": QUESTION, "tools": TOOLS}).json()
-        assert turns["count"] > http.post("/tokenize", json={"messages": QUESTION}).json()["count"]
-        assert http.get("/tokenizer_info").json()["eos_token"]
 
 
 def test_metrics_are_what_a_prometheus_parser_reads(served: Served, client: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,20 +59,16 @@ def test_every_format_has_a_plan_and_what_does_not_fit_is_said(capsys: pytest.Ca
     assert found["estimates"] == found["advice"] == []
 
 
-def test_the_answer_is_a_command_with_what_changes_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_answer_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     options = [*MACHINE, "--policy", "layerwise,fiddler,daop", "--format", "int8", "--expert-cache", "0.25"]
     found = advise(capsys, *options)
     best, *_ = found["advice"]  # type: ignore[misc]
     assert best == "--policy fiddler --format int8 --expert-cache 0.25"
-    changes = {each["words"]: each["ratio"] for each in found["changes"]}  # type: ignore[attr-defined]
-    assert changes["2 GB more of expert cache"] > 1
-    assert changes["the host's memory 10 % faster"] > 1
     approximate = {each["policy"]: each["exact"] for each in found["estimates"]}  # type: ignore[attr-defined]
     assert approximate == {"layerwise": True, "fiddler": True, "daop": False}
     assert main([*MODEL, *options]) == 0
     table = capsys.readouterr().out
     assert "Advice" in table
-    assert "What would change its speed" in table
     assert all(len(line) <= 80 for line in table.splitlines())
 
 
@@ -93,14 +88,6 @@ def test_speed_is_that_of_the_costs_and_of_a_steps_rest() -> None:
     plain = by_replay(setting, sizes, Priced(costs, 2e-3), text, 32, 0)
     layer = 2 * sizes.header.shape.tiles * 1e-4 + 1e-4 + 2e-4  # of two experts
     assert 1 / plain.tok_s == pytest.approx(4 * layer + 2e-3)
-
-
-@pytest.mark.parametrize(("side", "gains"), [("host", True), ("device", False), ("link", False)])
-def test_a_faster_side_helps_what_it_computes(side: str, gains: bool) -> None:
-    costs = Costs((1,), (1e-3,), (1e-4,), link=1e-2, round_trip=0.0, other=(1e-4,))
-    faster = Priced(costs, 0.0).faster(side, 2.0).costs
-    assert (faster.host < costs.host) == gains
-    assert replace(faster, host=costs.host, device=costs.device, link=costs.link, other=costs.other) == costs
 
 
 def test_a_trial_records_and_prices_this_machine(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -106,7 +106,7 @@ def test_approximate_policy_is_compared_with_an_exact_one(engine: str, tmp_path:
     """From layer 1 on, the second of the tiny model's two, daop computes experts from stale hidden states."""
     picture = tmp_path / "bench.png"
     code, out, err = run(
-        *("bench", "--connect", engine, "--policy", "daop,on-demand", "--json", "--detail"),
+        *("bench", "--connect", engine, "--policy", "daop,on-demand", "--json"),
         *("--set", "daop.placement=popular", "--set", "daop.first_layer=1"),
         *("--rounds", "1", "--ppl-tokens", "16", "--plot", str(picture), *SHORT),
     )

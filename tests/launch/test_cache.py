@@ -151,14 +151,14 @@ def test_names_of_files_and_models_cannot_control_the_terminal(folder: Path) -> 
 def test_costs_are_listed_with_their_model_and_their_use_is_noted(folder: Path) -> None:
     setting = cost_cache.Setting("cpu", 2, "cpu", STORE, "int8", "bf16", (1, 1), "k", "")
     costs = Costs(rows=(1,), host=(1e-3,), device=(1e-3,), link=1e-3, round_trip=1e-4)
-    cost_cache.keep(folder, cost_cache.Record(setting, "/models/olmoe", 3, 100, time.time(), 0.1, costs))
+    cost_cache.keep(folder, cost_cache.Record(setting, "/models/olmoe", 3, 100, time.time(), costs))
     path = folder / cost_cache.FOLDER / setting.name
     os.utime(path, (0, 0))
     (found,) = scan(folder)[:1]
     assert (found.kind, found.model, found.format, found.last_use) == ("costs", "olmoe", "int8", 0.0)
     assert found.setting == "2 workers, cpu"
     assert "int8, 2 workers, cpu" in table(folder, [found])
-    other = cost_cache.Record(replace(setting, workers=()), "/models/olmoe", 3, 100, time.time(), 0.1, costs)
+    other = cost_cache.Record(replace(setting, workers=()), "/models/olmoe", 3, 100, time.time(), costs)
     cost_cache.keep(folder, other)
     assert {each.setting for each in scan(folder) if each.kind == "costs"} == {
         "2 workers, cpu",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -18,8 +17,11 @@ from engines import Launched, launch
 from transformers import AutoModelForCausalLM
 from waiting import wait_until
 
+from launch.calibrate import PARTS, _lines, _parts
+from launch.terminal.tables import render
 from pipeline.assets import heldout, model_dir
 from pipeline.calibration.file import calibration_path, load
+from pipeline.calibration.measure import BOUND
 from pipeline.calibration.reading import Division, Window
 from pipeline.checkpoint.open import open_model
 from pipeline.policies.calibration import Calibration
@@ -37,11 +39,10 @@ class Calibrated:
     summary: dict[str, Any]
     calibration: Calibration
     division: Division
-    report: Path
 
 
 def divided(tokens: list[int]) -> Division:
-    return Division.of([tokens], 1024, 8192)
+    return Division.of(tokens, 1024, 8192)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calibrated]
     text = heldout()["english"].read_text()[:CHARACTERS]
     (folder / "text").write_text(text)
     exact = ["--format", "f32", "--backbone-dtype", "f32", "--log-level", "error"]
-    words = ("--text", str(folder / "text"), "--json", *exact, "--report", str(folder / "report"))
+    words = ("--text", str(folder / "text"), "--json", *exact)
     done = launch("calibrate", *words, limit=110)
     assert done.returncode == 0, done.stderr
     tokenizer = Tokenizer.load(model_dir())
@@ -59,7 +60,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calibrated]
     path = calibration_path(user_folder("CACHE"), open_model(model_dir()))
     assert Path(summary["path"]) == path
     calibration = load(path)
-    yield Calibrated(summary, calibration, divided(tokenizer.encode(text)), folder / "report")
+    yield Calibrated(summary, calibration, divided(tokenizer.encode(text)))
     shutil.rmtree(path.parent)  # other tests expect a model without a calibration
 
 
@@ -163,7 +164,7 @@ def test_threshold_keeps_the_loss_bound_and_drops_experts(calibrated, seen) -> N
     assert (calibration.sensitivity > 0).all()
     assert summary["threshold"] == pytest.approx(calibration.threshold, rel=1e-3)
     assert calibration.threshold > 0
-    assert summary["loss"]["gated"] <= summary["loss"]["exact"] * (1 + summary["loss"]["bound"])
+    assert summary["loss"]["gated"] <= summary["loss"]["exact"] * (1 + BOUND)
     # Shares of tokens with a single expert, by the oracle's routing weights without the gate.
     single = []
     for layer, router in enumerate(seen["routers"]):
@@ -178,14 +179,37 @@ def test_threshold_keeps_the_loss_bound_and_drops_experts(calibrated, seen) -> N
     assert summary["single_expert_share"] == pytest.approx(calibration.needed[:, 1].mean(), rel=1e-3)
 
 
-def test_earlier_calibration_is_drawn_without_an_engine(calibrated: Calibrated, tmp_path: Path) -> None:
-    done = launch("calibrate", "--report", str(tmp_path / "new"), "--log-level", "info", limit=60)
-    assert done.returncode == 0, done.stderr
-    assert "engine" not in done.stderr
-    assert os.listdir(tmp_path / "new") == os.listdir(calibrated.report) == ["report.png"]
-    for word in ("the embedded model", "the whole text", "residual", "threshold", calibrated.summary["path"]):
-        assert word in done.stdout
-    assert max(map(len, done.stdout.split("saved:")[0].splitlines())) <= 80
+SUMMARY = {"model": "m", "tokens": 12, "accuracy": {"raw": 0.5, "residual": 0.6, "first": 0.7}}
+SUMMARY |= {"loss": {"exact": 2.5, "gated": 2.75}, "threshold": 0.02, "single_expert_share": 0.25}
+SUMMARY |= {"sparsity": 0.5, "sparsities": [[0.5, 9.25], [0.9, 20.0]], "notes": ["a note"]}
+SHOWN = """\
+m: 12 tokens
+next layer's experts predicted: 50.0% by its router on this layer's input, 60.0%
+with the mean residual added
+first layer's experts predicted from the previous token by a trained gate: 70.0%
+adaptive gating, threshold 0.02: 25.0% of decode's tokens use one expert; the
+loss goes from 2.5000 to 2.7500 nats per token
+perplexity by sparsity (--set sparsity=auto takes 0.5): 0.5: 9.25, 0.9: 20
+note: a note
+"""
+
+
+def test_lines_of_a_calibration() -> None:
+    assert render(*_lines(SUMMARY)) == SHOWN
+    assert "threshold" not in render(*_lines(SUMMARY | {"loss": None, "sparsities": []}))
+
+
+@pytest.mark.parametrize("most", [257, 3000])
+def test_of_a_long_text_evenly_spaced_parts_are_sent(most: int) -> None:
+    whole = tuple(range(2 * most))
+    assert _parts(whole, 2 * most) == [whole]
+    parts = _parts(whole, most)
+    assert sum(map(len, parts)) == most
+    assert len(parts) == PARTS
+    for place, part in enumerate(parts):
+        first = len(whole) * place // PARTS
+        assert part == whole[first : first + len(part)]
+        assert abs(len(part) - most / PARTS) <= 1
 
 
 @pytest.mark.parametrize(
@@ -194,12 +218,8 @@ def test_earlier_calibration_is_drawn_without_an_engine(calibrated: Calibrated, 
         ("", ["--text", "--tokens"]),
         ("--text a --tokens b", ["--tokens", "--text"]),
         ("--text /nowhere/text", ["/nowhere/text"]),
-        ("--text README.md --report /proc/x", ["--report /proc/x"]),
         ("--text README.md --calibrate-tokens 100", ["--calibrate-tokens", "256"]),
         ("--text README.md --max-tokens 3", ["--max-tokens"]),
-        ("--report /tmp --policy fiddler", ["--policy", "without --text"]),
-        ("--report /tmp --calibrate-tokens 300", ["--calibrate-tokens", "without --text"]),
-        ("--report /tmp --connect", ["--connect", "without --text"]),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: str, words: list[str], complaint: Callable[..., str]) -> None:
@@ -208,21 +228,14 @@ def test_wrong_usage_is_one_line(arguments: str, words: list[str], complaint: Ca
         assert word in line
 
 
-def test_report_needs_a_calibration(tiny_model: Path, tmp_path: Path, complaint: Callable[..., str]) -> None:
-    line = complaint("calibrate", "--report", str(tmp_path), "--model", str(tiny_model))
-    assert str(tiny_model) in line
-    assert "has not been calibrated" in line
-
-
 def test_interrupt_leaves_no_file(tiny_model: Path, tmp_path: Path) -> None:
     ids = tmp_path / "ids.json"
     ids.write_text(json.dumps([i % 4000 for i in range(60_000)]))
     arguments = ("--tokens", str(ids), "--calibrate-tokens", "60000", "--model", str(tiny_model))
-    with Launched("calibrate", *arguments, "--report", str(tmp_path / "report")) as process:
+    with Launched("calibrate", *arguments) as process:
         assert wait_until(lambda: "calibrate: " in process.stderr, 60)  # it would take a minute
         process.send(signal.SIGINT)
         code, out, err = process.end()
     assert (code, out) == (1, "")
     assert err.endswith("launch.py: interrupted\n")
     assert not calibration_path(user_folder("CACHE"), open_model(tiny_model)).parent.exists()
-    assert os.listdir(tmp_path / "report") == []

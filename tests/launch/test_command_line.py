@@ -32,10 +32,8 @@ Complaint = Callable[..., str]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("generate", ["--prompt", "--file", "--prompt-tokens", "needs a prompt"]),
+        ("generate", ["--prompt", "--prompt-tokens", "needs a prompt"]),
         ("generate --connect hello", ["needs a prompt", "'hello' is taken as the engine's name"]),
-        ("generate hello --file /tmp/x", ["--file", "second prompt"]),
-        ("generate --file /nowhere/prompt", ["/nowhere/prompt"]),
         ("generate hello --model some/model.gguf", ["--model", "GGUF", "safetensors"]),
         ("generate --prompt a --prompt-tokens 1", ["--prompt-tokens", "--prompt", "give one"]),
         ("generate --prompt a --max-tokens 0", ["--max-tokens", "at least 1"]),
@@ -70,7 +68,6 @@ Complaint = Callable[..., str]
         ("generate --prompt a --connect", ["no engine is running"]),
         ("chat --policy fiddler", ["--policy does not change a running engine", "leave out the word chat"]),
         ("chat", ["no engine is running"]),
-        ("generate hello --detail", ["--detail belongs to --json"]),
         ("bench --gen-len 1", ["--gen-len", "at least 2"]),
         ("cache --prune", ["--older-than", "--to"]),
         ("cache --prune --to 5XB", ["--to", "5XB"]),
@@ -136,15 +133,6 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
     options = parse(["generate", "--prompt", "a"])
     assert options.config() == EngineConfig()
     assert options.sampling(Sampling()) == Sampling()
-
-
-@pytest.mark.parametrize(
-    ("words", "level"), [("", "NOTICE"), ("-v", "INFO"), ("-v --log-level debug", "DEBUG")]
-)
-def test_log_level_has_a_short_form(words: str, level: str) -> None:
-    options = parse(["doctor", *words.split()])
-    assert options.log_level == level
-    assert options.written.keys() <= {"log_level"}
 
 
 def test_words_are_taken_between_options() -> None:

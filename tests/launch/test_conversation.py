@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec import structs
 
-from launch.chat.conversation import MARKUP, Conversation, Transcript, View, trimmed
-from launch.errors import OutputFailed, WrongUsage
+from launch.chat.conversation import Conversation, View, load, save
+from launch.errors import WrongUsage
 from launch.terminal.interrupts import Interrupts
 from protocol.answer import Answer
 from protocol.errors import MalformedMessage, RequestFailed
@@ -105,40 +103,22 @@ async def test_loaded_conversation_far_beyond_the_context_continues() -> None:
     client, view, conversation = await talk(None, 100)
     conversation.turns = (ChatMessage("user", "q" * 100), ChatMessage("assistant", "a" * 300)) * 2000
     await conversation.ask("and now?", view)
-    assert 3 <= len(client.answered[-1]) < 12
+    assert 3 <= len(client.answered[-1]) < 20
     assert view.notices[-1].startswith("dropped 199")
 
 
-@given(
-    sizes=st.lists(st.integers(0, 500), min_size=1, max_size=20),
-    tokens=st.integers(1, 5000),
-    free=st.integers(-1000, 2000),
-)
-def test_trimming_keeps_whole_turns_and_ends_with_the_question_alone(sizes, tokens, free) -> None:
-    turns = [ChatMessage("user", "x" * size) for size in (*sizes, *sizes, 30)]
-    kept = trimmed(turns, None, tokens=tokens, free=free)
-    assert len(kept) < len(turns)
-    assert len(kept) % 2
-    assert kept == turns[-len(kept) :]
-    scale = tokens / sum(MARKUP + len(turn.content) for turn in turns)
-    history = scale * sum(MARKUP + len(turn.content) for turn in kept[:-1])
-    assert history <= max(0, free / 2)
+TURNS_OF_A_TALK = (ChatMessage("user", 'a "b"\n漢'), ChatMessage("assistant", ""))
 
 
-TALK = Transcript.of("model", "Be brief.", (ChatMessage("user", 'a "b"\n漢'), ChatMessage("assistant", "")))
-
-
-def test_saved_conversation_loads_unchanged_from_a_private_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_saved_conversation_loads_unchanged_from_a_private_file(tmp_path: Path, system: str | None) -> None:
     path = tmp_path / "talk.json"
-    path.write_text("before")
-    path.chmod(0o644)
-    TALK.save(path)
-    assert Transcript.load(path) == TALK
+    save(path, system, TURNS_OF_A_TALK)
+    assert load(path) == (system, TURNS_OF_A_TALK)
     assert path.stat().st_mode & 0o777 == 0o600
-    with pytest.raises(OutputFailed, match="No such file"):
-        TALK.save(tmp_path / "no" / "talk.json")
-    with pytest.raises(OutputFailed, match="directory"):
-        TALK.save(tmp_path)
+    for wrong in (path, tmp_path, tmp_path / "no" / "talk.json"):
+        with pytest.raises(WrongUsage, match=str(wrong)):
+            save(wrong, system, TURNS_OF_A_TALK)
     assert os.listdir(tmp_path) == ["talk.json"]
 
 
@@ -151,21 +131,15 @@ ASSISTANT = {"role": "assistant", "content": "!"}
     [
         "{",
         "[" * 100_000,
-        '{"messages": ' + "[" * 100_000,
-        "[]",
-        {"model": "m"},
-        {"messages": [], "sytem": "x"},
-        {"messages": {}},
-        {"messages": [], "system": ""},
-        {"messages": [], "model": 1},
-        {"messages": [USER]},
-        {"messages": [ASSISTANT, USER]},
-        {"messages": [USER, USER]},
-        {"messages": [USER | {"name": "x"}, ASSISTANT]},
-        {"messages": [USER | {"content": None}, ASSISTANT]},
-        {"messages": [USER | {"content": "\ud800"}, ASSISTANT]},
+        "{}",
+        [USER],
+        [ASSISTANT, USER],
+        [USER, USER],
+        [USER, ASSISTANT, {"role": "system", "content": "x"}],
+        [USER | {"name": "x"}, ASSISTANT],
+        [USER | {"content": None}, ASSISTANT],
+        [USER | {"content": "\ud800"}, ASSISTANT],
         b"\xff\xfe\xff",
-        b'{"messages": [], "model": "\xff"}',
         None,
     ],
 )
@@ -175,6 +149,6 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, content: object) ->
     if content is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(WrongUsage) as raised:
-        Transcript.load(path)
+        load(path)
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)

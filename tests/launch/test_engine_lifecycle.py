@@ -50,7 +50,7 @@ def arguments(tiny_model: Path) -> list[str]:
 
 def test_engine_serves_every_command_and_stops_on_sigint(arguments: list[str], tmp_path: Path) -> None:
     """Its log includes its memory plan."""
-    with Launched("serve", "--name", "cycle", "-v", *arguments, executed=True) as engine:
+    with Launched("serve", "--name", "cycle", "--log-level", "info", *arguments, executed=True) as engine:
         name, endpoint = engine.line().split()
         assert name == "cycle"
         assert endpoint.startswith("ipc://")
@@ -84,11 +84,11 @@ def test_engine_serves_every_command_and_stops_on_sigint(arguments: list[str], t
 
         text = [7 * i % 4000 for i in range(400)]  # longer than the model's context of 256
         ids.write_text(json.dumps(text))
-        windows = ("--stride", "100", "--out", str(matrix), "--json", "--connect")
+        windows = ("--out", str(matrix), "--json", "--connect")
         code, out, _ = run("score", "--tokens", str(ids), *windows)
         assert code == 0
         found = json.loads(out)
-        assert (found["tokens"], found["windows"], found["stride"]) == (400, 3, 100)
+        assert (found["tokens"], found["windows"]) == (400, 3)
         scores = np.load(matrix, allow_pickle=False)
         assert scores.shape == (400, 4096)
         assert found["mean_nll"] == pytest.approx(-scores[np.arange(399), text[1:]].mean(), rel=1e-5)
@@ -98,10 +98,7 @@ def test_engine_serves_every_command_and_stops_on_sigint(arguments: list[str], t
         assert closed.returncode == 0
         assert b"windows" not in closed.stdout
         last = np.load(matrix, allow_pickle=False)
-        np.testing.assert_array_equal(scores[355:], last[355 - 144 :])
-        code, _, err = run("score", "--tokens", str(ids), "--stride", "256", "--connect")
-        assert code == 2
-        assert "--stride 256: must be less than the context of 256 tokens" in err
+        np.testing.assert_array_equal(scores[383:], last[383 - 144 :])
 
         many = [*"generate --prompt-tokens 5,6 --max-tokens 200 --ignore-eos --connect".split()]
         with Launched(*many, executed=True) as generate:  # the reader of its stdout closes it
@@ -207,7 +204,9 @@ def test_kept_store_is_attached_by_the_next_start(arguments: list[str], tiny_mod
         assert process.wait(LIMIT) == 0
     assert engines_left() == []
     assert store_of(tiny_model).exists()
-    with ForkedPython("-c", CLOSED, "01", *generate, "-v", stderr=subprocess.PIPE) as process:
+    with ForkedPython(
+        "-c", CLOSED, "01", *generate, "--log-level", "info", stderr=subprocess.PIPE
+    ) as process:
         _, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, err
     assert engines_left() == []

@@ -95,13 +95,12 @@ def test_an_unfinished_matrix_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@given(tokens=st.integers(0, 300), context=st.integers(2, 60), data=st.data())
-def test_windows_count_each_row_once(tokens: int, context: int, data: st.DataObject) -> None:
-    stride = data.draw(st.integers(1, context - 1))
-    windows = list(windows_of(tokens, context, stride))
+@given(tokens=st.integers(0, 300), context=st.integers(2, 60))
+def test_windows_count_each_row_once(tokens: int, context: int) -> None:
+    windows = list(windows_of(tokens, context))
     assert [row for w in windows for row in range(w.first, w.stop)] == list(range(tokens))
     for w in windows:
         assert w.end - w.start <= context
         assert w.start <= w.first <= w.stop <= w.end
     for w in windows[1:]:  # row `first` is predicted from the tokens up to it
-        assert w.first - w.start + 1 >= context - stride
+        assert w.first - w.start + 1 >= context - context // 2

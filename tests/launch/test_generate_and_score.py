@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
@@ -84,20 +84,26 @@ def run_on(engine: StandInEngine, module: ModuleType, monkeypatch: pytest.Monkey
     return getattr(module, command)(parse([command, *words, *connect]), Interrupts())
 
 
-@pytest.mark.parametrize(
-    "words", ["hello", "--file {}", "--prompt-tokens 1,6", "hello --chat", "hi --chat --system be"]
-)
-async def test_prompt_is_sent_as_it_was_given(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "prompt").write_text("two\nlines\n\n")
+    with open(tmp_path / "prompt") as file:
+        monkeypatch.setattr("sys.stdin", file)
+        yield
+
+
+@pytest.mark.usefixtures("stdin")
+@pytest.mark.parametrize(
+    "words", ["hello", "-", "--prompt-tokens 1,6", "hello --chat", "hi --chat --system be"]
+)
+async def test_prompt_is_sent_as_it_was_given(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = StandInEngine()
-    line = [word.format(tmp_path / "prompt") for word in words.split()]
+    line = words.split()
     more = ["--max-tokens", "9", "--stop", "END", "--ignore-eos", "--seed", "4"]
     assert await run_on(engine, generating, monkeypatch, *line, *more) == 0
     prompts: dict[str, dict[str, Any]] = {
         "hello": {"prompt": "hello"},
-        "--file {}": {"prompt": "two\nlines\n"},  # but the end of the last line
+        "-": {"prompt": "two\nlines\n"},  # but the end of the last line
         "--prompt-tokens 1,6": {"token_ids": (1, 6)},
         "hello --chat": {"messages": (ChatMessage("user", "hello"),)},
         "hi --chat --system be": {"messages": (ChatMessage("system", "be"), ChatMessage("user", "hi"))},
@@ -124,10 +130,6 @@ async def test_answer_as_json_and_as_text(
     found = json.loads(capsys.readouterr().out)
     assert (found["text"], found["finish_reason"], found["policy"]) == ("ab", "length", "dali")
     assert (found["stats"]["emulation"], found["decode_tok_s"]) == ("link paced", None)
-    engine.end = Done(0, "stop", stats={"layers": [1, 2]})
-    for words in ("--json", "--json --detail"):
-        await run_on(engine, generating, monkeypatch, "hello", *words.split())
-        assert ("layers" in json.loads(capsys.readouterr().out)["stats"]) is ("detail" in words)
     for words, reason, end in (
         ("", "stop", ""),
         ("", "length", "context is full"),
@@ -195,7 +197,7 @@ async def test_interrupted_answer_is_shown_as_far_as_it_came(
         assert "cancelled" in err
 
 
-def plain_nll(ids: list[int], context: int, stride: int) -> float:
+def plain_nll(ids: list[int], context: int) -> float:
     """The sum over a text, window by window, of each token that no earlier window has predicted."""
     nll, done, end = 0.0, 1, min(context, len(ids))
     while True:
@@ -204,18 +206,13 @@ def plain_nll(ids: list[int], context: int, stride: int) -> float:
             nll -= float(TABLE[position - 1 - start, ids[position]]) - ids[start]
         if end == len(ids):
             return nll
-        done, end = end, min(end + stride, len(ids))
+        done, end = end, min(end + context // 2, len(ids))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "words", "windows", "stride"),
-    [(16, "", 1, 8), (17, "", 2, 8), (40, "", 4, 8), (38, "--stride 15", 3, 15), (1, "", 1, 8)],
-)
+@pytest.mark.parametrize(("tokens", "windows"), [(16, 1), (17, 2), (40, 4), (38, 4), (1, 1)])
 async def test_score_is_that_of_each_token_once(
     tokens: int,
-    words: str,
     windows: int,
-    stride: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -223,16 +220,15 @@ async def test_score_is_that_of_each_token_once(
     ids = np.random.default_rng(tokens).integers(0, VOCABULARY, tokens).tolist()
     (tmp_path / "ids").write_text(json.dumps(ids))
     engine, out = StandInEngine(), tmp_path / "rows.npy"
-    line = ["--tokens", str(tmp_path / "ids"), *words.split()]
+    line = ["--tokens", str(tmp_path / "ids")]
     assert await run_on(engine, scoring, monkeypatch, *line, "--json", "--out", str(out)) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["tokens"], found["windows"]) == (tokens, windows)
-    assert found["stride"] == (stride if windows > 1 else None)
     assert found["policy"] == "dali"
     if tokens == 1:
         assert found["mean_nll"] is None
     else:
-        mean = plain_nll(ids, 16, stride) / (tokens - 1)
+        mean = plain_nll(ids, 16) / (tokens - 1)
         assert found["mean_nll"] == pytest.approx(mean, rel=1e-5)
         assert found["perplexity"] == pytest.approx(math.exp(mean), rel=1e-5)
     assert found["fidelity"]["exact"] is False
@@ -243,30 +239,26 @@ async def test_score_is_that_of_each_token_once(
     await run_on(engine, scoring, monkeypatch, *line, "--stepwise")
     shown = capsys.readouterr().out
     assert shown.startswith(f"{tokens} tokens")
-    assert (f"({windows} windows of 16, stride {stride})" in shown) is (windows > 1)
+    assert (f"({windows} windows of 16)" in shown) is (windows > 1)
     assert shown.endswith("; approximate, under dali\n")
     again = engine.sent[windows:]
     assert all(sent["stepwise"] and not sent["full"] for sent in again)
     assert again[0]["prefill"] == 1
-    assert all(sent["prefill"] > 1 or stride > 11 for sent in again[1:])  # rows of the window before
+    assert all(sent["prefill"] > 1 for sent in again[1:])  # rows of the window before
 
 
 @pytest.mark.parametrize(
-    ("context", "ids", "words", "error"),
-    [
-        (16, [1, 7], "", "7 is no token; this model's ids end at 6"),
-        (16, [1, 2], "--stride 16", "less than the context of 16 tokens; windows that move by 15 "),
-        (1, [1, 2], "", "context has 1 token"),
-    ],
+    ("context", "ids", "error"),
+    [(16, [1, 7], "7 is no token; this model's ids end at 6"), (1, [1, 2], "context has 1 token")],
 )
 async def test_score_that_this_engine_cannot_compute_is_refused(
-    context: int, ids: list[int], words: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    context: int, ids: list[int], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "ids").write_text(json.dumps(ids))
     engine = StandInEngine()
     engine.welcome = replace(WELCOME, context=context)
     with pytest.raises(WrongUsage, match=error):
-        await run_on(engine, scoring, monkeypatch, "--tokens", str(tmp_path / "ids"), *words.split())
+        await run_on(engine, scoring, monkeypatch, "--tokens", str(tmp_path / "ids"))
     assert engine.sent == []
 
 

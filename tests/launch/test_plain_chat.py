@@ -18,7 +18,6 @@ from pipeline.assets import model_dir
 TALK = """What is a generator?
 /policy
 /policy random churn=1
-/help policy fiddler
 /stats
 /reset
 /retry
@@ -36,9 +35,8 @@ def test_commands_from_a_pipe_are_executed_and_stdout_holds_answers_alone(tiny_m
     assert "policy" not in out
     assert out.count("\n") >= 1
     assert re.search(r"^\* all-host +All experts on the host", err, re.M)
-    assert re.search(r"^policy: random churn=1; /help policy random lists its options$", err, re.M)
-    assert re.search(r"^placement=known ", err, re.M)
-    assert re.search(r"^expert tiles ", err, re.M)
+    assert re.search(r"^policy: random churn=1$", err, re.M)
+    assert re.search(r"^decode  ", err, re.M)
     complaints = re.findall(r"^launch\.py: (.*)$", err, re.M)
     assert len(complaints) == 2
     assert complaints[0] == "nothing has been asked yet"

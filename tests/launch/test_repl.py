@@ -25,10 +25,6 @@ def summaries(screen: str) -> list[str]:
     return re.findall(r"^\d+ tokens? ·.*$", screen, re.MULTILINE)
 
 
-def hints(screen: str) -> list[str]:
-    return re.findall("^Ctrl-D or /quit ends the chat$", screen, re.MULTILINE)
-
-
 def reused_tokens(summary: str) -> int:
     """Prompt tokens with reused KV."""
     (reused,) = re.findall(r"KV (\d+)/\d+", summary)
@@ -80,7 +76,7 @@ def _session(env: dict[str, str]) -> None:
         terminal.keys("Tab")
         terminal.until(r"^> /policy random\b")
         terminal.keys("Enter")
-        terminal.until(r"^policy: random; /help policy random lists its options\n\n>$")
+        terminal.until(r"^policy: random\n\n>$")
         terminal.line("And a decorator?")
         third = summaries(terminal.until(lambda screen: len(summaries(screen)) == 3))[-1]
         assert reused_tokens(third) > reused_tokens(second)  # the KV survives the change of policy
@@ -104,11 +100,8 @@ def _history(env: dict[str, str]) -> None:
         terminal.until(r"^>$")
         terminal.keys("C-c")
         terminal.until("^Ctrl-D or /quit ends the chat\n>$")
-        terminal.keys("C-c", "Enter", "C-c")  # the hint is shown once for each line, also an empty one
-        terminal.until(lambda screen: len(hints(screen)) == 2)
         terminal.keys("C-d")
         assert terminal.end() == (0, True)
-        assert len(hints(terminal.screen())) == 2
 
 
 async def test_commands_and_announcements_of_other_clients(start_engine, tiny_model: Path, tmp_path) -> None:
@@ -156,9 +149,8 @@ def _commands(terminal: Terminal, file: Path) -> None:
     terminal.line(f"/save {file}")
     terminal.until(r"^saved 1 question to\s")
     saved = json.loads(file.read_text())
-    assert saved["system"] == "Be brief."
-    assert [message["role"] for message in saved["messages"]] == ["user", "assistant"]
-    assert saved["messages"][0]["content"] == "two\nlines\nand a third: ä 漢 🎉"
+    assert [message["role"] for message in saved] == ["system", "user", "assistant"]
+    assert saved[1]["content"] == "two\nlines\nand a third: ä 漢 🎉"
     terminal.line("/system off")
     terminal.until("^no system message$")
     terminal.line("/reset")
@@ -173,11 +165,11 @@ def _commands(terminal: Terminal, file: Path) -> None:
         if turns > 2:  # with the loaded turn, the second of these exceeds the context
             terminal.line("word " * 110)
         terminal.until(lambda screen, turns=turns: len(summaries(screen)) == turns)
-    terminal.until("^dropped 2 old turns: ")
+    terminal.until("^dropped 2 old turns: |^dropped 1 old turn: ")
     terminal.line("word " * 300)
     terminal.until("context is 256")
     terminal.line("/stats")
-    terminal.until("^expert tiles .*\n(?s:.+)\n\n>$")
+    terminal.until(r"^decode  .*\n\n>$")
     terminal.line("/why")
     why = terminal.until(r"^A token took (?s:.+)^slowest (?s:.+)^fidelity: exact\n\n.+\n(?s:.*)\n>$")
     assert re.search(r"^layer [01] +[\d.]+ [mµ]s ", why, re.MULTILINE)

@@ -12,7 +12,7 @@ QUICK = ["--format", "int4", "--context", "64", "--chunk", "16", "--tile", "1792
 
 
 def test_a_shape_answers_ids_and_refuses_text() -> None:
-    with Launched("serve", "--model", MODEL, "--name", "shape", "-v", *QUICK) as engine:
+    with Launched("serve", "--model", MODEL, "--name", "shape", "--log-level", "info", *QUICK) as engine:
         assert engine.line().startswith("shape ipc://"), engine.stderr
         ask = ["generate", "--connect", "shape", "--max-tokens", "4"]
         code, out, err = run(*ask, "--prompt-tokens", "1,2,3", "--ignore-eos", "--json")

@@ -168,14 +168,6 @@ def test_json_has_the_digits_that_were_measured(capsys: pytest.CaptureFixture[st
     assert json.loads(capsys.readouterr().out)["rates"] == [0.3333333, -0.6666667]
 
 
-def test_json_has_figures_of_each_layer_only_in_detail(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = {"layers": 8, "decode": {"layers": {"hits": [1, 2]}, "hit_rate_by_layer": [0.5], "steps": 2}}
-    print_json(figures, detail=False)
-    assert json.loads(capsys.readouterr().out) == {"layers": 8, "decode": {"steps": 2}}
-    print_json(figures, detail=True)
-    assert json.loads(capsys.readouterr().out) == figures
-
-
 def test_byte_size_picks_the_unit() -> None:
     sizes = (0, 999, 1200, 123_456, 31_500_000, 25_130_000_000)
     assert [byte_size(n) for n in sizes] == ["0 B", "999 B", "1.2 kB", "123.5 kB", "31.5 MB", "25.13 GB"]

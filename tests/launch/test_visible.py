@@ -135,8 +135,8 @@ def test_an_error_of_an_engine_is_a_line(engine: str) -> None:
 
 def test_the_names_of_files_and_engines_are_shown_in_a_line(tmp_path: Path) -> None:
     name = EVIL.replace("/", "")
-    for arguments in (["--file", str(tmp_path / name)], ["hi", "--model", str(tmp_path / name)]):
-        code, out, err = run("generate", *arguments)
+    for arguments in (["score", "--text"], ["generate", "hi", "--model"]):
+        code, out, err = run(*arguments, str(tmp_path / name))
         assert (code, out, err.count("\n")) == (2, "", 1), err
         assert one_line(name) in err
     code, _, err = run("generate", "hi", "--connect", name)

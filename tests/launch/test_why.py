@@ -16,11 +16,11 @@ from rich.console import Console, RenderableType
 
 from launch.bench.profile import PhaseProfile
 from launch.chat.conversation import Reply
-from launch.chat.repl import ERASE_LINE, LogLines, Screen
-from launch.chat.tables import counters_table, engine_table, summary
+from launch.chat.repl import LogLines, Screen
+from launch.chat.tables import engine_table, summary
 from launch.chat.why import Lever, levers, why_text
 from launch.errors import WrongUsage
-from launch.terminal.interrupts import Interrupts
+from launch.terminal.log import CLEAR
 from protocol.messages import VERSION, Done, Welcome
 
 WELCOME = Welcome(VERSION, "e", "/models/m", "f", "cuda", "lru", True, 100, 100, True, True)
@@ -126,38 +126,13 @@ def test_levers_of_a_link_are_policies_and_a_larger_cache() -> None:
     assert "/policy fiddler" not in gains(decode(), "fiddler")
 
 
-def test_counters_of_the_answer_stand_beside_the_engine_s() -> None:
-    prefill = decode(steps=1, rows=7, fetched_tiles=0, host_tiles=90, predicted_tiles=0, wasted_tiles=0)
-    stats = {"tile_bytes": TILE, "engine": {"prefill": prefill, "decode": decode(skipped=3.0), "clients": 2}}
-    cells = rows(counters_table(reply(decode()), stats))
-    expected = {
-        "steps": "10 1 10",
-        "tokens computed": "10 7 10",
-        "expert tiles": "120 120 120",
-        "on the host": "33% 75% 33%",
-        "resident on the device": "25% 25% 25%",
-        "fetched to the device": "42% - 42%",
-        "expert hits": "50% 50% 50%",
-        "moved on demand": "50.0 MB - 50.0 MB",
-        "prefetched": "20.0 MB - 20.0 MB",
-        "used": "60% - 60%",
-        "skipped of routed weight": "- - 5%",
-        "seconds": "1.00 1.00 1.00",
-        "link": "50% 50% 50%",
-        "head": "5% 5% 5%",
-    }
-    assert {name: cells.get(name) for name in expected} == expected
-    assert "plan" not in cells  # no time was spent in it
-    assert not {name for name in cells if "routed weight" in name} - {"skipped of routed weight"}
-    assert shown(counters_table(None, {})).strip() == ""
-
-
 def test_engine_is_described_by_its_stats() -> None:
     scheduler = {"running": 2, "waiting": 3, "kv_tokens_used": 50, "kv_tokens": 60}
     scheduler |= {"kv_tokens_kept": 7, "conversations": 1, "kv_reused_tokens": 8}
     stats: dict[str, Any] = {
         **{"policy": "daop", "scheduler": scheduler, "tile_bytes": TILE},
         **{"cache": {"resident_tiles": 10, "capacity_tiles": 20}},
+        **{"engine": {"prefill": decode(steps=1, fetched_tiles=0, predicted_tiles=0), "decode": decode()}},
     }
     about = replace(WELCOME, format="int4", backbone_dtype="bf16", emulation="slow link")
     assert rows(engine_table(stats, about)) == {
@@ -166,6 +141,9 @@ def test_engine_is_described_by_its_stats() -> None:
         "requests": "2 running, 3 waiting",
         "KV cache": "50 of 60 tokens in use, 7 kept for 1 conversation, 8 reused so far",
         "expert cache": "10 of 20 tiles resident, 10.0 MB",
+        "prefill": "10 tokens in 1 step and 1.0 s; tiles: 57% host, 43% resident",
+        "decode": "10 tokens in 10 steps and 1.0 s; tiles: 33% host, 25% resident,",
+        "42% fetched; 70.0 MB moved": "",
         "emulated": "slow link",
     }
     assert rows(engine_table({}, WELCOME)) == {"policy": "lru on cuda", "model": "/models/m"}
@@ -177,14 +155,14 @@ def test_engine_is_described_by_its_stats() -> None:
 )
 def test_summary_has_the_answer_s_figures(reason: str, tokens: int, last: list[str]) -> None:
     stats = {
-        **{"decode_tok_s": 12.34, "kv_reused_tokens": 7, "prompt_tokens": 9, "preemptions": 2},
+        **{"decode_tok_s": 12.34, "kv_reused_tokens": 7, "prompt_tokens": 9},
         "engine": {"prefill": decode(), "decode": decode(host_tiles=100), "other": 3},
         "fidelity": {"exact": False, "skipped": 0.01, "substituted": 0.0, "predicted": 0.5},
     }
     last = [*last, "approximate: 1.0% skipped, 50.0% predicted", "emulated: slow link"]
     answer = Reply("text", tokens, 0.256, Done(0, reason, stats=stats))
     first = [f"{tokens} tokens", "12.3 tok/s", "first 0.26 s", "KV 7/9", "host 47%", "100.0 MB moved"]
-    assert summary(answer, "slow link", 5) == [*first, "preempted 2 times", *last]
+    assert summary(answer, "slow link", 5) == [*first, *last]
     assert summary(Reply("", 0, None, Done(0, "length")), "", 5) == ["0 tokens", "cut at the context's end"]
 
 
@@ -195,17 +173,17 @@ async def test_answer_in_a_terminal_erases_its_status_and_defers_announcements(
         return capsys.readouterr().out
 
     monkeypatch.setenv("COLUMNS", "20")
-    screen = Screen(lambda: False, Interrupts())
+    screen = Screen(lambda: False)
     with screen.answer() as view:
         view.queued(2)
         view.queued(1)
-        queued = "".join(f"{ERASE_LINE}{ERASE_LINE}queued, position {place}" for place in (2, 1))
-        assert written() == f"{ERASE_LINE}reading the prompt {queued}"
+        queued = "".join(f"{CLEAR}{CLEAR}queued, position {place}" for place in (2, 1))
+        assert written() == f"{CLEAR}reading the prompt {queued}"
         screen.announce("another client")
         view.append("")
         assert written() == ""
         view.append("two words\x07\n")
-        assert written() == f"{ERASE_LINE}two words\ufffd\n"
+        assert written() == f"{CLEAR}two words\ufffd\n"
         view.queued(3)  # after a restart of the engine
         view.append("more")
         assert written() == "more"
@@ -224,7 +202,7 @@ async def test_log_lines_go_to_the_screen_alone(capsys: pytest.CaptureFixture[st
     own = logging.StreamHandler(stream)
     root.addHandler(own)
     try:
-        with LogLines(Screen(lambda: False, Interrupts())).installed():
+        with LogLines(Screen(lambda: False)).installed():
             root.warning("careful")
             await asyncio.sleep(0)
         assert "careful" in capsys.readouterr().out

@@ -198,7 +198,6 @@ def test_stacked_tensors_keep_their_order_and_bits(tmp_path, dtype, name):
     with TensorReader(CheckpointIndex.open(tiny_checkpoint.write_exactly(tmp_path, tensors))) as reader:
         raw = reader.stacked([("b", (4, 3)), ("a", (2, 3))])
         assert reader.stacked([("a", (2, 3))]).shape == (2, 3)
-        assert reader.quantized("a", (2, 3), None) is None
     assert (raw.dtype, raw.shape) == (name, (6, 3))
     expected = torch.cat((tensors["b"], tensors["a"]))
     assert raw.bits.tobytes() == expected.view(torch.uint8).numpy().tobytes()

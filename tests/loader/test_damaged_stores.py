@@ -50,76 +50,6 @@ def flip(path: Path, place: int = -9000) -> None:
         file.write(bytes([byte[0] ^ 16]))
 
 
-def test_undamaged_store_is_attached_without_a_warning(supervisor, model, loaded):
-    outcome = supervisor.load(model, verify=True)
-    assert outcome.source == "attached"
-    assert outcome.stages == ["verifying the store", "verifying the cache"]
-    assert outcome.lines == []
-    with used(supervisor, loaded):
-        assert supervisor.load(model, verify=True).source == "attached"
-
-
-def test_verify_finds_damage_in_memory(supervisor, model, loaded):
-    flip(in_memory(loaded))
-    assert supervisor.load(model).source == "attached"
-    outcome = supervisor.load(model, verify=True)
-    assert outcome.source == "cache"
-    assert len(outcome.lines) == 1
-    assert "is damaged in layer 1; it is removed and made again" in outcome.lines[0]
-    assert_right(loaded, TENSORS)
-
-
-def test_damaged_store_without_cached_file_is_made_from_the_checkpoint(supervisor, model, loaded):
-    shutil.rmtree(supervisor.cache)
-    flip(in_memory(loaded))
-    outcome = supervisor.load(model, verify=True)
-    assert outcome.source == "checkpoint"
-    assert len(outcome.lines) == 1
-    assert_right(loaded, TENSORS)
-
-
-def test_store_damaged_in_memory_and_on_disk_is_made_from_the_checkpoint(supervisor, model, loaded):
-    good = on_disk(supervisor, loaded).read_bytes()
-    flip(in_memory(loaded))
-    flip(on_disk(supervisor, loaded))
-    outcome = supervisor.load(model, verify=True)
-    assert outcome.source == "checkpoint"
-    assert ["the store" in line for line in outcome.lines] == [True, False]
-    assert "made again from the checkpoint" in outcome.lines[1]
-    assert_right(loaded, TENSORS)
-    assert on_disk(supervisor, loaded).read_bytes() == good
-
-
-def test_damaged_cached_file_is_rewritten_from_memory(supervisor, model, loaded):
-    path = on_disk(supervisor, loaded)
-    good = path.read_bytes()
-    for damage in (flip, lambda path: os.truncate(path, 8000), lambda path: path.write_bytes(b"")):
-        damage(path)
-        with used(supervisor, loaded):
-            outcome = supervisor.load(model, verify=True)
-        assert outcome.source == "attached"
-        assert len(outcome.lines) == 1
-        assert "written again from the store in memory" in outcome.lines[0]
-        assert path.read_bytes() == good
-
-
-@pytest.mark.parametrize("layers", [[0], [0, 1]])
-def test_damaged_store_in_use_is_kept_and_the_start_fails(supervisor, model, loaded, layers):
-    if 0 in layers:
-        flip(in_memory(loaded), -300_000)
-    if 1 in layers:
-        flip(in_memory(loaded))
-    inode = in_memory(loaded).stat().st_ino
-    with used(supervisor, loaded):
-        outcome = supervisor.load(model, verify=True)
-        assert outcome.code == 1
-        assert not outcome.failed.usage
-        named = "layer 0," if layers == [0] else "layers 0, 1,"
-        assert f"is damaged in {named} and another engine uses it: end that" in outcome.failed.text
-        assert in_memory(loaded).stat().st_ino == inode
-    assert supervisor.load(model, verify=True).source == "cache"
-
-
 def overwrite(path: Path, place: int, data: bytes) -> None:
     with path.open("r+b") as file:
         file.seek(place)
@@ -136,7 +66,7 @@ BROKEN: dict[str, Callable[[Path], None]] = {
 }
 
 
-def test_invalid_segment_is_replaced_without_verify(supervisor, model, loaded):
+def test_invalid_segment_is_replaced(supervisor, model, loaded):
     for kind, damage in BROKEN.items():
         damage(in_memory(loaded))
         outcome = supervisor.load(model)

@@ -32,7 +32,6 @@ from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest, Target
-from pipeline.text.logprobs import log_softmax
 from pipeline.text.tokenizer import Tokenizer
 from shm.layout import format_named
 
@@ -52,10 +51,9 @@ class Decided:
     layer: int
     active: list[int]
     cut: list[int]  # of the active experts
-    missing: list[bool]  # whether each of them lacked a tile when the layer was planned
 
 
-NOTHING = Decided("decode", 0, [], [], [])
+NOTHING = Decided("decode", 0, [], [])
 
 
 @dataclass(frozen=True)
@@ -70,12 +68,10 @@ class Predicted:
 class PresetRun:
     """`targets` [L, E]: the experts to keep when the policy was set, after the prompts, and at the end."""
 
-    logprobs: list[FloatArray] = field(default_factory=list)  # of each text [LENGTH, vocabulary]
     decided: list[Decided] = field(default_factory=list)
     predicted: list[Predicted] = field(default_factory=list)
     targets: list[IntArray] = field(default_factory=list)
     counted: dict[str, Any] = field(default_factory=dict)  # by phase
-    notes: tuple[str, ...] = ()
 
     @property
     def decode(self) -> dict[str, Any]:
@@ -111,7 +107,8 @@ class PresetRun:
 
 
 class PresetRuns:
-    """Predicted tiles have always landed when the next layer is planned, so that none is late."""
+    """Runs on one engine. Predicted tiles have always landed when the next layer is planned, so that none is
+    late."""
 
     def __init__(self, engine: Engine, kv: KVCache, known: Calibration, texts: list[list[int]]) -> None:
         self._engine, self._kv, self._texts = engine, kv, texts
@@ -155,24 +152,20 @@ class PresetRuns:
         if self._popularity is not None:  # each run begins with the same
             engine.popularity[:] = self._popularity
         policy = make_policy(PolicyRequest(preset, options), 0)
-        run.notes = engine.set_policy(policy, COSTS, self.calibration)
+        engine.set_policy(policy, COSTS, self.calibration)
         run.targets.append(engine.memory.target.copy())
         before = engine.counters.snapshot()
         held = [self._kv.allocate(LENGTH) for _ in self._texts]
-        rows: list[list[FloatArray]] = []
         for kv, text in zip(held, self._texts, strict=True):
-            rows.append(engine.step([StepInput(TokenSpan(kv, text[:PROMPT]), "all")], "prefill"))
+            engine.step([StepInput(TokenSpan(kv, text[:PROMPT]), "none")], "prefill")
         run.targets.append(engine.memory.target.copy())
         for place in range(PROMPT, LENGTH):
             spans = [TokenSpan(kv, [text[place]]) for kv, text in zip(held, self._texts, strict=True)]
-            last = engine.step([StepInput(span, "last") for span in spans], "decode")
-            for found, logits in zip(rows, last, strict=True):
-                found.append(logits)
+            engine.step([StepInput(span, "none") for span in spans], "decode")
         run.targets.append(engine.memory.target.copy())
         for kv in held:
             self._kv.release(kv)
         run.counted = difference(engine.counters.snapshot(), before)
-        run.logprobs = [log_softmax(np.concatenate(found)) for found in rows]
         if self._popularity is None:
             self._popularity = engine.popularity.copy()
         return run
@@ -193,7 +186,6 @@ class PresetRuns:
                 decision.layer,
                 active.tolist(),
                 decision.cut[active].tolist(),
-                (decision.resident[active] < TILES).tolist(),
             )
         )
 

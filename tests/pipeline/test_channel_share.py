@@ -140,16 +140,13 @@ def test_predicted_channels_of_the_same_input_are_all_right(parts, memory) -> No
     memory.count_in(counters)
     mask, x = Mask(threshold=0.8), torch.from_numpy(X)
     memory.prefetch_channels(1, share_in(memory, [TILES, TILES, 0], [[0], [1], []]), x, mask)
-    found = counters.channels
-    assert (found.named_experts, found.moved) == (2, 0)
     while not all(order.final for order in memory.mover._guesses.values()):
         parts.link.update(20)
     share = share_in(memory, [TILES, 0, TILES], [[0], [], [1]])
     y, tally, after = on_device(memory, share, mask)
     np.testing.assert_array_equal(y, on_host(parts, share, mask)[0])
     found = after.channels
-    assert (found.right_experts, found.used_experts) == (1, 2)
-    assert 0 < found.right == found.guessed == found.kept < tally.kept
+    assert 0 < found.right == found.guessed < tally.kept
     assert found.moved == tally.kept + found.wasted
 
 

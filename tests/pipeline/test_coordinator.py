@@ -6,24 +6,23 @@ import asyncio
 import os
 import shutil
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq.asyncio
-from child_messages import KEY, child_endpoint
+from child_messages import KEY
 from msgspec import structs
 from raw_client import raw_client
-from waiting import until, wait_until
+from waiting import until
 from whole_engine import IDENTITY, OPTIONS, coordinator_map
 
 from pipeline import coordinator
 from pipeline.config import ResolvedConfig
 from pipeline.coordinator import FLOODED, STOPPING, Coordinator
-from pipeline.experts.peers import ExitEvents
 from pipeline.experts.pool import Ticket
 from pipeline.serving import engine_inbox
 from pipeline.serving.clients import Clients
@@ -36,7 +35,6 @@ from protocol.messages import (
     Failed,
     Generate,
     Heartbeat,
-    Needed,
     PolicyChanged,
     Progress,
     Ready,
@@ -45,14 +43,8 @@ from protocol.messages import (
     Shutdown,
     Stats,
     StatsReply,
-    WorkerDied,
-    WorkerUp,
 )
 from protocol.sockets import bind_router, ipc_endpoint, parse_identity
-from shm.control import ControlSegment
-from shm.store import Store
-from workers.child_endpoint import ChildEndpoint
-from workers.prefetcher import CopyLoop
 
 LIMIT = 20.0  # seconds
 ASKED = Generate(1, token_ids=(5, 6, 7), max_tokens=3, ignore_eos=True)
@@ -104,31 +96,6 @@ async def supervised(
             supervisor.context.term()
 
 
-@contextmanager
-def prefetcher(config: dict[str, Any]) -> Iterator[None]:
-    """A prefetcher in a thread."""
-    endpoints: list[ChildEndpoint] = []
-
-    def copy() -> None:
-        endpoint = child_endpoint(Path(config["runtime"]), "prefetcher", "fetch.sock", config["fingerprint"])
-        endpoints.append(endpoint)
-        endpoint.announce()
-        CopyLoop(endpoint, store, control.line("prefetcher", 0)).serve()
-        endpoint.close()
-
-    control = ControlSegment.attach(config["control"])
-    with closing(control), Store.attach(config["store"], config["fingerprint"]) as store:
-        thread = threading.Thread(target=copy, name="prefetcher", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            assert wait_until(lambda: endpoints, LIMIT)
-            endpoints[0].stopped = True
-            thread.join(LIMIT)
-            assert not thread.is_alive()
-
-
 @pytest.fixture(scope="module")
 def tiny_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Without a tokenizer: no text process runs here, for which the coordinator would wait."""
@@ -171,13 +138,10 @@ async def test_coordinator_connects_supervisor_clients_and_engine(tiny_model: Pa
         assert ready == Ready(VERSION, "coordinator", 0, 0, os.getpid(), ready.fingerprint, notes)
         assert (len(ready.fingerprint), len(notes)) == (32, 5)
         async with raw_client(supervisor.endpoint) as second:
-            message = SetPolicy(7, "random", {"seed": "3"})
+            message = SetPolicy(7, "all-host")
             await first.send(message)
-            assert await supervisor.next() == Needed("prefetcher")
-            with prefetcher(supervisor.config):
-                assert await first.expect(PolicyChanged) == PolicyChanged(7, "random", True)
-                assert await second.expect(PolicyChanged) == PolicyChanged(-1, "random", True)
-                assert await supervisor.next() == WorkerUp("prefetcher", 0, 0)
+            assert await first.expect(PolicyChanged) == PolicyChanged(7, "all-host", True)
+            assert await second.expect(PolicyChanged) == PolicyChanged(-1, "all-host", True)
             assert await supervisor.next() == message
             await supervisor.send(b"\x01")  # dropped
             await second.send(ASKED)
@@ -270,21 +234,6 @@ async def test_failed_task_ends_the_coordinator_with_an_exit_code(
         assert await asyncio.wait_for(supervisor.serving, LIMIT) == 1
     assert "the coordinator failed" in caplog.text
     assert "ZeroDivisionError: a bug" in caplog.text
-
-
-async def test_exits_that_the_supervisor_reports_reach_the_engine(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reported: list[WorkerDied] = []
-    monkeypatch.setattr(ExitEvents, "put", lambda self, exit: reported.append(exit))
-    exits = [WorkerDied("worker", 3, 7, True, 5), WorkerDied("prefetcher", 0, 9, False, -1)]
-    async with supervised(tiny_model, tmp_path) as supervisor:
-        assert isinstance(await supervisor.next(), Ready)
-        for exit in exits:
-            await supervisor.send(*encode(exit))
-        await until(lambda: len(reported) == 2)
-        assert await supervisor.shut_down() == 0
-    assert reported == exits
 
 
 async def test_endpoint_that_cannot_be_bound_is_a_usage_error(tiny_model: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from thread_engine import CONTEXT, engine_in_threads
 
 from pipeline.calibration import cost_cache, cost_probe
-from pipeline.calibration.cost_cache import FOLDER, LOADED, Record, Setting, find, keep, measured_here
+from pipeline.calibration.cost_cache import FOLDER, Record, Setting, find, keep, measured_here
 from pipeline.calibration.cost_probe import costs_for, setting_of
 from pipeline.config import CoordinatorConfig, ResolvedConfig, WorkerCores
 from pipeline.errors import PolicyError
@@ -24,7 +24,7 @@ from pipeline.policies.costs import Costs
 COSTS = Costs((1, 4), (1e-3, 2e-3), (1e-4, 2e-4), 5e-3, 1e-4, (1e-3, 1e-3))
 CPU, CORES = cost_cache.processor()
 SETTING = Setting(CPU, CORES, "cpu", "f" * 64, "bf16", "bf16", (1, 1), "avx512", "")
-RECORD = Record(SETTING, "/models/m", 3, 4096, 1e9, 0.25, COSTS)
+RECORD = Record(SETTING, "/models/m", 3, 4096, 1e9, COSTS)
 
 
 def path_of(cache: Path, setting: Setting = SETTING) -> Path:
@@ -33,7 +33,7 @@ def path_of(cache: Path, setting: Setting = SETTING) -> Path:
 
 def test_kept_costs_are_found_and_private(tmp_path: Path) -> None:
     assert find(tmp_path, SETTING) is None
-    keep(tmp_path, replace(RECORD, load=9.0))
+    keep(tmp_path, replace(RECORD, measured=9.0))
     keep(tmp_path, RECORD)
     assert find(tmp_path, SETTING) == RECORD
     assert os.listdir(tmp_path / FOLDER) == [SETTING.name]
@@ -68,7 +68,7 @@ def changed(change: Callable[[dict], object]) -> Callable[[Path], None]:
         lambda path: path.write_text(" " * (2 << 20)),
         lambda path: path.chmod(0o666),
         changed(lambda data: data.update(version=0)),
-        changed(lambda data: data.pop("load")),
+        changed(lambda data: data.pop("measured")),
         changed(lambda data: data["setting"].pop("cpu")),
         changed(lambda data: data["setting"].update(cpu=None)),
         changed(lambda data: data["setting"].update(workers=3)),
@@ -156,7 +156,6 @@ def test_costs_of_this_machine_are_listed_newest_first(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_second_start_does_not_measure_again(tiny_model: Path, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(cost_probe, "BUDGET", 0.1)
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.1, 0.1))  # else a busy machine's are measured again
     cache = tmp_path / "cache"
     config = ResolvedConfig()
     with engine_in_threads(tiny_model, tmp_path) as (engine, _):
@@ -195,26 +194,12 @@ def test_second_start_does_not_measure_again(tiny_model: Path, tmp_path, monkeyp
         assert record.setting == replace(setting, emulation="")
         assert (record.model, path.name) == (str(tiny_model), record.setting.name)
         assert began <= record.measured <= time.time()
-        assert 0 <= record.load < 1e4
         assert (record.tiles, record.tile_bytes) == (engine.shape.tiles, engine.layout.tile_bytes)
         path.write_text("damaged")
         again = costs_for(engine, coordinator(config), CONTEXT)
         assert mover.demanded > moved
         ((path, record),) = measured_here(cache)
         assert record.costs == again
-
-        with monkeypatch.context() as known:
-            known.setattr(cost_probe, "measure_costs", lambda *_: COSTS)
-            # The load of the earlier measurement, and now.
-            for load, now, expected in ((0.0, 0.1, again), (1e6, 1e6, again), (1e6, 0.1, COSTS)):
-                known.setattr(os, "getloadavg", lambda now=now: (now, 0.0, 0.0))
-                keep(cache, replace(record, load=load))
-                assert costs_for(engine, coordinator(config), CONTEXT) == expected
-        assert not record.outdated(record.load)
-        assert not replace(record, load=LOADED * CORES).outdated(0.0)
-        busy = replace(record, load=LOADED * CORES + 1)
-        assert busy.outdated(busy.load / 2)
-        assert not busy.outdated(busy.load / 2 + 0.1)
 
         costs_for(engine, coordinator(replace(config, link_gbps=1.0)), CONTEXT)
         assert len(measured_here(cache)) == 2

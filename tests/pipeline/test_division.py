@@ -205,21 +205,6 @@ def test_c_writes_the_bytes_of_the_specification(plan, workers) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(plans(), worker_cores())
-def test_every_tile_is_computed_once_for_the_rows_that_use_it(plan, workers) -> None:
-    users, seen = users_of(plan), list[Tile]()
-    for parts in divided(plan, workers).values():
-        assert len(parts.items)
-        pairs = list(zip(parts.rows.tolist(), parts.weights.tolist(), strict=True))
-        for (expert, _, _), (start, end) in zip(
-            parts.items.tolist(), pairwise(parts.offsets.tolist()), strict=True
-        ):
-            assert pairs[start:end] == users[expert]
-        seen += tiles_of(parts)
-    assert sorted(seen) == all_tiles(plan)
-
-
-@settings(max_examples=200, deadline=None)
-@given(plans(), worker_cores())
 def test_tiles_are_cut_in_node_order_and_in_proportion_to_cores(plan, workers) -> None:
     found = divided(plan, workers)
     tiles = [tile for parts in found.values() for tile in tiles_of(parts)]
@@ -240,13 +225,6 @@ def test_tiles_are_cut_in_node_order_and_in_proportion_to_cores(plan, workers) -
             assert len(set(parts.items[:, 0].tolist())) == len(parts.items)
 
 
-@settings(max_examples=60, deadline=None)
-@given(plans(), st.integers(1, 6), st.integers(1, 8))
-def test_equally_wide_workers_get_the_same_as_workers_of_one_core(plan, workers, cores) -> None:
-    narrow, wide = (divided(plan, WorkerCores((width,) * workers)) for width in (1, cores))
-    assert [parts.items.tolist() for parts in wide.values()] == [p.items.tolist() for p in narrow.values()]
-
-
 def simple(ranges: list[tuple[int, int, int]], rows: int = 1) -> Split:
     experts = np.array([[e for e, _, _ in ranges]] * rows, np.int32)
     lo, hi = np.zeros((2, 16), np.int32)
@@ -265,15 +243,6 @@ def test_workers_read_their_own_nodes_tiles_where_nodes_have_equal_cores(rows: i
     ]
     assert [{node_of(*tile, 2) for tile in tiles} for tiles in found] == [{0}, {0}, {1}]
     assert [len(tiles) for tiles in found] == [6, 7, 13]
-
-
-def test_few_tiles_keep_their_workers_and_many_go_to_neighbours() -> None:
-    """One tile on the second of two nodes; and eight, of as many experts, all on one of them."""
-    ((worker, _),) = Divider(WorkerCores((1, 3), 2), 16, 8).divide(simple([(1, 0, 1)]), 0).parts
-    assert worker == 1
-    plan = simple([(expert, 0, 1) for expert in range(0, 16, 2)])
-    parts = Divider(WorkerCores((1, 1), 2), 16, 8).divide(plan, 0).parts
-    assert [len(tiles_of(parts_of(part))) for _, part in parts] == [4, 4]
 
 
 def test_what_is_nobodys_has_no_descriptor_and_unknown_experts_are_refused() -> None:

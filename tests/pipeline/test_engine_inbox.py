@@ -64,7 +64,7 @@ def test_large_messages_of_one_client_are_bounded() -> None:
         Generate(0, prompt="", stop=("x", half)),
         Generate(0, token_ids=ids),
         Score(0, text=half),
-        Calibrate(0, text="", starts=ids),
+        Calibrate(0, token_ids=ids),
         SetPolicy(0, "x", {"a": half}),
     ):
         inbox = EngineInbox()

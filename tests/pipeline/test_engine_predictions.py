@@ -12,38 +12,6 @@ from pipeline.experts.mover import PREDICTED
 from pipeline.policies.view import Gated, Plan, Routing, Signals, Target, View
 
 
-class OneTarget(Placed):
-    """Predicts expert 2 of layer 1 while layer 0 is computed; the device computes all experts."""
-
-    name = "one-target"
-
-    def plan(self, layer: int, routing: Routing, view: View) -> Plan:
-        return Plan(np.full(view.shape.experts, view.shape.tiles, np.int32))
-
-    def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
-        return (Target(1, 2, view.shape.tiles),) if layer == 0 else ()
-
-    def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:
-        return () if layer == 0 else (Target(1, 2, 0),)
-
-
-def test_predicted_tiles_are_fetched_and_counted(parts) -> None:
-    """In each step three tiles are prefetched, or are late; each is used, wasted, or demanded."""
-    engine, _, kv = parts
-    new = prefilled(engine, kv)
-    engine.set_policy(OneTarget(), None)
-    before = engine.counters.snapshot()["decode"]
-    for token in range(20, 30):
-        decode(engine, new, token)
-    engine.memory.mover.wait_idle()
-    after = engine.counters.snapshot()["decode"]
-    kinds = ("predicted", "useful", "wasted")
-    counted = {kind: after[f"{kind}_tiles"] - before[f"{kind}_tiles"] for kind in kinds}
-    assert counted["predicted"] == counted["useful"] + counted["wasted"]
-    late = after["late_tiles"] - before["late_tiles"]
-    assert counted["predicted"] + late > 0
-
-
 class Wasteful(Placed):
     """Predicts another expert of layer 1 in each step, and has the host compute everything."""
 

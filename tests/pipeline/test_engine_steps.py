@@ -15,7 +15,6 @@ from pipeline.checkpoint.open import open_model
 from pipeline.device.cpu import CpuDevice
 from pipeline.errors import PolicyError
 from pipeline.experts.device_share import DeviceMemory
-from pipeline.experts.link import PrefetchLink
 from pipeline.models.registry import model_spec
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
@@ -142,18 +141,3 @@ def test_largest_product_is_a_matrix_or_the_scores(tiny_model, dtype, products) 
     backbone = Backbone(source, model_spec(source.config), Precision(dtype, device), 128)
     assert tuple(backbone.largest_product(rows) for rows in (1, 17, 64, 100)) == products
     device.close()
-
-
-def test_demands_need_no_prefetcher(parts, monkeypatch) -> None:
-    """While it is down: the same logits, computed on the device."""
-    engine, _, kv = parts
-    (expected,) = engine.step([StepInput(prefilled(engine, kv), "last")], "decode")
-    new = prefilled(engine, kv)
-    engine.set_policy(make_policy(PolicyRequest("on-demand"), 0), None)
-    engine.forget_trials()
-    monkeypatch.setattr(PrefetchLink, "up", property(lambda self: False))
-    (logits,) = engine.step([StepInput(new, "last")], "decode")
-    np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-5)
-    counters = engine.counters.phases["decode"]
-    assert (counters.host_tiles, counters.fetched_tiles + counters.resident_tiles) == (0, 2 * 2 * 3)
-    assert counters.fetched_tiles > 0

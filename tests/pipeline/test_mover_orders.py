@@ -128,14 +128,6 @@ def counted(counters: PhaseCounters) -> tuple[int, int, int]:
 # --- order ----------------------------------------------------------------------------------------------
 
 
-def test_predicted_tiles_are_ordered_before_placed_ones() -> None:
-    mover, link, _ = mover_of(3 * TILES, 1)
-    mover.retarget([Target(0, 0, TILES), Target(0, 1, TILES)])
-    mover.retarget([Target(1, 2, TILES)], predicted=True)
-    mover.fetch_missing()
-    assert link.expert_orders() == [(2, PREDICTED), (0, PLACED), (1, PLACED)]
-
-
 def test_predicted_tiles_get_the_slots_before_placed_ones() -> None:
     """Where both are waiting and too few slots are free."""
     mover, link, _ = mover_of(2 * TILES, 1)
@@ -279,18 +271,6 @@ def test_predicted_tiles_are_useful_wasted_or_held() -> None:
     assert counted(mover.counters) == (3, 2, 1)
 
 
-def test_landings_of_a_dropped_prediction_are_wasted_in_its_phase() -> None:
-    mover, link, _ = mover_of(TILES, 1)
-    before, after = mover.counters, PhaseCounters(LAYERS)
-    mover.retarget([Target(0, 1, TILES)], predicted=True)
-    mover.fetch_missing()
-    mover.counters = after
-    link.land(link.sent[0], 3)
-    mover.retarget([Target(0, 1, 0)])
-    mover.collect_landings()
-    assert (counted(before), counted(after), mover.placed) == ((3, 0, 3), (0, 0, 0), 3)
-
-
 def test_dropped_predictions_tiles_that_another_target_keeps_are_not_predicted() -> None:
     mover, link, _ = mover_of(TILES, 1)
     mover.retarget([Target(0, 1, TILES)], predicted=True)
@@ -327,16 +307,6 @@ def test_prediction_extends_a_resident_part_and_is_counted_in_tiles() -> None:
     assert link.expert_orders()[2:] == [(1, PLACED)]
     mover.retarget([Target(0, 1, 2), Target(0, 2, 0)], predicted=True)  # no tile beyond the target
     assert (mover.counters.wanted_experts, mover.counters.issued_experts) == (1, 1)
-
-
-def test_only_predicted_tiles_are_late() -> None:
-    """Tiles [0, 2) are predicted and under way; [0, 3) are demanded."""
-    mover, _, _ = mover_of(TILES, TILES)
-    mover.retarget([Target(0, 1, 2)], predicted=True)
-    mover.fetch_missing()
-    stream(mover, 0, Wanted(1, 0, 3))
-    assert (mover.demanded, mover.counters.late_tiles) == (3, 2)
-    assert mover.cache.residency[0, 1] == 2
 
 
 # --- limits and restarts --------------------------------------------------------------------------------

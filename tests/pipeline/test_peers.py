@@ -93,7 +93,7 @@ def test_late_messages_of_an_exited_child_are_dropped(workers, child, make_child
     child.send(Partial(2, 0, 0.0, X))
     assert [type(m) for m in drain(workers, 1)] == [WorkerDied]
     assert running(workers) == []
-    assert workers.recovery_stats() == {"deaths": 1, "ready_s": None, "whole_s": None}
+    assert workers.recovery_stats() == {"deaths": 1, "whole_s": None}
     new = make_child(0, 1)
     assert kinds(until(workers, 1)) == [(0, Ready)]
     child.send(Partial(3, 0, 0.0, X))
@@ -121,14 +121,6 @@ def test_ready_before_the_exit_event_of_the_previous_generation(workers, make_ch
     workers.send(0, CancelFetch(1))
     received(new, CancelFetch)
     assert workers.recovery_stats()["deaths"] == 1
-
-
-def test_earlier_generation_cannot_return(workers, make_child) -> None:
-    make_child(0, 5)
-    workers.wait_ready(1, LIMIT)
-    old = make_child(0, 4)
-    old.send(Partial(7, 4, 0.0, X))
-    assert [message.generation for message in drain(workers, 1)] == [5]
 
 
 def test_exits_of_other_children_are_ignored(workers, child, exits) -> None:
@@ -197,14 +189,6 @@ def test_second_ready_of_a_running_child_changes_nothing(workers, child, exits) 
     assert workers.recovery_stats()["deaths"] == 0
 
 
-def test_exit_during_a_long_wait_is_received_at_once(workers, child, exits) -> None:
-    until(workers, 1)
-    threading.Timer(0.05, exits.put, [exit_of(0)]).start()
-    began = time.monotonic()
-    assert kinds(workers.receive(60_000)) == [(0, WorkerDied)]
-    assert time.monotonic() - began < LIMIT
-
-
 def test_up_and_hung_are_reported_once_for_each_generation(workers, make_child, exits, reports) -> None:
     make_child(0, 1)
     workers.wait_ready(1, LIMIT)
@@ -225,7 +209,7 @@ def test_up_and_hung_are_reported_once_for_each_generation(workers, make_child, 
     assert reports[2:] == [WorkerUp("worker", 0, 2), Hung("worker", 0, 2)]
     recovered = workers.recovery_stats()
     assert recovered["deaths"] == 1
-    assert 0 <= recovered["ready_s"] <= recovered["whole_s"] < LIMIT
+    assert 0 <= recovered["whole_s"] < LIMIT
 
 
 def test_missing_child_is_lost_after_the_limit(workers, make_child) -> None:
@@ -283,6 +267,7 @@ NAMES = {
     "another generation's proof": b"worker-0-0" + Identity("worker", 0, 1).prove(KEY)[10:],
     "a proof of zeros": b"worker-0-0-" + b"0" * 16,
     "a client's name": b"client-1",
+    "another role's proof": Identity("prefetcher", 0, 0).prove(KEY),
 }
 
 
@@ -303,12 +288,6 @@ def test_unproven_identity_is_ignored_and_blocks_no_child(workers, make_child, f
     workers.send(0, CancelFetch(1))
     received(child, CancelFetch)
     assert not intruder.poll(100)
-
-
-def test_child_of_another_role_is_ignored(workers, foreign) -> None:
-    foreign(Identity("prefetcher", 0, 0).prove(KEY)).send_multipart(ready_of(Identity("worker", 0, 0)))
-    assert drain(workers, refused=1) == []
-    assert (running(workers), workers.malformed) == ([], 1)
 
 
 @contextmanager

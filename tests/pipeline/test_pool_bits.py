@@ -2,72 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
-from child_messages import LIMIT, child_endpoint, child_socket, control_segment
 from mover_parts import encoded_store
+from thread_engine import pool_in_threads
 
 from pipeline.config import WorkerCores
 from pipeline.device.base import sum_on_host
-from pipeline.experts.carriers import ArenaCarrier, SocketCarrier
-from pipeline.experts.division import Divider, Split, largest
+from pipeline.experts.division import Divider, Split
 from pipeline.experts.pool import HostPool, computing
 from pipeline.policies.view import Routing
-from protocol.messages import Shutdown
-from shm.lane import LaneShape, library
 from shm.layout import ExpertShape
 from shm.mask import DENSE, Mask
-from shm.store import Store
-from workers.expert_worker import serve
 from workers.kernels.native import store_kernel
 
 SHAPE = ExpertShape(layers=2, experts=6, hidden=64, intermediate=320, tile=64)
-NUMBER = itertools.count()
 ROWS, TOP_K = 40, 3
-
-
-@contextmanager
-def pool_of(folder: Path, store: Store, workers: int, exchange: str) -> Iterator[HostPool]:
-    """Its workers are threads of this process."""
-    cores, shape = WorkerCores.equal(max(1, workers)), store.layout.shape
-    division = Divider(cores, shape.experts, shape.tiles)
-    if not workers:
-        yield HostPool(division, cores, computing(store_kernel(store)))
-        return
-    with ExitStack() as stack:
-        socket = stack.enter_context(child_socket(folder, "work.sock", "worker", store.fingerprint))
-        control = stack.enter_context(control_segment(workers))
-
-        def work(index: int) -> None:
-            peer = child_endpoint(folder, "worker", "work.sock", store.fingerprint, index, index + 5)
-            peer.announce()
-            line = control.line("worker", index)
-            kernel = store_kernel(store, None, line, generation=peer.generation)
-            serve(peer, line, kernel, 1.0)
-            peer.close()
-
-        threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(workers)]
-        for thread in threads:
-            thread.start()
-        carrier: ArenaCarrier | SocketCarrier = SocketCarrier(socket, shape.hidden)
-        if exchange == "shm":
-            sizes = [(rows, largest(cores, shape.experts, shape.tiles, rows, TOP_K)) for rows in (4, ROWS)]
-            prefix = f"/tandem-tests{os.getpid()}-bits-{next(NUMBER)}-"
-            carrier = ArenaCarrier(socket, library(), prefix, LaneShape(shape.hidden, *sizes))
-            stack.callback(carrier.close)
-        pool = HostPool(division, cores, None, socket, carrier, control)
-        pool.wait_ready(LIMIT)
-        yield pool
-        for index, thread in enumerate(threads):
-            socket.send(index, Shutdown())
-            thread.join(LIMIT)
 
 
 def plans(mask: Mask) -> Iterator[tuple[Split, np.ndarray]]:
@@ -96,9 +50,10 @@ def test_bits_do_not_depend_on_the_exchange(tmp_path: Path, name: str, workers: 
         for plan, x in plans(mask):
             answers = [compute(part, x) for _, part in every.divide(plan, 1).parts]
             expected.append((sum_on_host([answer.y for answer in answers], x.shape), answers))
-        ways = [(workers, "zmq"), (workers, "shm")] + ([(0, "")] if workers == 1 else [])
-        for number, exchange in ways:
-            with pool_of(tmp_path, store, number, exchange) as pool:
+        inline = nullcontext(HostPool(every, WorkerCores.equal(1), compute))
+        ways = [pool_in_threads(tmp_path, store, workers, exchange, TOP_K) for exchange in ("zmq", "shm")]
+        for way in [*ways, inline] if workers == 1 else ways:
+            with way as pool:
                 tickets = [(pool.submit(plan, x), x) for plan, x in plans(mask)]
                 for (ticket, _), (y, answers) in zip(tickets, expected, strict=True):
                     np.testing.assert_array_equal(ticket.result().view(np.uint32), y.view(np.uint32))

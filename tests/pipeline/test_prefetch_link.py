@@ -11,7 +11,7 @@ from child_messages import LIMIT, PRINT, child_socket, control_segment, exit_of,
 
 from pipeline.experts.link import ATTACH_LIMIT, STALL_LIMIT, PrefetchLink
 from pipeline.experts.mover import PLACED, PREDICTED
-from pipeline.experts.peers import STALL_SLICE, ChildServerSocket, ProgressWatch
+from pipeline.experts.peers import STALL_SLICE, ChildServerSocket
 from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, Hung, SlabAttached, WorkerUp
 from shm.control import ControlSegment
 
@@ -58,11 +58,6 @@ class LinkHarness:
             assert time.monotonic() < deadline
             self.link.update(wait_ms)
 
-    def update_for(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            self.link.update(20)
-
 
 @pytest.fixture
 def harness(runtime, make_child, exits, reports) -> Iterator[LinkHarness]:
@@ -71,6 +66,18 @@ def harness(runtime, make_child, exits, reports) -> Iterator[LinkHarness]:
         control_segment(1) as control,
     ):
         yield LinkHarness(socket, control, make_child, exits, reports)
+
+
+@pytest.fixture
+def slices(harness, pool_clock) -> Callable[..., None]:
+    """Lets slices of time pass by the link's clock, with an update after each."""
+
+    def let_pass(count: int, wait_ms: int = 1) -> None:
+        for _ in range(count):
+            pool_clock.now += STALL_SLICE
+            harness.link.update(wait_ms)
+
+    return let_pass
 
 
 def test_link_is_up_once_the_slab_is_mapped(harness) -> None:
@@ -96,6 +103,10 @@ def test_order_lands_and_is_final_after_a_cancel(harness) -> None:
     endpoint.send(Fetched(order.id, 0, 2, True, 0.5))
     link.update(200)  # a report after the final one changes nothing
     assert order.landed == 1
+    link.cancel(order)
+    later = link.order(0, 1, 3, [6], PREDICTED)
+    (fetch,) = received(endpoint, Fetch)  # and no CancelFetch before it
+    assert (fetch.id, fetch.urgency) == (later.id, PREDICTED)
 
 
 def test_exit_makes_orders_final_with_what_has_landed(harness) -> None:
@@ -142,72 +153,40 @@ def test_prefetcher_that_exits_before_it_has_mapped_the_slab(harness) -> None:
     assert harness.reports == [WorkerUp("prefetcher", 0, 1)]
 
 
-def test_orders_of_a_prefetcher_that_exited_are_not_expected_of_the_next(harness, clock, monkeypatch) -> None:
-    clock.now = time.monotonic()
-    monkeypatch.setattr(ProgressWatch, "clock", clock.monotonic)
+def test_orders_of_a_prefetcher_that_exited_are_not_expected_of_the_next(harness, slices) -> None:
     harness.attach(0)
     harness.link.order(0, 0, 0, [1], PLACED)
     harness.exit(0)
     harness.attach(1)
-    for _ in range(int(STALL_LIMIT / STALL_SLICE) + 3):
-        clock.now += STALL_SLICE
-        harness.link.update(1)
+    slices(int(STALL_LIMIT / STALL_SLICE) + 3)
     assert harness.reports[1:] == [WorkerUp("prefetcher", 0, 1)]
 
 
-def test_reports_that_contradict_each_other_are_a_hung_prefetcher(harness) -> None:
-    endpoint, link = harness.attach(0), harness.link
-    order = link.order(0, 0, 0, [1, 2], PLACED)
-    endpoint.send(Fetched(order.id, 0, 3, True, 0.5))  # more tiles than were ordered
-    harness.update_until(lambda: len(harness.reports) > 1)
-    assert (order.landed, order.final) == (0, False)
-    assert harness.reports[1:] == [Hung("prefetcher", 0, 0)]
-
-
-def test_report_of_fewer_tiles_than_before_is_a_hung_prefetcher(harness) -> None:
+@pytest.mark.parametrize("landed", [1, 4], ids=["fewer than before", "more than ordered"])
+def test_reports_that_contradict_each_other_are_a_hung_prefetcher(harness, landed: int) -> None:
     endpoint, link = harness.attach(0), harness.link
     order = link.order(0, 0, 0, [1, 2, 3], PLACED)
     endpoint.send(Fetched(order.id, 0, 2, False, 0.5))
-    link.wait(order, 2)
     endpoint.send(Fetched(order.id, 0, 2, False, 0.5))  # no more than before, and no contradiction
-    harness.update_for(0.1)
-    assert harness.reports[1:] == []
-    endpoint.send(Fetched(order.id, 0, 1, True, 0.5))
+    endpoint.send(Fetched(order.id, 0, landed, True, 0.5))
     harness.update_until(lambda: len(harness.reports) > 1)
     assert (order.landed, order.final) == (2, False)
     assert harness.reports[1:] == [Hung("prefetcher", 0, 0)]
 
 
-def test_final_order_is_not_cancelled_any_more(harness) -> None:
-    endpoint, link = harness.attach(0), harness.link
-    order = link.order(0, 1, 2, [5], PLACED)
-    endpoint.send(Fetched(order.id, 0, 1, True, 0.5))
-    link.wait(order, 1)
-    link.cancel(order)
-    later = link.order(0, 1, 3, [6], PREDICTED)
-    first, second = received(endpoint, Fetch, Fetch)  # and no CancelFetch between them
-    assert (first.id, second.id, second.urgency) == (order.id, later.id, PREDICTED)
-
-
 @pytest.mark.parametrize(("wait_ms", "hung"), [(0, False), (1, True)])
-def test_only_a_wait_measures_progress(harness, clock, monkeypatch, wait_ms: int, hung: bool) -> None:
+def test_only_a_wait_measures_progress(harness, slices, wait_ms: int, hung: bool) -> None:
     """An engine that only polls may be busy elsewhere."""
-    clock.now = time.monotonic()
-    monkeypatch.setattr(ProgressWatch, "clock", clock.monotonic)
     harness.attach(0)
     harness.link.order(0, 0, 0, [1], PLACED)
-    for _ in range(int(STALL_LIMIT / STALL_SLICE) + 3):
-        clock.now += STALL_SLICE
-        harness.link.update(wait_ms)
+    slices(int(STALL_LIMIT / STALL_SLICE) + 3, wait_ms)
     assert harness.reports[1:] == [Hung("prefetcher", 0, 0)] * hung
 
 
 @pytest.mark.parametrize(
     ("mapped", "limit"), [(False, ATTACH_LIMIT), (True, STALL_LIMIT)], ids=["mapping", "copying"]
 )
-def test_prefetchers_limits(harness, clock, monkeypatch, mapped: bool, limit: float) -> None:
-    clock.now = time.monotonic()
-    monkeypatch.setattr(ProgressWatch, "clock", clock.monotonic)
+def test_prefetchers_limits(harness, slices, mapped: bool, limit: float) -> None:
     if mapped:
         harness.attach(0)
         harness.link.order(0, 0, 0, [1], PLACED)
@@ -215,14 +194,9 @@ def test_prefetchers_limits(harness, clock, monkeypatch, mapped: bool, limit: fl
         harness.start(0)
     harness.link.update(1)  # the count begins here at the latest
     before = len(harness.reports)
-    slices = int(limit / STALL_SLICE)
-    for _ in range(slices - 2):
-        clock.now += STALL_SLICE
-        harness.link.update(1)
+    slices(int(limit / STALL_SLICE) - 2)
     assert len(harness.reports) == before
-    for _ in range(4):
-        clock.now += STALL_SLICE
-        harness.link.update(1)
+    slices(4)
     assert harness.reports[before:] == [Hung("prefetcher", 0, 0)]
 
 

@@ -160,7 +160,7 @@ def test_number_in_use_and_too_many_tokens_are_refused(harness, monkeypatch) -> 
         harness.scheduler.enqueue(b"a", ask(i, 4, 3))
     with pytest.raises(NumberInUse, match="request 1 is already being served"):
         harness.scheduler.enqueue(b"a", ask(1, 4, 3))
-    with pytest.raises(RequestError, match="too many tokens are already queued"):
+    with pytest.raises(RequestError, match="too many requests are already queued"):
         harness.scheduler.enqueue(b"a", ask(2, 4, 3))
     harness.scheduler.enqueue(b"b", ask(1, 4, 3))
     harness.finish()

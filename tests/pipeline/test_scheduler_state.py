@@ -116,18 +116,6 @@ def test_sequence_grows_by_a_quarter_or_by_the_least(
     harness.scheduler.cancel_all()
 
 
-def test_queue_limit_is_of_waiting_generates_and_scores_of_one_client(harness: Harness, monkeypatch) -> None:
-    monkeypatch.setattr(scheduler, "QUEUE_LIMIT", 1)
-    harness.scheduler.enqueue(b"a", ask(0, 4, 30))
-    harness.scheduler.round()  # it runs, and does not wait any more
-    harness.scheduler.enqueue(b"a", Score(1, token_ids=(5, 6)))
-    with pytest.raises(scheduler.RequestError, match="1 requests of this client are already queued"):
-        harness.scheduler.enqueue(b"a", Score(2, token_ids=(5, 6)))
-    harness.scheduler.enqueue(b"b", Score(2, token_ids=(5, 6)))
-    harness.scheduler.cancel_all()
-    assert len(harness.to(b"a", Done)) == 2
-
-
 def test_preempted_request_leaves_its_conversations_newer_turn_alone(harness: Harness) -> None:
     """A later request of the same conversation ended while the first one ran."""
     harness.scheduler.enqueue(b"c", ask(0, 8, 40, "talk"))

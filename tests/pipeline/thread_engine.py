@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Iterator
@@ -43,6 +44,49 @@ from workers.kernels.native import store_kernel
 CONTEXT = 256
 PROMPT = [5, 6, 7, 8, 9]
 TOKEN = 11
+_NUMBERS = itertools.count()
+
+
+@contextmanager
+def pool_in_threads(
+    folder: Path, store: Store, workers: int, exchange: str, top_k: int = 2, device: Device | None = None
+) -> Iterator[HostPool]:
+    """A pool whose workers are threads of this process. `exchange`: zmq or shm; `device`: reads answers in
+    shared memory, if it can."""
+    torch_threads = torch.get_num_threads()  # which the workers, being threads, set for all of us
+    cores, shape = WorkerCores.equal(workers), store.layout.shape
+    with ExitStack() as stack:
+        socket = stack.enter_context(child_socket(folder, "work.sock", "worker", store.fingerprint))
+        control = stack.enter_context(control_segment(workers))
+
+        def work(index: int) -> None:
+            peer = child_endpoint(folder, "worker", "work.sock", store.fingerprint, index, index + 5)
+            peer.announce()
+            line = control.line("worker", index)
+            serve(peer, line, store_kernel(store, None, line, generation=peer.generation), slowdown=1.0)
+            peer.close()
+
+        threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(workers)]
+        for thread in threads:
+            thread.start()
+        carrier: ArenaCarrier | SocketCarrier = SocketCarrier(socket, shape.hidden)
+        if exchange == "shm":
+            most = largest(cores, shape.experts, shape.tiles, CONTEXT, top_k)
+            lanes = LaneShape(shape.hidden, (4, most), (CONTEXT, most))
+            prefix = f"/tandem-tests{os.getpid()}-threads-{next(_NUMBERS)}-"
+            carrier = ArenaCarrier(socket, library(), prefix, lanes, device)
+            stack.callback(carrier.close)
+        division = Divider(cores, shape.experts, shape.tiles)
+        pool = HostPool(division, cores, None, socket, carrier, control)
+        pool.wait_ready(LIMIT)
+        try:
+            yield pool
+        finally:
+            for index, thread in enumerate(threads):
+                socket.send(index, Shutdown())
+                thread.join(LIMIT)
+                assert not thread.is_alive()
+            torch.set_num_threads(torch_threads)
 
 
 @contextmanager
@@ -57,47 +101,18 @@ def engine_in_threads(
 ) -> Iterator[tuple[Engine, FailingPrefetcher]]:
     """With a DeviceMemory for `capacity` tiles, of a store's experts or of random ones, of 24 tiles in
     all. `arena`: Work goes through shared memory."""
-    torch_threads = torch.get_num_threads()  # which the worker, being a thread, sets for all of us
     source = open_model(model)
     with ExitStack() as stack:
         if store is None:
             shape = expert_shape(source.config, 32, format_named("bf16"))
             store = stack.enter_context(random_store(shape, "thread_engine"))
         parts = stack.enter_context(mover_parts(folder, store, capacity + staging, device=device))
-        socket = stack.enter_context(child_socket(folder, "work.sock", "worker", store.fingerprint))
-
-        control = stack.enter_context(control_segment(1))
-
-        def work() -> None:
-            peer = child_endpoint(folder, "worker", "work.sock", store.fingerprint)
-            peer.announce()
-            line = control.line("worker", 0)
-            serve(peer, line, store_kernel(store, None, line), slowdown=1.0)
-            peer.close()
-
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        shape, cores = store.layout.shape, WorkerCores.equal(1)
-        carrier: ArenaCarrier | SocketCarrier = SocketCarrier(socket, shape.hidden)
-        if arena:
-            most = largest(cores, shape.experts, shape.tiles, CONTEXT, 2)
-            lanes = LaneShape(shape.hidden, (4, most), (CONTEXT, most))
-            prefix = f"/tandem-tests{os.getpid()}-arena-"
-            carrier = ArenaCarrier(socket, library(), prefix, lanes, parts.device)
-            stack.callback(carrier.close)
-        division = Divider(cores, shape.experts, shape.tiles)
-        pool = HostPool(division, cores, None, socket, carrier, control)
-        pool.wait_ready(LIMIT)
+        exchange = "shm" if arena else "zmq"
+        pool = stack.enter_context(pool_in_threads(folder, store, 1, exchange, device=parts.device))
         backbone = Backbone(source, model_spec(source.config), Precision("f32", parts.device), CONTEXT)
-        try:
-            engine = Engine(backbone, store.layout, parts.device, pool)
-            engine.memory = device_memory(parts, engine.shape, capacity)
-            yield engine, parts.prefetcher
-        finally:
-            socket.send(0, Shutdown())
-            thread.join(LIMIT)
-            assert not thread.is_alive()
-            torch.set_num_threads(torch_threads)
+        engine = Engine(backbone, store.layout, parts.device, pool)
+        engine.memory = device_memory(parts, engine.shape, capacity)
+        yield engine, parts.prefetcher
 
 
 def device_memory(parts: MoverParts, shape: ModelShape, capacity: int) -> DeviceMemory:

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from policy_machine import COSTS, make_view
 
-from pipeline.policies.assignments import bandwidth, cheaper, greedy, two_ended
+from pipeline.policies.assignments import (
+    ASSIGNMENTS,
+    Cheaper,
+    Greedy,
+    TwoEnded,
+    bandwidth,
+    cheaper,
+    greedy,
+    two_ended,
+)
+from pipeline.policies.costs import Costs
+from pipeline.policies.parts import Assignment
+from pipeline.policies.view import ModelShape, Routing, View
 
 Problem = tuple[list[float], list[float], float, float]
 
@@ -49,18 +64,6 @@ def algorithm_1(
 def test_greedy_is_algorithm_1(problem: Problem) -> None:
     _, on_gpu = algorithm_1(*problem)
     assert [int(here) for here in greedy(*problem)] == on_gpu
-
-
-def test_greedy_by_hand() -> None:
-    # differences 4, 1, 3: the first to the device (1 <= 5), the third (1 + 1 <= 4) too, the second to the
-    # host (2 + 2 > 3)
-    assert greedy([1, 2, 1], [5, 3, 4], 0) == [True, False, True]
-    # equal on both sides: the device's
-    assert greedy([2], [2], 0) == [True]
-    # what does not fit the device: the host computes the expert, however slow
-    assert greedy([inf, inf, 1], [9, 8, 7], 0) == [False, False, True]
-    # the host begins 2 later: the second too to the device (2 + 2 <= 2 + 3)
-    assert greedy([1, 2, 1], [5, 3, 4], 2) == [True, True, True]
 
 
 def test_cheaper_by_hand() -> None:
@@ -135,3 +138,37 @@ def test_bandwidth_makes_both_finish_together(tiles: int, link: float, host: flo
     (count,) = bandwidth([link * tiles], [host * tiles], [1], [tiles], 0)
     ideal = tiles * link * host / (link + host)
     assert max(count * link, (tiles - count) * host) <= ideal + max(link, host) / 2 + 1e-9
+
+
+SHAPE = ModelShape(layers=2, experts=4, tiles=4, top_k=2)
+ROUTING = Routing(np.array([[3, 1]], np.int32), np.array([[0.7, 0.3]], np.float32))
+
+
+def view_of(residency: list[int], costs: Costs, capacity: int = 32) -> View:
+    resident = np.zeros((2, 4), np.int32)
+    resident[1] = residency
+    return replace(make_view(SHAPE, capacity, costs), residency=resident, target=resident)
+
+
+@pytest.mark.parametrize("part", [Greedy, TwoEnded, Cheaper])
+def test_missing_experts_are_streamed_to_a_device_without_a_cache(part: type[Assignment]) -> None:
+    """Equation 9 bounds what is held at once: staging slots are enough for experts of any size."""
+    fast = Costs(rows=(1,), host=(9.0,), device=(1.0,), link=0.5, round_trip=0.0)
+    view = replace(view_of([0, 0, 0, 0], fast, capacity=0), staging=1)
+    assert part().cut(1, ROUTING, view)[[1, 3]].tolist() == [4, 4]
+    assert part().cut(1, ROUTING, replace(view, staging=0))[[1, 3]].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("part", [Greedy, TwoEnded, Cheaper])
+def test_small_experts_stay_on_the_device_where_the_exchange_takes_longer(part: type[Assignment]) -> None:
+    """An expert takes 4 on the host and 6 on the device, with its transfer 8; an exchange is 20."""
+    small = Costs(rows=(1,), host=(1.0,), device=(1.5,), link=0.5, round_trip=0.0)
+    one = Routing(ROUTING.experts[:, :1], ROUTING.weights[:, :1])
+    assert part().cut(1, one, view_of([0, 0, 0, 0], small))[3] == 0
+    assert part().cut(1, one, view_of([0, 0, 0, 0], replace(small, round_trip=20.0)))[3] == 4
+
+
+def test_layer_without_active_experts_has_no_cuts() -> None:
+    nothing = Routing(ROUTING.experts, np.zeros_like(ROUTING.weights))
+    for part in ASSIGNMENTS:
+        assert part().cut(1, nothing, view_of([0, 4, 0, 0], COSTS)).shape == (4,)

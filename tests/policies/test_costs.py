@@ -26,16 +26,6 @@ GOOD: dict[str, Any] = {
 }
 
 
-def test_seconds_are_interpolated() -> None:
-    costs = Costs.from_json(GOOD)
-    found = [costs.host_at[rows] for rows in (0, 1, 2, 3, 4, 10, 16, 28)]
-    assert np.allclose(found, [0, 0.5, 1, 1.5, 2, 5, 8, 14])
-    # a falling last segment is noise of the measurement: wide batches do not become free
-    assert np.allclose([costs.device_at[rows] for rows in (1, 4, 16, 1000)], [0.55, 0.4, 0.3, 0.3])
-    one = Costs(rows=(4,), host=(2.0,), device=(1.0,), link=0.0, round_trip=0.0)
-    assert [one.host_at[rows] for rows in (0, 1, 4, 100)] == [0, 2, 2, 2]
-
-
 def test_other_work_of_a_layer() -> None:
     """The other work has the same row counts; it is 0 where the file does not have it."""
     costs = Costs.from_json(GOOD | {"other": [1.0, 3.0, 9.0]})

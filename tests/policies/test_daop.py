@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_machine import Machine, make_calibration, make_view, policy, softmax_router
 
-from pipeline.arrays import FloatArray, IntArray
+from pipeline.arrays import FloatArray
 from pipeline.policies.daop import degrade, swaps
 from pipeline.policies.view import ModelShape, Policy, Routing, Signals, Target, View
 
@@ -101,16 +101,6 @@ def test_prompt_swaps_before_its_experts_are_computed() -> None:
     assert policy.after(0, routing, view) == ()
 
 
-def test_unswapped_experts_are_computed_where_they_are() -> None:
-    policy = placed(view := view_of("prefill", [0, 1, 2], (7,) * 3))
-    landing = view.residency.copy()
-    landing[0, 2] = 1
-    view = replace(view, residency=landing)
-    plan = policy.plan(0, rows((0, 1), (0, 2), (1, 2)), view)
-    assert plan.targets == ()
-    assert plan.cut.tolist() == [2, 2, 1, 0, 0, 0, 0, 0]
-
-
 def test_counts_accumulate_over_the_chunks_of_a_prompt() -> None:
     policy = placed(view_of("prefill", [0, 1], (7,)))
     first = policy.plan(0, rows((0, 1), times=6), view_of("prefill", [0, 1], (7,) * 6))
@@ -154,20 +144,6 @@ def test_two_prompts_in_turn_cause_the_swaps_that_each_causes_alone() -> None:
     assert swapped((1, first), (2, second)) == [2, 2]
 
 
-def test_decoded_sequences_keep_their_counts() -> None:
-    policy = placed(view_of("prefill", [0, 1], (7,)))
-    policy.plan(0, rows((0, 1), times=5), view_of("prefill", [0, 1], (7,) * 5))
-    for step in range(1, 40):
-        assert policy.plan(0, rows((5, 6)), view_of("decode", [0, 1], (7,), step=step)).targets == ()
-    # one chunk of two prompts: five times 0 and 1 are live still, 2 and 3 are hotter
-    both = rows((5, 6), (2, 3), (5, 6), (2, 3), (2, 3), (2, 3), (2, 3), (2, 3))
-    view = view_of("prefill", [0, 1], (8, 9, 8, 9, 9, 9, 9, 9), step=40, live=(7,))
-    assert policy.plan(0, both, view).targets == (
-        *(Target(0, 0, 0), Target(0, 2, 2)),
-        *(Target(0, 1, 0), Target(0, 3, 2)),
-    )
-
-
 def test_decoding_changes_no_residency() -> None:
     policy = placed(view := view_of("decode", [0, 1], (7,)))
     plan = policy.plan(0, rows((5, 6)), view)
@@ -205,32 +181,6 @@ def test_layer_is_decided_from_the_previous_layers_input(early: str) -> None:
     assert ahead.gated.routing is ahead.gated.router_routing
     assert ahead.gated.router_routing.experts.tolist() == [[6, 1]]
     assert ahead.cut.tolist() == [2, 2, 2, 0, 0, 0, 0, 0]
-
-
-def degraded(
-    logits: FloatArray, resident: list[int], k: int, rescaled: bool = True
-) -> tuple[Routing, Routing]:
-    original = softmax_router(k)(logits)
-    if rescaled:
-        original = Routing(original.experts, original.weights / original.weights.sum(axis=1, keepdims=True))
-    cut: IntArray = np.zeros(logits.shape[1], np.int32)
-    cut[resident] = 3
-    return original, degrade(original, logits, cut, 3)
-
-
-def test_degradation_of_two() -> None:
-    """Both on the host: the best-scored expert on the device replaces the lower-scored one."""
-    original, routing = degraded(logits(e6=2, e5=1.5, e0=0.5, e1=1), [0, 1], k=2)
-    assert original.experts.tolist() == [[6, 5]]
-    assert routing.experts.tolist() == [[6, 1]]
-    # as a router's choice between 6 and 1: softmax of 2 and 1
-    assert np.allclose(routing.weights, [[1 / (1 + np.exp(-1)), 1 / (1 + np.exp(1))]])
-
-
-def test_expert_with_weight_0_does_not_count() -> None:
-    original = Routing(np.array([[6, 5]], np.int32), np.array([[0.7, 0]], np.float32))
-    cut = np.array([3, 0, 0, 0, 0, 0, 0, 0], np.int32)
-    assert degrade(original, logits(e6=2, e5=1.5, e0=0.5), cut, 3) is original
 
 
 @settings(deadline=None, max_examples=150)

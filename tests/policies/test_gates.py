@@ -14,7 +14,7 @@ from policy_machine import make_view
 from pipeline.arrays import FloatArray
 from pipeline.errors import PolicyError
 from pipeline.policies.calibration import Calibration
-from pipeline.policies.gates import AdaptiveGate, OwnGate, drop_shares
+from pipeline.policies.gates import AdaptiveGate, drop_shares
 from pipeline.policies.view import ModelShape, Routing, Signals, View
 
 
@@ -109,17 +109,6 @@ def test_missing_calibration_parts_are_named() -> None:
     with pytest.raises(PolicyError, match=r"threshold: run python launch\.py calibrate"):
         gate(0, SIGNALS, view)
     assert AdaptiveGate(threshold=0.1).missing(view.calibration) == ""
-
-
-def test_own_gate_is_the_routers_routing() -> None:
-    view = a_view(2, [0.01], 1.0, UNEVEN)
-    gated = OwnGate()(0, SIGNALS, view)
-    assert gated.routing is gated.router_routing
-    assert not gated.predicted
-    assert gated.router_routing.weights.tolist() == [[np.float32(0.9), np.float32(0.1)]]
-    assert OwnGate().apply_gate(0, gated.router_routing, view) is gated.router_routing
-    assert OwnGate.exact
-    assert not AdaptiveGate.exact
 
 
 def test_shares_from_which_experts_are_dropped() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,11 +15,11 @@ from policy_machine import policy as make
 
 from pipeline.arrays import IntArray, Phase
 from pipeline.counters import LEAST, WINDOW, PrefetchMeter
-from pipeline.engine.driver import LayerDecision, PolicyDriver
+from pipeline.engine.driver import PolicyDriver
 from pipeline.errors import PolicyError, ShardFailed
 from pipeline.policies.options import Number
 from pipeline.policies.presets import PARTS, PRESETS, make_policy
-from pipeline.policies.view import Gated, ModelShape, Policy, PolicyRequest, Routing, Signals, Target
+from pipeline.policies.view import ModelShape, Policy, PolicyRequest
 
 VARIANTS = [
     *(PolicyRequest(name) for name in PRESETS),
@@ -120,105 +119,6 @@ def test_policies_continue_after_a_failed_step(data: st.DataObject) -> None:
         run(machine, [1, 5, 1])
 
 
-@each_variant
-def test_512_experts_in_94_layers(request_: PolicyRequest) -> None:
-    shape = ModelShape(layers=94, experts=512, tiles=4, top_k=10)
-    rng = np.random.default_rng(0)
-    view = replace(make_view(shape, 50_001), calibration=make_calibration(shape, rng))
-    if request_.name == "adapmoe":  # its cache sizes are computed once, before the timed steps
-        request_ = PolicyRequest("adapmoe", request_.options | {"sizes": "even"})
-    machine = Machine(make_policy(request_, 0), view, rng)
-    machine.start()
-    run(machine, [2, 1])
-
-
-@dataclass
-class Watched(Machine):
-    """Records the logits of each layer's prediction, and the experts that it named."""
-
-    layers: list[tuple[int, Signals, IntArray, list[tuple[int, int]]]] = field(default_factory=list)
-
-    def compute(self, decision: LayerDecision[str]) -> None:
-        self.layers.append((decision.layer, decision.signals, self._kept, self._named))
-        super().compute(decision)
-
-    def begin(self, decision: LayerDecision[str]) -> None:
-        super().begin(decision)
-        self._kept, self._named = self.target.copy(), []
-
-    def prefetch(self, targets: Sequence[Target], no_room: int) -> None:
-        self._named = [(target.layer, target.expert) for target in targets if target.tiles]
-        super().prefetch(targets, no_room)
-
-
-def predicted_by_hand(name: str, machine: Watched, signals: Signals, kept: IntArray) -> list[tuple[int, int]]:
-    """The experts that a preset predicts in layer 0, with an empty reserve."""
-    view, calibration = machine.given, machine.given.calibration
-    assert view.router is not None
-    assert calibration is not None
-    if name == "hybrimoe":
-        return impact_by_hand(machine, signals, kept)
-    for layer, logits in signals.probes.items():
-        corrected = logits + calibration.residual_logits[0] if name == "dali" else logits
-        routing = view.router(corrected)
-        experts, weights = routing.experts[0].tolist(), routing.weights[0].tolist()
-        if name == "dali":
-            experts = experts[:1]
-        if name == "adapmoe":
-            smaller = weights[1] / sum(weights)
-            if smaller**2 * float(calibration.sensitivity[layer]) <= 0.05:  # type: ignore[index]
-                experts = experts[:1]
-        needed = [e for e, weight in zip(experts, weights, strict=False) if weight and kept[layer, e] < 2]
-        needed.sort(key=lambda expert: not kept[layer, expert])  # an expert that is kept in part first
-        if needed or name != "adapmoe":
-            return [(layer, expert) for expert in needed]
-    return []
-
-
-def impact_by_hand(machine: Watched, signals: Signals, kept: IntArray) -> list[tuple[int, int]]:
-    """The one that saves most. A token's expert takes 1 a tile on the host, 0.1 on the device and 1.6 on the
-    link, and has two tiles; the host begins after 0.1."""
-    view = machine.given
-    assert view.router is not None
-    saved = []
-    for layer, logits in signals.probes.items():
-        routing = view.router(logits)
-        experts = routing.experts[0][routing.weights[0] != 0].tolist()
-
-        def seconds(missing: int, used: int) -> float:
-            # the device takes the resident ones, the host a single missing one, of two one each
-            return {(0, 1): 0.2, (0, 2): 0.4, (1, 1): 2.1, (1, 2): 2.1, (2, 2): 3.4}[missing, used]
-
-        missing = [expert for expert in experts if not kept[layer, expert]]
-        if missing:
-            now, then = (seconds(count, len(experts)) for count in (len(missing), len(missing) - 1))
-            saved.append((then - now, layer, min(missing)))
-    return [min(saved)[1:]] if saved else []
-
-
-@pytest.mark.parametrize("name", ["mixtral-offloading", "hybrimoe", "dali", "adapmoe", "moepic"])
-def test_predicted_experts_are_fetched_unless_prefetching_pauses(name: str) -> None:
-    shape = ModelShape(layers=6, experts=16, tiles=2, top_k=2)
-    rng = np.random.default_rng(1)
-    view = replace(make_view(shape, 80), calibration=make_calibration(shape, rng))
-    machine = Watched(make(name), view, rng)
-    machine.start()
-    run(machine, [1] * 12)
-    first = [entry for entry in machine.layers if entry[0] == 0]
-    assert len(first) == 12
-    for _, signals, kept, named in first:
-        assert named == predicted_by_hand(name, machine, signals, kept)
-    assert sum(bool(named) for *_, named in first) >= 6
-    for layer in range(1, 5):
-        assert any(named for at, *_, named in machine.layers if at == layer)
-    assert machine.predicted == sum(len(named) for *_, named in machine.layers)
-    machine.layers.clear()
-    machine.rest_prefetching()
-    run(machine, [1, 1, 1])
-    assert len(machine.layers) == 18
-    assert not any(signals.probes or named for _, signals, _, named in machine.layers)
-
-
 NO_EXPERTS = "none", "next-channels"
 PREDICTING = [name for name, p in PRESETS.items() if p.parts.get("prediction", "none") not in NO_EXPERTS]
 
@@ -247,7 +147,7 @@ def test_channels_are_predicted_of_the_next_layers_experts_while_they_are_left_o
 
 
 @pytest.mark.parametrize("name", PREDICTING)
-def test_wanted_prefetches_are_issued(name: str) -> None:
+def test_wanted_prefetches_are_issued_unless_they_pause(name: str) -> None:
     """A layer's predictions do not wait for the room that the layer before holds."""
     shape = ModelShape(layers=6, experts=16, tiles=2, top_k=2)
     rng = np.random.default_rng(1)
@@ -258,21 +158,10 @@ def test_wanted_prefetches_are_issued(name: str) -> None:
     run(machine, [1] * 40)
     assert machine.wanted > 100
     assert machine.predicted > 0.95 * machine.wanted
-
-
-def test_prediction_that_its_layer_does_not_need_is_released_when_it_is_planned() -> None:
-    shape = ModelShape(layers=2, experts=8, tiles=2, top_k=2)
-    policy = make("mixtral-offloading")
-    machine = Machine(policy, make_view(shape, 2 * 10), np.random.default_rng(0))
-    machine.start()
-    logits = np.zeros((1, 8), np.float32)
-    logits[0, [3, 7]] = 6, 5
-    own = Routing(np.array([[0, 1]], np.int32), np.ones((1, 2), np.float32))
-    machine.apply(policy.predict(0, Signals(None, {1: logits}), Gated.from_router(own), machine.view))
-    assert machine.view.target[1].tolist() == [0, 0, 0, 2, 0, 0, 0, 2]
-    used = Routing(np.array([[3, 1]], np.int32), np.ones((1, 2), np.float32))
-    released = policy.plan(1, used, machine.view).targets[0]
-    assert released == Target(1, 7, 0)
+    machine.rest_prefetching()
+    machine.wanted = 0
+    run(machine, [1, 1, 1])
+    assert machine.wanted == 0
 
 
 @pytest.mark.parametrize("name", PREDICTING)
@@ -360,6 +249,7 @@ def test_invalid_requests_are_refused(name: str, options: dict[str, str], words:
         ("adapmoe", {"sizes": "even"}, "--set adapmoe.gate=own$"),
         ("on-demand", {"sizes": "dp"}, "--set on-demand.sizes=even$"),
         ("fiddler", {"placement": "calibrated"}, "--set fiddler.placement=popular$"),
+        ("moepic", {}, "policy moepic needs a calibration of this model.*--set moepic.theta=0.3$"),
     ],
 )
 def test_missing_calibration_is_named_with_the_way_without(name, options, words) -> None:

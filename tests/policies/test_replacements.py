@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_machine import Machine, capacities, make_calibration, make_routing, make_view, policy, shapes
+from policy_machine import Machine, capacities, make_routing, make_view, policy, shapes
 
-from pipeline.policies.replacements import layer_sizes
-from pipeline.policies.view import Gated, ModelShape, Routing, Signals, Target
+from pipeline.policies.view import Gated, ModelShape, Routing, Signals
 
 
 def uses(routing: Routing) -> dict[int, int]:
@@ -70,29 +68,6 @@ def test_on_demand_is_lru(data: st.DataObject) -> None:
             kept = {(int(a), int(b)) for a, b in zip(*np.nonzero(machine.view.target), strict=True)}
             assert kept == reference.residents()
             assert set(machine.view.target[machine.view.target > 0]) <= {shape.tiles}
-
-
-def test_lru_layer_sizes_follow_the_calibration() -> None:
-    shape = ModelShape(layers=5, experts=8, tiles=2, top_k=2)
-    rng = np.random.default_rng(4)
-    view = replace(make_view(shape, 2 * 22), calibration=make_calibration(shape, rng))
-    sizes = layer_sizes(view, 22, [0.1 * layer for layer in range(5)], predictor=None)
-    assert len(set(sizes)) > 1
-    assert view.calibration is not None
-    squares = np.array([0.1 * layer for layer in range(5)], np.float32) ** 2
-    sensitivity = np.where(squares > 0, 0.05 / np.maximum(squares, 1e-9), np.inf).astype(np.float32)
-    view = replace(view, calibration=replace(view.calibration, sensitivity=sensitivity))
-    machine = Machine(policy("adapmoe", prediction="none"), view, rng)
-    machine.start()
-    # the most used ones of each layer come first
-    for layer, size in enumerate(sizes):
-        counts = view.calibration.decode_counts[layer].tolist() if view.calibration else []
-        ranked = sorted(range(8), key=lambda expert: -counts[expert])
-        assert set(np.flatnonzero(machine.view.target[layer])) == set(ranked[:size])
-    for _ in range(30):
-        machine.step(1)
-        assert (machine.view.target > 0).sum(axis=1).tolist() == sizes
-    assert sum(layer_sizes(view, 22, [0.0] * 5, predictor="raw")) == 22
 
 
 def test_placement_is_limited_to_each_layers_size() -> None:
@@ -227,28 +202,3 @@ def test_used_prediction_moves_into_the_cache_without_a_second_fetch() -> None:
     assert machine.view.target[1].tolist() == [0, 0, 0, 0, 0, 2, 2, 0]
     machine.layer(1, routed(5))
     assert machine.view.target[1].tolist() == [0, 0, 0, 0, 0, 2, 0, 0]
-
-
-def test_prefetched_experts_enter_a_cache_by_scores_at_once() -> None:
-    """HybriMoE: the lowest score of their layer leaves, whether or not they are used; the cache keeps its
-    size, and there is no reserve beside it."""
-    shape = ModelShape(layers=3, experts=8, tiles=2, top_k=2)
-    machine = Machine(policy("hybrimoe", prefetch="3"), make_view(shape, 2 * 6), np.random.default_rng(0))
-    machine.start()
-    assert machine.view.target.sum(axis=1).tolist() == [4, 4, 4]
-    for _ in range(3):  # experts 0 and 1 have scores, 1 the lower one
-        machine.visit(1, np.array([[3, 2, 0, 0, 0, 0, 0, 0]], np.float32))
-
-    def predict(*experts: int) -> tuple[Target, ...]:
-        logits = np.where(np.isin(np.arange(8), experts), 9, 0).astype(np.float32)[None]
-        nothing = np.zeros((1, 8), np.float32)
-        signals = Signals(nothing, {1: logits, 2: nothing})
-        routing = Routing(np.array([[0, 1]], np.int32), np.ones((1, 2), np.float32))
-        targets = machine.policy.predict(0, signals, Gated.from_router(routing), machine.view)
-        machine.apply(targets)
-        return tuple(target for target in targets if target.layer == 1)
-
-    assert predict(0, 5) == (Target(1, 1, 0), Target(1, 5, 2))
-    assert set(predict(6, 7)) == {Target(1, 0, 0), Target(1, 5, 0), Target(1, 6, 2), Target(1, 7, 2)}
-    machine.visit(1, np.array([[3, 2, 0, 0, 0, 0, 0, 0]], np.float32))
-    assert machine.view.target.sum(axis=1).tolist() == [4, 4, 4]

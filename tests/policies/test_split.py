@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_machine import Machine, capacities, make_calibration, make_routing, make_view, policy, shapes
 
-from pipeline.errors import PolicyError
 from pipeline.policies.split import LayerLoads, configured
 from pipeline.policies.view import Gated, ModelShape, Routing, Signals, Target, View
 
@@ -145,17 +143,6 @@ def test_other_tiles_of_cached_experts_are_predicted_first_and_released_afterwar
     machine.apply(machine.policy.after(1, routing, machine.view))
     assert machine.target[1, 7] == 2
     assert machine.target[1].sum() == 4
-
-
-def test_inputs_that_are_missing_are_named() -> None:
-    view = make_view(SHAPE, 64)
-    made = policy("moepic")
-    with pytest.raises(PolicyError, match=r"needs a calibration of this model: .*--set moepic.theta=0.3"):
-        made.placement(view)
-    known = calibrated(SHAPE, 64)
-    with pytest.raises(PolicyError, match="plans by costs"):
-        made.placement(replace(known, costs=None))
-    policy("moepic", theta="0.3").placement(replace(view, costs=None))
 
 
 def test_single_tiles_are_noted() -> None:

@@ -3,16 +3,17 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 import shm
+from shm.disk_cache import CacheWriter
 from shm.layout import ExpertShape
 from shm.manifest import StoreManifest
-from shm.store import StoreBuilder, store_name
+from shm.store import Store, StoreBuilder, store_name
 
 ROOT = Path(shm.__file__).parent.parent  # where child processes find the packages
 SHAPE = ExpertShape(layers=2, experts=3, hidden=48, intermediate=100, tile=16)
@@ -37,6 +38,14 @@ def build(fingerprint: str) -> None:
     )
     fill(builder)
     builder.finish()
+
+
+def write_cache(folder: Path, store: Store, progress: Callable[[int], object]) -> None:
+    """Write a finished store to disk."""
+    with CacheWriter(folder, store.manifest) as writer:
+        for layer, data in enumerate(store.all_tiles().reshape(store.layout.shape.layers, -1)):
+            writer.write(layer, data)
+        writer.finish(progress)
 
 
 def flip(path: Path, place: int) -> None:

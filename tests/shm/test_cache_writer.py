@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import shutil
 import stat
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from small_store import SHAPE, build, file_of, fill, running
+from small_store import SHAPE, build, file_of, fill, running, write_cache
 
-import shm.store
 from shm import disk_cache
-from shm.disk_cache import CachedStore, CacheWriter, sweep_cache, write_cache
+from shm.disk_cache import CachedStore, CacheWriter, sweep_cache
 from shm.errors import StoreInvalid
-from shm.layout import PAGE
 from shm.manifest import StoreManifest
 from shm.segment import unlink
 from shm.store import Store, StoreBuilder, store_name
@@ -29,43 +25,33 @@ def manifest(fingerprint: str) -> StoreManifest:
 
 
 @pytest.fixture
-def filled(manifest: StoreManifest, monkeypatch: pytest.MonkeyPatch) -> StoreBuilder:
-    """A new store with several parts an expert; all bytes are written."""
-    monkeypatch.setattr(shm.store, "PART_BYTES", 2 * PAGE)
+def filled(manifest: StoreManifest) -> StoreBuilder:
+    """A new store; all bytes are written."""
     builder = StoreBuilder.create(store_name(manifest.fingerprint), manifest)
     fill(builder)
     return builder
 
 
-def test_cache_file_equals_that_of_the_finished_store_in_any_order(filled, manifest, tmp_path) -> None:
-    parts = [
-        part for layer in range(2) for expert in range(3) for part in filled.checksum_tasks(layer, expert)
-    ]
-    assert len(parts) > 6
-    random.Random(1).shuffle(parts)
+def test_cache_file_is_the_store_in_whatever_order_its_layers_come(filled, manifest, tmp_path) -> None:
     seen: list[int] = []
-    with CacheWriter(tmp_path / "filling", manifest) as writer:
+    with CacheWriter(tmp_path, manifest) as writer:
         filled.keep = writer.write
-        with ThreadPoolExecutor(3) as pool:
-            for done in [pool.submit(part) for part in parts[:-2]]:  # the builder does the last two itself
-                done.result()
-        writer.finish(filled.finish(), seen.append)
-    with Store.attach(store_name(manifest.fingerprint), manifest.fingerprint) as store:
-        store.verify()
-        write_cache(tmp_path / "finished", store, seen.append)
-    written, copied = (tmp_path / name / manifest.fingerprint for name in ("filling", "finished"))
-    assert [path.name for path in written.iterdir()] == ["store.bin"]
-    assert (written / "store.bin").read_bytes() == (copied / "store.bin").read_bytes()
-    assert (written / "store.bin").read_bytes() == file_of(manifest.fingerprint).read_bytes()
-    assert seen[-1] == file_of(manifest.fingerprint).stat().st_size
-    assert (written / "store.bin").stat().st_mode & 0o7777 == 0o600
+        for layer in (1, 0):
+            filled.filled(layer)
+        filled.finish()
+        writer.finish(seen.append)
+    written, segment = tmp_path / manifest.fingerprint / "store.bin", file_of(manifest.fingerprint)
+    assert [path.name for path in written.parent.iterdir()] == ["store.bin"]
+    assert seen[-1] == written.stat().st_size == segment.stat().st_size
+    with Store.attach(store_name(manifest.fingerprint)) as store:
+        data = store.all_tiles()
+    assert written.read_bytes()[-data.size :] == segment.read_bytes()[-data.size :]
 
 
 def test_unfinished_cache_file_is_removed(filled: StoreBuilder, manifest: StoreManifest, tmp_path) -> None:
     with pytest.raises(KeyboardInterrupt), CacheWriter(tmp_path, manifest) as writer:  # noqa: PT012
         filled.keep = writer.write
-        for part in filled.checksum_tasks(0, 0):
-            part()
+        filled.filled(0)
         assert (tmp_path / manifest.fingerprint / "store.tmp").exists()
         raise KeyboardInterrupt
     filled.discard()
@@ -115,6 +101,7 @@ def test_failed_write_frees_the_space_at_once_and_is_raised_at_the_end(
 ) -> None:
     """No later part is written."""
     monkeypatch.setattr(disk_cache, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(disk_cache, "PIECE", 8192)
     pwrite, begun = os.pwrite, []
 
     def failing(descriptor: int, data: memoryview, begin: int) -> int:
@@ -127,9 +114,11 @@ def test_failed_write_frees_the_space_at_once_and_is_raised_at_the_end(
     with CacheWriter(tmp_path, manifest) as writer:
         monkeypatch.setattr(os, "pwrite", failing)
         filled.keep = writer.write
-        finished = filled.finish()
+        for layer in range(2):
+            filled.filled(layer)
+        filled.finish()
         with pytest.raises(OSError, match="No space left"):
-            writer.finish(finished, lambda done: None)
+            writer.finish(lambda done: None)
         assert (file.stat().st_size, len(begun)) == (0, 3)
     assert list(tmp_path.iterdir()) == []
 
@@ -148,7 +137,7 @@ builder = StoreBuilder.create(store_name(fingerprint), manifest)
 writer = CacheWriter(folder, manifest)
 builder.keep = writer.write
 fill(builder)
-builder.checksum(0)
+builder.filled(0)
 file = folder / fingerprint / "store.tmp"
 deadline = time.monotonic() + 30
 while file.stat().st_size < 8192 + builder.layout.layer_stride:

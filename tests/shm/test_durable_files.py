@@ -11,22 +11,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 from plain_calibration import plain_calibration
-from small_store import build
+from small_store import build, write_cache
 
-from launch.chat.conversation import Transcript
+from launch.chat.conversation import save as save_conversation
 from pipeline.backbone.disk_cache import BackboneCache
 from pipeline.calibration import cost_cache
 from pipeline.calibration import file as calibration_file
 from pipeline.calibration.cost_cache import Record, Setting
 from pipeline.policies.costs import Costs
 from shm.atomic_file import atomic_file
-from shm.disk_cache import write_cache
 from shm.segment import unlink
 from shm.store import Store, store_name
 
 FINGERPRINT = "1f" * 32
 SETTING = Setting("cpu", 2, "cpu", FINGERPRINT, "bf16", "bf16", (1,), "kernels", "")
-RECORD = Record(SETTING, "m", 3, 4096, 1e9, 0.25, Costs((1,), (1e-3,), (1e-4,), 5e-3, 1e-4, (1e-3,)))
+RECORD = Record(SETTING, "m", 3, 4096, 1e9, Costs((1,), (1e-3,), (1e-4,), 5e-3, 1e-4, (1e-3,)))
 
 
 @pytest.fixture
@@ -81,10 +80,7 @@ WRITERS: dict[str, tuple[Callable[[Path], None], str]] = {
         ),
         f"{FINGERPRINT}/{calibration_file.NAME}",
     ),
-    "transcript": (
-        lambda folder: Transcript.of("m", None, ()).save(folder / "chat.json"),
-        "chat.json",
-    ),
+    "conversation": (lambda folder: save_conversation(folder / "chat.json", None, ()), "chat.json"),
     "output": (output, "figure.png"),
 }
 

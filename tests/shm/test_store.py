@@ -1,7 +1,6 @@
 """The store: building, attaching, and its head against damage."""
 
 import struct
-import time
 import zlib
 
 import numpy as np
@@ -10,10 +9,9 @@ from decoding import decode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import msgpack
-from small_store import SHAPE, build, file_of, fill, flip
+from small_store import SHAPE, build, file_of, fill
 
-from shm.checksums import damaged_layers, join_crc32
-from shm.errors import SegmentMissing, StoreDamaged, StoreInvalid
+from shm.errors import SegmentMissing, StoreInvalid
 from shm.layout import PAGE
 from shm.manifest import (
     BUILDING,
@@ -36,7 +34,6 @@ def test_a_store_gives_back_what_was_built(fingerprint):
         assert store.fingerprint == fingerprint
         assert store.layout.shape == SHAPE
         assert store.manifest.source == "/models/tiny"
-        store.verify()
         rng = np.random.default_rng(0)
         for layer in range(SHAPE.layers):
             for expert in range(SHAPE.experts):
@@ -75,15 +72,14 @@ def test_store_becomes_ready_by_a_separate_last_write(fingerprint):
     recorded = memory.view(RecordedArray)
     recorded.wrote = lambda: heads.append(memory[:start].tobytes())
     builder.segment._array = recorded
-    finished = builder.finish()
+    builder.finish()
     state = slice(STATE_OFFSET, STATE_OFFSET + 4)
     assert [head[state] for head in heads[:-1]] == [BUILDING.to_bytes(4, "little")] * (len(heads) - 1)
     assert heads[-1][state] == READY.to_bytes(4, "little")
     changed = [at for at, pair in enumerate(zip(*heads[-2:], strict=True)) if pair[0] != pair[1]]
     assert set(changed) <= set(range(STATE_OFFSET, STATE_OFFSET + 4))
     written, _ = read_head(np.frombuffer(heads[-1], np.uint8), store_bytes(manifest))
-    assert written == finished
-    assert all(written.checksums)
+    assert written.fingerprint == fingerprint
     Store.attach(store_name(fingerprint), fingerprint).close()
 
 
@@ -118,61 +114,18 @@ def test_another_models_store_is_refused(fingerprint):
         Store.attach(store_name(fingerprint), "0" * 64)
 
 
-def test_verify_names_the_damaged_layer(fingerprint):
-    build(fingerprint)
-    flip(file_of(fingerprint), -5000)
-    with (
-        Store.attach(store_name(fingerprint), fingerprint) as store,
-        pytest.raises(StoreDamaged, match=r"is damaged in layer 1$"),
-    ):
-        store.verify()
-
-
-def test_verifying_reports_every_byte_and_can_be_stopped(fingerprint):
-    build(fingerprint)
-    with Store.attach(store_name(fingerprint), fingerprint) as store:
-        seen: list[int] = []
-        store.verify(seen.append)
-        assert seen == sorted(seen)
-        assert seen[-1] == store.layout.total_bytes
-
-        def stop(done: int) -> None:
-            raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            store.verify(stop)
-
-
-@given(st.binary(max_size=100), st.binary(max_size=3000))
-@settings(deadline=None)
-def test_the_crc32_of_parts_is_that_of_the_whole(first, second):
-    assert join_crc32(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
-
-
-def test_checksum_tasks_of_an_expert_run_in_any_thread(fingerprint, monkeypatch):
-    """So that all cores share the work after the last expert has been written."""
-    monkeypatch.setattr("shm.store.PART_BYTES", 3 * PAGE)
+def test_layers_are_kept_once_filled_and_the_store_is_their_bytes(fingerprint):
     builder = StoreBuilder.create(store_name(fingerprint), StoreManifest(fingerprint, SHAPE, "bf16", ""))
     fill(builder)
-    whole = builder.segment.array.copy()
-    kept: dict[int, bytes] = {}
-
-    def keep(begin: int, data: np.ndarray) -> None:
-        assert begin not in kept
-        kept[begin] = data.tobytes()
-
-    builder.keep = keep
-    last = builder.checksum_tasks(1, 2)
-    assert len(last) == -(-builder.layout.expert_stride // (3 * PAGE)) > 1
-    for part in reversed(last):
-        part()
-    assert len(kept) == len(last)
-    manifest = builder.finish()  # which sums all other parts
-    data = whole[-builder.layout.total_bytes :]
-    assert b"".join(kept[begin] for begin in sorted(kept)) == data.tobytes()
-    assert manifest.checksums == tuple(zlib.crc32(layer.data) for layer in data.reshape(2, -1))
+    builder.filled(0)  # nobody keeps it
+    kept: list[tuple[int, bytes]] = []
+    builder.keep = lambda layer, data: kept.append((layer, data.tobytes()))
+    for layer in (1, 0):
+        builder.filled(layer)
+    builder.finish()
+    assert [layer for layer, _ in kept] == [1, 0]
     with Store.attach(store_name(fingerprint), fingerprint) as store:
-        store.verify()
+        assert store.all_tiles().tobytes() == kept[1][1] + kept[0][1]
 
 
 def test_a_segment_that_is_no_store_is_refused(fingerprint):
@@ -255,20 +208,3 @@ def test_a_store_cut_short_or_too_long_is_refused():
     for size in (store_bytes(GOOD) - 1, store_bytes(GOOD) + 4096, 0):
         with pytest.raises(StoreInvalid):
             read_head(head, size)
-
-
-def test_comparison_of_checksums_stops_reading_when_its_caller_fails() -> None:
-    read_to_the_end = []
-
-    def parts(layer):
-        end = time.monotonic() + 20.0
-        while time.monotonic() < end:
-            yield memoryview(b"x")
-        read_to_the_end.append(layer)
-
-    def progress(done):
-        raise KeyError(done)
-
-    with pytest.raises(KeyError):
-        damaged_layers([0], parts, progress)
-    assert read_to_the_end == []

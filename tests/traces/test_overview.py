@@ -23,7 +23,7 @@ def test_summary_of_a_trace(tmp_path: Path) -> None:
     found = summarize(Trace(write_trace(tmp_path / "f", HEADER, steps)))
     assert found.steps == {"prefill": 1, "decode": 4}
     assert found.rows == {"prefill": 5, "decode": 4}
-    assert found.rest == {"prefill": 4.0, "decode": 2.0}
+    assert found.rest == 2.0
     assert not found.first
     assert not found.cut_short
     counts = np.zeros((2, 4), np.int64)
@@ -45,4 +45,4 @@ def test_gate_for_the_first_layer_is_known_where_each_step_has_it(
     steps = [step if n == without else with_first(step) for n, step in enumerate(drawn_steps(HEADER, 2, 2))]
     found = summarize(Trace(write_trace(tmp_path / "f", HEADER, steps)))
     assert found.first == (without is None)
-    assert found.rest == {"prefill": None, "decode": None}
+    assert found.rest is None

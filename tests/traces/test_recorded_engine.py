@@ -35,7 +35,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]
     arguments = ["--format", "f32", "--backbone-dtype", "f32", "--device", "cpu", "--policy", "on-demand"]
     arguments += ["--expert-cache", "0.25", "--chunk", "64", "--workers", "1", "--record", str(path)]
     arguments += ["--max-tokens", str(NEW), "--ignore-eos"]
-    words = ["generate", "--prompt-tokens", ",".join(map(str, PROMPT)), "--json", "--detail", *arguments]
+    words = ["generate", "--prompt-tokens", ",".join(map(str, PROMPT)), "--json", *arguments]
     with pytest.MonkeyPatch.context() as patch, out.open("w") as stdout:
         patch.setattr("sys.stdout", stdout)
         assert main(words) == 0

@@ -61,18 +61,6 @@ def test_tiles_are_computed_as_they_land() -> None:
     assert took(outcome.decode, "link") == pytest.approx(5)
 
 
-@pytest.mark.parametrize(("host", "seconds"), [(3.0, 2 + 0.5 + 3), (9.0, 2 + 5 + 1)])
-def test_fiddler_takes_the_quicker_side(host: float, seconds: float) -> None:
-    """Experts 0 and 1 are resident. 0 is computed from 2 to 3; 2 is computed by the host from 2.5, or fetched
-    until 7 and computed then where the host takes longer than 5 + 1."""
-    header = make_header(ModelShape(layers=1, experts=4, tiles=1, top_k=2))
-    costs = replace(COSTS, host=(host,))
-    popularity = [[9, 8, 1, 0]]
-    _, outcome = run(header, preset("fiddler"), [[[0, 2]]], capacity=2, costs=costs, popularity=popularity)
-    assert took(outcome.decode) == pytest.approx(seconds)
-    assert profile(outcome).hit_rate == 0.5
-
-
 def test_early_work_is_hidden_behind_the_next_layer() -> None:
     """Layer 0: the host computes from 2.5 to 5.5, then at once layer 1's share, which was sent at 2, until
     8.5. The device finishes layer 1's other work at 7.5."""
@@ -86,18 +74,6 @@ def test_early_work_is_hidden_behind_the_next_layer() -> None:
     assert profile(late).fidelity["stale"] == 0
     assert [profile(each).fidelity["predicted"] for each in (early, late)] == pytest.approx([0.5, 0.5])
     assert early.decode.host_busy == late.decode.host_busy == pytest.approx(6)
-
-
-def test_daop_hides_host_time() -> None:
-    """Of each layer's two experts one is resident and one is not. Layer 0: the device until 3, the host until
-    5.5. Early: layer 1's host share runs from 5.5 to 8.5 while the device is done at 5.5 + 3. Else from 8."""
-    header = make_header(ModelShape(layers=2, experts=4, tiles=1, top_k=2))
-    popularity = [[9, 0, 0, 0]] * 2
-    steps = [[[0, 1], [0, 1]]]
-    for early, seconds in (("1", 5.5 + 3), ("0", 5.5 + 5.5)):
-        _, outcome = run(header, preset("daop", early=early), steps, capacity=2, popularity=popularity)
-        assert took(outcome.decode) == pytest.approx(seconds)
-        assert not outcome.exact
 
 
 def predict_next(layer: int, view: View) -> list[Target]:
@@ -166,19 +142,6 @@ def test_predicted_tiles_overtake_placed_ones() -> None:
         *((0, 0), (1, 0), (1, 0), (1, 1), (1, 1), (2, 1)),
     ]
     assert booked(outcome.decode) == {"placed": 2, "predicted": 1}
-
-
-@pytest.mark.parametrize(("last", "swapped"), [(2, 4), (3, 2)])
-def test_prompt_after_another_swaps_as_it_does_alone(last: int, swapped: int) -> None:
-    """Experts 0 and 1 are resident. A prompt of three chunks uses 2 and 3, the next one 0 and 1 once: they
-    come back, unless the first one's counts are live still."""
-    header = make_header(ModelShape(layers=1, experts=4, tiles=1, top_k=2))
-    first, second = [[2, 3]], [[0, 1]]
-    steps = scripted_steps(header, [first, first, first, second], "prefill")
-    steps[3] = replace(steps[3], sequences=(1,))
-    counts = np.array([[9, 8, 1, 0]])
-    machine = Replay(header, preset("daop"), COSTS, 2, popularity=counts, last_steps={0: last, 1: 3})
-    assert machine.run(steps).prefill.fetched_tiles == swapped
 
 
 def test_dropped_prediction_is_wasted() -> None:

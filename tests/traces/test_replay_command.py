@@ -70,13 +70,13 @@ def calibration() -> Calibration:
 def costs_of_this_machine() -> Record:
     costs = Costs((1,), (3.0,), (1.0,), 5.0, 0.5, (2.0,))
     setting = Setting(*processor(), "cpu", FINGERPRINT, "int4", "bf16", (1,), "k", "host slowed by 2")
-    return Record(setting, "m", tiles=4, tile_bytes=1000, measured=1.0, load=0.0, costs=costs)
+    return Record(setting, "m", tiles=4, tile_bytes=1000, measured=1.0, costs=costs)
 
 
 def test_figures_are_those_of_the_replay(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (trace, *TABLE, "--policy", "on-demand,fiddler", "--expert-cache", "0.5")
     assert "by_layer" not in json.dumps(in_json(capsys, *arguments))
-    report = in_json(capsys, *arguments, "--detail")
+    report = in_json(capsys, *arguments)
     counts = sum(
         layer.router_routing.workload(8)[None] * (np.arange(4) == index)[:, None]
         for step in STEPS
@@ -115,34 +115,6 @@ def test_figures_are_those_of_the_replay(trace: Path, capsys: pytest.CaptureFixt
     assert "64 of 128 tiles, 64.0 kB" in out
     assert report["config"]["tokens"] == {"prefill": 12, "decode": 30}
     assert report["policies"][1]["decode"]["ratio"] > 2, "at these costs fetching is far from computing"
-
-
-def test_whole_token_is_estimated_from_the_measured_rest(tmp_path, capsys) -> None:
-    """By this machine's costs a layer takes 2 + 0.5 + 2 x 4 x 3 seconds; four of them, and the rest of 6 s. A
-    step that took longer, and one without a measurement, change nothing."""
-    rests = [6.0, 6.0, 9.0, 0.0]
-    steps = [replace(step, rest=rest) for step, rest in zip(drawn_steps(HEADER, 0, 4), rests, strict=True)]
-    measured = write_trace(tmp_path / "measured", HEADER, steps)
-    unmeasured = write_trace(tmp_path / "unmeasured", HEADER, drawn_steps(HEADER, 0, 4))
-    record = costs_of_this_machine()
-    keep(user_folder("CACHE"), record)
-    try:
-        (entry,) = in_json(capsys, measured, "--policy", "all-host")["policies"]
-        assert entry["decode"]["tok_s"] == digits(1 / (4 * 26.5))
-        assert entry["decode"]["rest_s_per_step"] == 6.0
-        assert entry["decode"]["whole_tok_s"] == digits(1 / (4 * 26.5 + 6))
-        assert entry["prefill"]["whole_tok_s"] is None
-        _, out, _ = replayed(capsys, measured, "--policy", "all-host")
-        assert "6000.0 ms a step, as recorded" in " ".join(out.split())
-        row, *_ = re.findall("^all-host +(.*)$", out, re.M)
-        assert row.split()[:3] == ["-", "0.009", "0.00893"]  # 1 / 106, 1 / 112
-        assert "x: " not in out
-        _, out, _ = replayed(capsys, unmeasured, "--policy", "all-host")
-        assert "no estimate of a whole token: the trace has no measurement" in " ".join(out.split())
-        (entry,) = in_json(capsys, measured, *TABLE, "--policy", "all-host")["policies"]
-        assert entry["decode"]["whole_tok_s"] is None, "the rest is this machine's"
-    finally:
-        (user_folder("CACHE") / "costs" / record.setting.name).unlink()
 
 
 def test_approximate_policies_note_their_assumption(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:

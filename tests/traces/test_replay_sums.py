@@ -8,66 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replay_cases import COSTS, Scripted, moved, preset, profile, run, took, unused
+from replay_cases import COSTS, Scripted, moved, preset, run, took, unused
 from trace_files import drawn_steps, make_header, scripted_steps
 
-from pipeline.arrays import IntArray
 from pipeline.errors import PlanError, TraceError
-from pipeline.policies.daop import Daop
 from pipeline.policies.presets import PRESETS
-from pipeline.policies.view import Ahead, Gated, ModelShape, Plan, Routing, Signals, Target, View
+from pipeline.policies.view import ModelShape, Routing, Target, View
 from pipeline.replay.machine import Replay
-
-
-class Spy(Daop):
-    """Records its decisions."""
-
-    def __init__(self) -> None:
-        super().__init__(placement="popular", first_layer=1, swap=1.05, early="1", predict="1")
-        self.decided: list[tuple[Gated, IntArray, bool]] = []
-
-    def gate(self, layer: int, signals: Signals, view: View) -> Gated:
-        self._gated = super().gate(layer, signals, view)
-        return self._gated
-
-    def plan(self, layer: int, routing: Routing, view: View) -> Plan:
-        plan = super().plan(layer, routing, view)
-        self.decided.append((self._gated, plan.cut.copy(), False))
-        return plan
-
-    def ahead(self, layer: int, signals: Signals, view: View) -> Ahead | None:
-        ahead = super().ahead(layer, signals, view)
-        if ahead is not None:
-            self.decided.append((ahead.gated, ahead.cut.copy(), ahead.early))
-        return ahead
-
-
-def test_fidelity_sums_the_decisions() -> None:
-    shape = ModelShape(layers=5, experts=8, tiles=4, top_k=3)
-    header = make_header(shape)
-    steps = drawn_steps(header, 0, 60)
-    spy = Spy()
-    counts = np.random.default_rng(1).integers(0, 9, (5, 8))
-    outcome = Replay(header, spy, COSTS, 50, popularity=counts).run(steps)
-    sums = dict.fromkeys(("weight", "skipped", "substituted", "stale", "predicted"), 0.0)
-    assert len(spy.decided) == 60 * 5
-    for gated, cut, stale in spy.decided:
-        own, done = gated.router_routing, gated.routing
-        for j in range(3):
-            weight = float(own.weights[0, j])
-            sums["weight"] += weight
-            sums["predicted"] += weight * gated.predicted
-            if done.weights[0, j] == 0:
-                sums["skipped"] += weight
-            elif done.experts[0, j] != own.experts[0, j]:
-                sums["substituted"] += weight
-            on_host = (shape.tiles - cut[done.experts[0, j]]) / shape.tiles
-            sums["stale"] += float(done.weights[0, j]) * on_host * stale
-    shares = {name: part / sums["weight"] for name, part in sums.items() if name != "weight"} | {"left": 0.0}
-    assert profile(outcome).fidelity == pytest.approx(shares, rel=1e-4)
-    assert shares["stale"] > 0.05
-    assert shares["predicted"] == pytest.approx(0.8, abs=0.05)
-    assert shares["substituted"] > 0
 
 
 @settings(max_examples=60, deadline=None)

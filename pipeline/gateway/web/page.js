@@ -1,4 +1,4 @@
-// The dashboard: server-sent events of the gateway as figures, tables and a heat map.
+// The dashboard: server-sent events of the gateway as figures and a heat map.
 
 import { Experts } from "./experts.js";
 
@@ -30,12 +30,6 @@ function bytes(n) {
   return `${n >= 100 || at === 0 ? n.toFixed(0) : n.toPrecision(2)} ${units[at]}`;
 }
 
-function seconds(s) {
-  if (s < 100) return `${s.toFixed(0)} s`;
-  if (s < 6000) return `${(s / 60).toFixed(0)} min`;
-  return `${(s / 3600).toFixed(1)} h`;
-}
-
 const percent = (part) => `${(part * 100).toFixed(0)} %`;
 
 // The difference of the same phase in two events; null after a restart of the engine.
@@ -58,35 +52,11 @@ function why(parts) {
   return `Its largest part: ${CAUSES[most][0]}, ${percent(parts[most])}; ${HELP[most]}.`;
 }
 
-class Line {
-  constructor(canvas, colour) {
-    Object.assign(this, { canvas, colour, values: [] });
-  }
-
-  add(value) {
-    this.values.push(value);
-    if (this.values.length > 120) this.values.shift();
-    const canvas = this.canvas;
-    canvas.width = canvas.clientWidth * devicePixelRatio;
-    canvas.height = 36 * devicePixelRatio;
-    const [w, h] = [canvas.width, canvas.height];
-    const pen = canvas.getContext("2d");
-    const most = Math.max(...this.values, 1e-9);
-    pen.strokeStyle = getComputedStyle(document.documentElement).getPropertyValue(this.colour);
-    pen.lineWidth = 1.5 * devicePixelRatio;
-    pen.beginPath();
-    this.values.forEach((v, i) => pen.lineTo((w * i) / 119, h - 2 - (h - 4) * (v / most)));
-    pen.stroke();
-  }
-}
-
 // --- the page
 
 const at = (id) => document.getElementById(id);
 const experts = new Experts(at("experts"), at("cell"));
-const lines = { decode: new Line(at("decode-line"), "--device"), prefill: new Line(at("prefill-line"), "--host") };
 let before = null;
-let known = null; // pid -> name of the processes of the last event
 let restarts = 0;
 
 function make(name, text, kind) {
@@ -94,16 +64,6 @@ function make(name, text, kind) {
   if (text !== undefined) element.textContent = text;
   if (kind) element.className = kind;
   return element;
-}
-
-function fill(table, rows) {
-  table.replaceChildren(
-    ...rows.map(([kind, ...cells]) => {
-      const row = make("tr", undefined, kind);
-      row.append(...cells.map((cell) => make("td", cell)));
-      return row;
-    }),
-  );
 }
 
 function setState(state, text) {
@@ -133,15 +93,10 @@ function onCounters(now) {
   at("running").textContent = scheduler.running;
   at("waiting").textContent = scheduler.waiting;
   const [used, kept] = [scheduler.kv_tokens_used, scheduler.kv_tokens_kept];
-  at("kv").textContent =
-    `KV cache: ${used} of ${scheduler.kv_tokens} tokens used, ${kept} kept; ${scheduler.ended} ended` +
-    (scheduler.preemptions ? `, ${scheduler.preemptions} preemptions` : "");
+  at("kv").textContent = `KV cache: ${used} of ${scheduler.kv_tokens} tokens used, ${kept} kept`;
   at("policy").textContent = now.policy;
   const options = Object.entries(now.policy_options).map(([name, value]) => `${name}=${value}`);
-  const notes = [...options, now.emulation && `emulated: ${now.emulation}`, now.prefetch?.status];
-  at("policy-notes").textContent = notes.filter(Boolean).join("; ") || `messages by ${now.exchange || "none: no workers"}`;
-  fill(at("memory").tBodies[0], memoryRows(now, cache));
-  showProcesses(now);
+  at("policy-notes").textContent = [...options, now.prefetch.status].filter(Boolean).join("; ");
   const passed = before ? now.time - before.time : 0;
   const decode = before && difference(now, before, "decode");
   const prefill = before && difference(now, before, "prefill");
@@ -150,42 +105,13 @@ function onCounters(now) {
   for (const [name, counted] of Object.entries({ decode, prefill })) {
     const rate = counted.rows / passed;
     at(name).textContent = rate >= 100 ? rate.toFixed(0) : rate.toFixed(1);
-    lines[name].add(rate);
   }
-  const moved = ["decode", "prefill"].map((name) => movedBytes({ decode, prefill }[name], now.tile_bytes));
-  fill(at("links").tBodies[0], linkRows(moved, passed, decode, now));
+  if (decode.active) at("hits").textContent = percent(decode.hits / decode.active);
+  const fetched = bytes((decode.fetched_bytes + prefill.fetched_bytes) / passed);
+  const filled = cache && `${bytes(cache.resident_tiles * now.tile_bytes)} of ${bytes(cache.capacity_tiles * now.tile_bytes)}`;
+  at("cache").textContent = cache ? `${filled} filled; ${fetched}/s fetched while a step waited` : "none: the host computes";
   const parts = timeParts(decode);
   if (decode.steps > 0 && parts) showTime(parts, decode);
-}
-
-function movedBytes(phase, size) {
-  return { demanded: phase.fetched_bytes, predicted: phase.predicted_tiles * size, wasted: phase.wasted_tiles * size };
-}
-
-function linkRows(moved, passed, decode, now) {
-  const rate = (kind) => `${bytes(moved.reduce((sum, phase) => sum + phase[kind], 0) / passed)}/s`;
-  const whole = now.phases.decode;
-  const hits = decode.active ? percent(decode.hits / decode.active) : whole.active ? percent(whole.hits / whole.active) : "–";
-  const tiles = decode.host_tiles + decode.resident_tiles + decode.fetched_tiles;
-  return [
-    ["", "fetched while a step waited", rate("demanded")],
-    ["", "fetched ahead", rate("predicted")],
-    ["", "of that evicted unused", rate("wasted")],
-    ["", "needed experts that were resident", hits],
-    ["", "tiles computed on the host", tiles ? percent(decode.host_tiles / tiles) : "–"],
-  ];
-}
-
-function memoryRows(now, cache) {
-  const rows = [];
-  if (cache) {
-    const size = (count) => bytes(count * now.tile_bytes);
-    rows.push(["", "expert cache, filled", `${size(cache.resident_tiles)} of ${size(cache.capacity_tiles)}`]);
-    rows.push(["", "share of all tiles that fits", percent(cache.capacity_tiles / cache.all_tiles)]);
-  } else rows.push(["", "expert cache", "none: the host computes"]);
-  const own = now.processes.reduce((sum, process) => sum + process.memory, 0);
-  rows.push(["", "processes' own memory", bytes(own)]);
-  return rows;
 }
 
 function showTime(parts, decode) {
@@ -207,35 +133,6 @@ function showTime(parts, decode) {
   );
   const spent = Object.values(decode.seconds).reduce((a, b) => a + b, 0);
   at("why").textContent = `A step takes ${((spent / decode.steps) * 1e3).toPrecision(3)} ms. ${why(parts)}`;
-}
-
-function showProcesses(now) {
-  const named = new Map();
-  const rows = now.processes.map((process) => {
-    const name = process.role === "worker" ? `worker ${process.index}` : process.role;
-    named.set(process.pid, name);
-    const old = lastCpu.get(process.pid);
-    const cores = old && now.time > old.time ? (process.cpu - old.cpu) / (now.time - old.time) : null;
-    lastCpu.set(process.pid, { cpu: process.cpu, time: now.time });
-    const young = process.alive < 10 && known && restartedNames.has(name) ? "new" : "";
-    return [young, name, seconds(process.alive), cores === null ? "–" : cores.toFixed(2), bytes(process.memory)];
-  });
-  if (known) {
-    for (const [pid, name] of known) if (!named.has(pid)) tellLife(`${name} (${pid}) has ended`, name);
-    for (const [pid, name] of named) if (!known.has(pid)) tellLife(`${name} (${pid}) was started`, name);
-  }
-  known = named;
-  for (const pid of lastCpu.keys()) if (!named.has(pid)) lastCpu.delete(pid);
-  fill(at("processes").tBodies[0], rows);
-}
-
-const lastCpu = new Map();
-const restartedNames = new Set();
-
-function tellLife(text, name) {
-  restartedNames.add(name);
-  at("lives").prepend(make("li", `${new Date().toLocaleTimeString()} ${text}`));
-  while (at("lives").children.length > 8) at("lives").lastChild.remove();
 }
 
 function askKey() {
