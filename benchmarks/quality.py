@@ -120,10 +120,8 @@ def main() -> int:
     parser.add_argument("--formats", default=DEFAULT)
     arguments = parser.parse_args()
     formats = arguments.formats.split(",")
-    unknown = [name for name in formats if name not in MEASURED]
-    if unknown:
-        print(f"unknown format {unknown[0]}; known are {', '.join(MEASURED)}", file=sys.stderr)
-        return 2
+    if unknown := [name for name in formats if name not in MEASURED]:
+        parser.error(f"unknown format {unknown[0]}; known are {', '.join(MEASURED)}")
     with torch.inference_mode():
         for row in measure(formats, arguments.windows):
             found = "{format:14} perplexity {perplexity:8.4f} {worse_percent:+7.3f} %".format(**row)

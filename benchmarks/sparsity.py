@@ -168,23 +168,13 @@ def main() -> int:
     parser.add_argument("--sparsities", default="0,0.5,0.7,0.8,0.9")
     arguments = parser.parse_args()
     formats = arguments.formats.split(",")
-    unknown = [name for name in formats if name not in FORMATS]
-    if unknown:
-        print(f"unknown format {unknown[0]}; known are {', '.join(FORMATS)}", file=sys.stderr)
-        return 2
-    try:
-        sparsities = [float(text) for text in arguments.sparsities.split(",")]
-    except ValueError:
-        sparsities = [-1.0]
+    if unknown := [name for name in formats if name not in FORMATS]:
+        parser.error(f"unknown format {unknown[0]}; known are {', '.join(FORMATS)}")
+    sparsities = [float(text) for text in arguments.sparsities.split(",")]
     if not all(0 <= sparsity < 1 for sparsity in sparsities):
-        print(f"sparsities are numbers from 0 to 1, not {arguments.sparsities}", file=sys.stderr)
-        return 2
+        parser.error(f"sparsities are numbers from 0 to 1, not {arguments.sparsities}")
     if arguments.windows is not None and arguments.windows < 2:
-        print(
-            f"half of the windows set thresholds: 2 or more are needed, not {arguments.windows}",
-            file=sys.stderr,
-        )
-        return 2
+        parser.error(f"half of the windows set thresholds: 2 or more are needed, not {arguments.windows}")
     with torch.inference_mode():
         for row in measure(formats, sparsities, arguments.windows, arguments.items):
             line = (

@@ -1,6 +1,6 @@
 """Registers and spills of the CUDA kernels, for each architecture and format; needs no GPU.
 
-    python -m benchmarks.gpu.registers [--format int4] [--json]
+    python -m benchmarks.gpu.registers [--format int4]
 
 Compiles with NVRTC where cuda-bindings finds it, otherwise with nvcc.
 """
@@ -8,12 +8,11 @@ Compiles with NVRTC where cuda-bindings finds it, otherwise with nvcc.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -101,7 +100,6 @@ def _by_nvcc(nvcc: str, program: Program, architectures: tuple[int, ...]) -> str
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--format", action="append", choices=FORMATS)
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     found: dict[str, list[Usage]] = {}
     lacking = {one: reason for one in ARCHITECTURES if (reason := missing(one))}
@@ -116,9 +114,6 @@ def main() -> int:
     except (NoCompiler, CudaError) as e:
         print(e, file=sys.stderr)
         return 1
-    if arguments.json:
-        print(json.dumps({name: [asdict(one) for one in each] for name, each in found.items()}))
-        return 0
     for name, each in found.items():
         print(f"{name}: registers of a thread (bytes spilled)")
         print(f"{'':12}" + "".join(f"{f'sm_{one}':>12}" for one in architectures))

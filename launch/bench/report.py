@@ -175,10 +175,6 @@ class Report:
     left_out: Sequence[PolicyResult] = ()  # policies that cannot run here
 
     @property
-    def model_name(self) -> str:
-        return model_name(self.config["model"], article="")
-
-    @property
     def figures(self) -> list[Figures]:
         several = len(self.results) > 1
         return [self._figures(result, self.results[0] if several else None) for result in self.results]
@@ -207,7 +203,7 @@ class Report:
         c = self.config
         read, new = c["warm_up_tokens"]
         return [
-            f"{self.model_name} on {c['device']}"
+            f"{model_name(c['model'], article='')} on {c['device']}"
             + (f", {c['workers']} workers" if c["workers"] is not None else "")
             + f": experts {c['format']}, backbone {c['backbone_dtype']}",
             *[f"emulation: {self.emulation}"] * bool(self.emulation),

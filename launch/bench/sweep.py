@@ -15,7 +15,7 @@ from launch.command_line.options import SETTINGS, Axis, Options, axes
 from launch.terminal.plot import Panel, Series, draw
 from launch.terminal.tables import Column, Table
 
-HEADINGS = {"cache": "cache", "batch": "batch", "prompt": "prompt", "gen": "new", "costs": "costs"}
+HEADINGS = {"cache": "cache", "batch": "batch", "prompt": "prompt", "gen": "new"}
 # What a plot's x axis can be.
 ALONG = {"cache": "expert cache, share of all tiles", "batch": "batch, requests at once"}
 ALONG |= {"prompt": "prompt, tokens", "gen": "new tokens of an answer"}
@@ -46,10 +46,6 @@ class Point:
     settings: dict[str, Any]
     report: Compared | None
     left_out: str = ""
-
-    def plain(self) -> dict[str, Any]:
-        """The settings for JSON: paths as text."""
-        return {name: v if isinstance(v, int | float) else str(v) for name, v in self.settings.items()}
 
     def __str__(self) -> str:
         return ", ".join(_words(self.settings))
@@ -97,10 +93,12 @@ class SweepReport:
         return {
             "sweep": {axis.name: [str(value) for value in axis.values] for axis in self.axes},
             "points": [
-                {"settings": point.plain(), **point.report.to_json()} for point in self.points if point.report
+                {"settings": point.settings, **point.report.to_json()}
+                for point in self.points
+                if point.report
             ],
             "left_out": [
-                {"settings": point.plain(), "reason": point.left_out}
+                {"settings": point.settings, "reason": point.left_out}
                 for point in self.points
                 if point.report is None
             ],

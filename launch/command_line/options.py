@@ -33,15 +33,8 @@ PROMPTS = {"prompt", "system"}
 MAX_VALUE = 4095  # bytes of any other text: of a path, the system takes no more
 MAX_ERROR = 1000  # characters
 
-# Settings that --sweep takes, and their options. Those of the engine come first: each value starts another.
-SETTINGS = {
-    "costs": "costs",
-    "cache": "expert_cache",
-    "batch": "batch",
-    "prompt": "prompt_len",
-    "gen": "gen_len",
-}
-OF_REPLAY = ("costs", "cache")  # settings that a trace leaves open
+# Settings that --sweep takes, and their options. The engine's comes first: each value starts another.
+SETTINGS = {"cache": "expert_cache", "batch": "batch", "prompt": "prompt_len", "gen": "gen_len"}
 
 
 @dataclass(frozen=True)
@@ -86,11 +79,9 @@ def _axis(text: str) -> Axis:
 
 def _check_setting(axis: Axis, written: dict[str, Any]) -> None:
     name, option = axis.name, SETTINGS[axis.name]
-    replay = "replay" in written
     for wrong, why in (
         (option in written, f"--{option.replace('_', '-')} is given as well; give one of them"),
-        (replay and name not in OF_REPLAY, f"a trace has one {name}; record one for each value"),
-        (name == "costs" and not replay, "an engine has its own costs; they can vary with --replay"),
+        ("replay" in written and name != "cache", f"a trace has one {name}; record one for each value"),
         (name == "cache" and "connect" in written, "another size needs another engine; leave out --connect"),
         ("record" in written and len(axis.values) > 1, "a recording is of one setting; leave out --record"),
     ):

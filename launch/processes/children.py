@@ -83,17 +83,13 @@ class Child:
     up: bool = False  # the coordinator gives it work
     hung: str | None = None  # where: it was killed because it made no progress there
     exit_expected: bool = False
-    configured: bool = False
 
     @property
     def running(self) -> bool:
         return self.process.returncode is None
 
     def configure(self, config: dict[str, Any]) -> None:
-        """Send the configuration, with the child's identity, unless it has one. Raises StartFailed."""
-        if self.configured:
-            return
-        self.configured = True
+        """Send the configuration, with the child's identity. Raises StartFailed."""
         packed = pack_config(config | asdict(self.identity) | {"identity": self.identity.prove(self.key)})
         if len(packed) > PIPE_CAPACITY:
             self.kill()
@@ -299,7 +295,7 @@ class ProcessGroup:
     async def start(self, identity: Identity, config: dict[str, Any], threads: int) -> Child:
         """Spawn a child, unless it was prepared, and send it its configuration. Raises StartFailed."""
         child = self._children.get(identity)
-        if child is None or not (child.running or child.configured):  # one that has run ends as `_watch` says
+        if child is None or not child.running:
             child = await self.prepare(identity, threads)
         child.configure(config)
         return child

@@ -79,11 +79,6 @@ class ProcessSlot:
     def title(self) -> str:
         return title(Identity(self.role, self.index, 0))
 
-    def fail(self, error: Exception) -> None:
-        if not self.ready.done():
-            self.ready.set_exception(error)
-            self.ready.exception()  # retrieved, also where no task waits for it any more
-
     def count_exit(self, early: bool, progress: int) -> None:
         """Count an exit. `early`: before it had done any work; `progress`: the workers' until now."""
         futile = self.futile_exits + 1 if progress == self.progress else 1
@@ -123,8 +118,10 @@ class ProcessMonitor:
         return any(slot.role == role for slot in self._slots.values())
 
     async def start(self) -> None:
-        """Start the processes of all slots and wait until each is ready. Raises StartFailed."""
-        await self._start_children()
+        """Start the processes of all other slots and wait until each is ready. Raises StartFailed."""
+        for slot in list(self._slots.values()):
+            if slot.generation < 0:
+                await self.start_slot(slot)
         self._guard.keep(self._kill_hung_children())
         await self._wait_ready()
         self._started = True
@@ -132,7 +129,7 @@ class ProcessMonitor:
 
     async def start_late(self, slot: ProcessSlot) -> None:
         """Start a slot that was added after `start`, and wait until it is ready. Raises StartFailed."""
-        await self._start_child(slot)
+        await self.start_slot(slot)
         await self._wait_ready()
 
     def stop(self) -> None:
@@ -163,7 +160,7 @@ class ProcessMonitor:
             return
         slot.child = None
         if not self._started and (failure := child.start_failure(code)) is not None:
-            slot.fail(failure)
+            self._guard.fail(failure)
         elif slot.role == COORDINATOR:
             self._coordinator_exit.set_result((child, code))
         else:
@@ -177,13 +174,10 @@ class ProcessMonitor:
 
     # --- starts and restarts -----------------------------------------------------------------------------
 
-    async def _start_children(self) -> None:
-        for slot in list(self._slots.values()):
-            running = slot.role == GATEWAY and slot.child is not None
-            if not self._stopping and not running:
-                await self._start_child(slot)
-
-    async def _start_child(self, slot: ProcessSlot) -> None:
+    async def start_slot(self, slot: ProcessSlot) -> None:
+        """Start the next generation of a slot's process, unless the engine stops. Raises StartFailed."""
+        if self._stopping:
+            return
         slot.generation += 1
         if slot.role == COORDINATOR:
             self._coordinator_exit = asyncio.get_running_loop().create_future()
@@ -197,8 +191,6 @@ class ProcessMonitor:
         child = await self._group.start(identity, slot.config(), slot.threads)
         if slot.generation == identity.generation:
             slot.child = child
-            if child.ready.is_set() and not slot.ready.done():  # it was started before
-                slot.ready.set_result(None)
         else:  # the whole engine was restarted meanwhile
             child.kill()
 
@@ -220,7 +212,7 @@ class ProcessMonitor:
         crashed = child.hung is not None or code not in (-signal.SIGKILL, -signal.SIGTERM)
         line = self._control.line(slot.role, slot.index) if slot.role in COUNTED else None
         if slot.role != GATEWAY:
-            coordinator = Identity(COORDINATOR, 0, self._slots[COORDINATOR, 0].generation)
+            coordinator = Identity(COORDINATOR, 0, max(0, self._slots[COORDINATOR, 0].generation))
             seq = line.seq if line is not None else -1
             died = WorkerDied(slot.role, slot.index, slot.generation, crashed, seq)
             await self._group.send(coordinator, died)
@@ -238,7 +230,7 @@ class ProcessMonitor:
             if self._stopping or engine_restarts != self._engine_restarts:
                 return
             try:
-                await self._start_child(slot)
+                await self.start_slot(slot)
                 return
             except StartFailed as e:  # no memory or descriptor for another process, maybe only for a moment
                 reason, crashed = str(e), True
@@ -282,14 +274,14 @@ class ProcessMonitor:
         await self._group.wait_killed(*others)
         self._on_restart()
         await asyncio.sleep(pause)
-        for slot in self._slots.values():
-            if slot.role == GATEWAY and slot.child is not None:
-                continue
+        slots = [slot for slot in self._slots.values() if slot.role != GATEWAY or slot.child is None]
+        for slot in slots:
             if not slot.ready.done():
                 slot.ready.set_result(None)  # a task that waits for this generation must not wait for ever
             slot.ready = asyncio.get_running_loop().create_future()
             slot.exited_at = None
-        await self._start_children()
+        for slot in slots:
+            await self.start_slot(slot)
 
     # --- hangs -------------------------------------------------------------------------------------------
 

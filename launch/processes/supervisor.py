@@ -68,6 +68,7 @@ class Supervisor:
         self._cores = Cores.here()
         self._config: ResolvedConfig  # of the children
         self._runtime: RuntimeDir
+        self._monitor: ProcessMonitor  # once there is a group
         self._slab = False  # the policy keeps experts on the device, so a prefetcher is needed
         self._reserve = 0  # bytes of memory that the store must leave free
         self._key = b""  # with which children prove their identity
@@ -75,7 +76,6 @@ class Supervisor:
         self._log_level = log_level
         self._files = ExitStack()  # closes and removes what the start opened
         self._group: ProcessGroup | None = None
-        self._monitor: ProcessMonitor | None = None
         self._lease: StoreLease | None = None
         self._progress = ProgressDisplay("bytes")
         self._guard = TaskGuard()
@@ -111,9 +111,8 @@ class Supervisor:
 
     def kill(self) -> None:
         """Kill every child now. The end of the block still removes their files."""
-        if self._monitor is not None:
-            self._monitor.stop()
         if self._group is not None:
+            self._monitor.stop()
             self._group.kill()
 
     # --- start -------------------------------------------------------------------------------------------
@@ -138,10 +137,16 @@ class Supervisor:
         self._runtime = runtime = RuntimeDir.claim(self.name)
         self._files.callback(runtime.remove)
         self._files.callback(self._release_store)
+        self._config, self._slab = config, now.policy.uses_device
+        control = ControlSegment.create(self._control_name, len(self._worker_cores))
+        self._files.callback(control.close)
         self._group = group = ProcessGroup(runtime.endpoint("control.sock"), self._guard)
         self._files.callback(group.close)
+        self._monitor = ProcessMonitor(
+            group, self._guard, control, runtime.remove_of_coordinator, self._limits
+        )
         group.on_message, group.on_exit = self._on_message, self._on_exit
-        self._config, self._key, self._slab = config, group.key, now.policy.uses_device
+        self._key = group.key
         self._reserve = plan.beside_store(now.machine)
         notice(start_line(self.model, plan, now.machine, config.backbone_dtype))
         log.info(f"model: {self.model}")
@@ -150,13 +155,14 @@ class Supervisor:
         if emulation := self.config.emulation:
             log.warning(f"emulation: {emulation}")
         # Spawned before the store is loaded: importing torch takes longer than attaching a store.
+        self._add_slot("coordinator", self._cores.computing)
         await group.prepare(Identity("coordinator", 0, 0), self._cores.computing)
         if has_tokenizer(self.model):  # an unusable one is noticed before minutes of loading
-            await group.start(Identity("text", 0, 0), self._child_config("text"), 1)
+            await self._monitor.start_slot(self._add_slot("text"))
         self._progress.update("starting the loader")
         await self._load(group)
         self._progress.update("starting the processes")
-        await self._start_processes(group)
+        await self._start_processes()
         self._progress.close()
         self.endpoint = runtime.endpoint("client.sock")
         # How other programs of this user find the engine.
@@ -188,31 +194,22 @@ class Supervisor:
             return
         raise StartFailed("other engines removed the store each time it had been loaded; start again")
 
-    async def _start_processes(self, group: ProcessGroup) -> None:
+    async def _start_processes(self) -> None:
         worker_cores = self._worker_cores
-        number = len(worker_cores)
-        progress = ControlSegment.create(self._control_name, number)
-        self._files.callback(progress.close)
-        self._monitor = monitor = ProcessMonitor(
-            group, self._guard, progress, self._runtime.remove_of_coordinator, self._limits
-        )
-        self._add_slot(monitor, "coordinator", self._cores.computing)
         # torch's sums depend on its number of threads, and any worker may repeat another's work.
         threads = min((len(cpus.cores) for cpus in worker_cores), default=1)
         for index, cpus in enumerate(worker_cores):
-            self._add_slot(monitor, "worker", threads, index, cpus)
+            self._add_slot("worker", threads, index, cpus)
         if self._slab:
-            self._add_slot(monitor, "prefetcher")
-        if has_tokenizer(self.model):
-            self._add_slot(monitor, "text")
+            self._add_slot("prefetcher")
         if self.config.http is not None:
-            self._add_slot(monitor, "gateway")
-        await monitor.start()
+            self._add_slot("gateway")
+        await self._monitor.start()
 
     def _add_slot(
-        self, monitor: ProcessMonitor, role: str, threads: int = 1, index: int = 0, cpus: CpuSet | None = None
+        self, role: str, threads: int = 1, index: int = 0, cpus: CpuSet | None = None
     ) -> ProcessSlot:
-        return monitor.add_slot(role, index, lambda: self._child_config(role, cpus), threads)
+        return self._monitor.add_slot(role, index, lambda: self._child_config(role, cpus), threads)
 
     @property
     def _control_name(self) -> str:
@@ -288,21 +285,16 @@ class Supervisor:
                 if not self.endpoint:
                     self._progress.update(message.stage, message.done, message.total)
             case Needed(role="prefetcher"):
-                if self._monitor is not None and not self._monitor.has("prefetcher"):
-                    slot = self._add_slot(self._monitor, "prefetcher")
-                    self._guard.keep(self._monitor.start_late(slot))
+                if not self._monitor.has("prefetcher"):
+                    self._guard.keep(self._monitor.start_late(self._add_slot("prefetcher")))
             case SetPolicy():
                 self._on_policy(message)
             case _:
-                if self._monitor is not None:
-                    self._monitor.on_message(child, message)
+                self._monitor.on_message(child, message)
 
     def _on_exit(self, child: Child, code: int) -> None:
         if child.identity.role != "loader":
-            if self._monitor is not None:
-                self._monitor.on_exit(child, code)
-            elif child.identity.role == "text" and (failure := child.start_failure(code)) is not None:
-                self._guard.fail(failure)
+            self._monitor.on_exit(child, code)
         elif not child.ready.is_set():  # the exit of an earlier loader may come during the next one's work
             usage = child.failed.done() and child.failed.result().usage
             self._loaded.set_exception(StartFailed(child.exit_reason(code), usage))
@@ -318,7 +310,7 @@ class Supervisor:
         if ready.role == "loader":
             if not self._loaded.done():
                 self._loaded.set_result(ready)
-        elif self._monitor is not None:
+        else:
             if ready.role == "gateway":  # port 0 is any free one; a restarted gateway has the same
                 self._config = replace(self._config, http=ready.notes[0])
                 self.http = f"http://{ready.notes[0]}"
@@ -336,9 +328,8 @@ class Supervisor:
     async def _stop(self) -> None:
         try:
             self._progress.close()
-            if self._monitor is not None:
-                self._monitor.stop()
             if self._group is not None:
+                self._monitor.stop()
                 await self._group.stop(orderly=bool(self.endpoint))
         finally:
             await to_the_end(self._end())

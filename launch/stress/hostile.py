@@ -12,7 +12,6 @@ import types
 import typing
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -115,43 +114,27 @@ FOREIGN: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class HostileMessage:
-    """One message. `kind`: its defect, one of `KINDS`."""
-
-    kind: str
-    frames: Frames
-
-
-class HostileFrames:
-    def __init__(self, seed: int) -> None:
-        self._random = Random(seed)
-        self._history: deque[Frames] = deque(maxlen=HISTORY)
-
-    def __iter__(self) -> Iterator[HostileMessage]:
-        return self
-
-    def __next__(self) -> HostileMessage:
-        random = self._random
+def hostile_messages(seed: int) -> Iterator[tuple[str, Frames]]:
+    """Yields messages without end, each with its defect, one of `KINDS`."""
+    random, history = Random(seed), deque[Frames](maxlen=HISTORY)
+    while True:
         kind = random.choices(KINDS, cum_weights=_CUMULATED)[0]
         if kind == "noise":
-            frames = [random.randbytes(random.randrange(64)) for _ in range(random.randrange(1, 7))]
-            return HostileMessage(kind, frames)
-        if kind == "replay" and self._history:
-            return HostileMessage(kind, random.choice(self._history))
-        frames = self._valid()
-        if kind in MUTATIONS:
-            frames = MUTATIONS[kind](random, frames)
-        return HostileMessage(kind, frames)
+            yield kind, [random.randbytes(random.randrange(64)) for _ in range(random.randrange(1, 7))]
+        elif kind == "replay" and history:
+            yield kind, random.choice(history)
+        else:
+            frames = _valid(random, history)
+            yield kind, MUTATIONS[kind](random, frames) if kind in MUTATIONS else frames
 
-    def _valid(self) -> Frames:
-        """A new valid message or one of the history: making a message costs more than damaging it."""
-        random = self._random
-        if len(self._history) == HISTORY and random.random() < 0.75:
-            return list(random.choice(self._history))
-        frames = [bytes(frame) for frame in encode(valid_message(random, random.choice(_MESSAGES)))]
-        self._history.append(frames)
-        return list(frames)
+
+def _valid(random: Random, history: deque[Frames]) -> Frames:
+    """A new valid message or one of the history: making a message costs more than damaging it."""
+    if len(history) == HISTORY and random.random() < 0.75:
+        return list(random.choice(history))
+    frames = [bytes(frame) for frame in encode(valid_message(random, random.choice(_MESSAGES)))]
+    history.append(frames)
+    return list(frames)
 
 
 def _flip(random: Random, frames: Frames) -> Frames:
@@ -266,7 +249,7 @@ class HostileClient:
         self.stalled = 0  # bursts that ended early because the socket accepted nothing
         self._runtime = runtime
         self._random = Random(seed)
-        self._messages = HostileFrames(seed)
+        self._messages = hostile_messages(seed)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None  # until the first burst
 
     def sockets(self) -> list[str]:
@@ -285,8 +268,8 @@ class HostileClient:
         try:
             if self._random.random() < 0.5:  # with a handshake the client socket processes what follows
                 dealer.send_multipart(encode(Hello(VERSION, "hostile")), zmq.NOBLOCK)
-            for message in islice(self._messages, count):
-                if not await self._send(dealer, message.frames):
+            for _, frames in islice(self._messages, count):
+                if not await self._send(dealer, frames):
                     self.stalled += 1
                     break
                 taken += 1

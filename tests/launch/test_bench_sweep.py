@@ -147,7 +147,6 @@ def test_policy_may_come_several_times_with_other_options() -> None:
         ("--sweep batch=1,2 --sweep batch=4", "given twice"),
         ("--sweep batch=1,2 --batch 4", "--batch is given as well"),
         ("--sweep cache=0,1 --expert-cache 1", "--expert-cache is given as well"),
-        ("--sweep costs=a,b", "they can vary with --replay"),
         ("--sweep cache=0.25,0.5 --connect", "leave out --connect"),
         ("--sweep batch=1,2 --record x", "leave out --record"),
         ("--replay x --sweep batch=1,2", "a trace has one batch"),

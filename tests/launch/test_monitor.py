@@ -200,21 +200,20 @@ async def test_processes_that_do_not_exit_are_terminated_and_then_killed(
         assert [await child.wait_exit() for child in made] == [-signal.SIGTERM, KILLED]
 
 
-@pytest.mark.parametrize("hangs", ["silent", "engine thread", "stopped", "silent from its start"])
+HANGS = {
+    **{"silent": "silent_checks", "engine thread": "engine_checks"},
+    **{"stopped": "stopped_checks", "silent from its start": "start_checks"},
+}
+
+
+@pytest.mark.parametrize("hangs", HANGS)
 async def test_hung_processes_are_killed_after_so_many_checks(
     play: Play, hangs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A coordinator without heartbeats, or without progress; a stopped worker; one that never sends anything.
     Nobody else is killed."""
-    times = {"silent": 10_000, "engine thread": 10_000, "stopped": 10_000, "silent from its start": 10_000}
-    times[hangs] = 5
-    limits = Limits(
-        check_interval=0.002,
-        silent_checks=times["silent"],
-        engine_checks=times["engine thread"],
-        stopped_checks=times["stopped"],
-        start_checks=times["silent from its start"],
-    )
+    never = dict.fromkeys(HANGS.values(), 10_000)
+    limits = Limits(check_interval=0.002, **(never | {HANGS[hangs]: 5}))
 
     def script(child: ScriptedChild) -> None:
         if hangs != "silent from its start" or child.identity != Identity("worker", 1, 1):
