@@ -175,7 +175,6 @@ ENDPOINTS = {
     "/dashboard": Endpoint(page, "GET", public=True),
     EVENTS: Endpoint(page, "GET"),
     "/health": Endpoint(health, "GET", public=True),
-    "/v1/health": Endpoint(health, "GET", public=True),
     "/v1/models": Endpoint(models, "GET"),
     "/v1/chat/completions": Endpoint(chat.create, prompt="messages"),
     "/v1/completions": Endpoint(completions.create, prompt="prompt"),

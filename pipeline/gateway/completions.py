@@ -60,7 +60,7 @@ def completion_request(body: CompletionBody, welcome: Welcome) -> CompletionRequ
         stop=body.stop,
         choices=body.n,
         default=DEFAULT_SAMPLING,
-        grammar=grammar_of({"response_format": body.response_format}),
+        grammar=grammar_of(body.response_format, "response_format"),
         logprobs=body.logprobs,
     )
     if echo and (settings.stream or settings.choices > 1):

@@ -33,16 +33,16 @@ def messages_request(
     """Returns what a body asks for. `max_tokens`: 1 where only the prompt is wanted. Raises ApiError."""
     check_chats(body.model, welcome)
     tools = _tools(body, kind)
-    formats = {"output_format": body.output_format}
-    if body.output_config is not None:
-        formats["output_config.format"] = body.output_config.format
+    form, name = body.output_format, "output_format"
+    if body.output_config is not None and body.output_config.format is not None:
+        form, name = body.output_config.format, "output_config.format"
     settings = settings_of(
         body,
         welcome,
         max_tokens,
         stop=body.stop_sequences,
         stop_field="stop_sequences",
-        grammar=grammar_of(formats, tools.grammar(kind)),
+        grammar=grammar_of(form, name, tools.grammar(kind)),
     )
     messages = [turn("system", body.system)] if body.system else []
     if messages and not messages[0].content:

@@ -16,6 +16,7 @@ from pipeline.gateway.bodies import (
     OutputItem,
     ReasoningItem,
     ResponsesBody,
+    TextOptions,
     fitting,
 )
 from pipeline.gateway.call import Call, event_of
@@ -50,14 +51,13 @@ def response_request(body: ResponsesBody, welcome: Welcome, kind: TemplateKind) 
     tools = chosen_tools(
         *flat_tools(body.tools or ()), body.tool_choice, kind, body.parallel_tool_calls is not False
     )
-    formats = {} if body.text is None else {"text.format": body.text.format}
     effort = None if body.reasoning is None else body.reasoning.effort
     settings = settings_of(
         body,
         welcome,
         body.max_output_tokens or welcome.context,
         stop=body.stop,
-        grammar=grammar_of(formats, tools.grammar(kind)),
+        grammar=grammar_of((body.text or TextOptions()).format, "text.format", tools.grammar(kind)),
     )
     variables = reasoning_variables(effort, kind, "reasoning.effort")
     return ChatRequest(_messages(body), settings, tools, variables)

@@ -115,16 +115,13 @@ def chosen_tools(
     return Tools(tuple(tools), schemas, names, parallel)
 
 
-def grammar_of(formats: dict[str, Format | None], forced: Grammar = Grammar()) -> Grammar:
-    """Returns the one grammar of a request. `formats`: the dialect's own fields for it, by name; `forced`:
-    that of a call that has to be. Raises ApiError, also where there are several."""
-    grammars = [_of_format(given, name) for name, given in formats.items() if given is not None]
-    grammars = [grammar for grammar in (forced, *grammars) if grammar]
-    if forced and len(grammars) > 1:
+def grammar_of(wanted: Format | None, name: str, forced: Grammar = Grammar()) -> Grammar:
+    """Returns the grammar of a request. `name`: of the field with the wanted form; `forced`: that of a call
+    that has to be. Raises ApiError, also where both are asked for."""
+    formed = Grammar() if wanted is None else _of_format(wanted, name)
+    if forced and formed:
         raise bad("tool_choice", "an answer follows a form or calls a tool; give one of them")
-    if len(grammars) > 1:
-        raise bad(grammars[-1].field or "", "an answer follows one grammar only; give one")
-    return grammars[0] if grammars else Grammar()
+    return forced or formed
 
 
 def _of_format(wanted: Format, name: str) -> Grammar:

@@ -127,54 +127,6 @@ def test_page_goes_on_after_the_engine_is_killed(page: Any, served: Any) -> None
         wait_for_frames(page, 3)
 
 
-def test_colours_of_light_and_dark_and_of_48_x_128_experts(browser: Any, served: Any) -> None:
-    grounds = set()
-    for scheme in ("light", "dark"):
-        page = browser.new_page(color_scheme=scheme)
-        page.goto(f"{served.url}/dashboard")
-        grounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
-        seen = page.evaluate(MAP)
-        assert seen.pop("size") == [128, 48]
-        assert seen == {
-            "first": page.evaluate("colour('resident')"),  # resident and not used
-            "host": page.evaluate("colour('host')"),
-            "device": page.evaluate("colour('device')"),
-            "demanded": page.evaluate("colour('demanded')"),
-            "last": page.evaluate("colour('empty')"),
-        }
-        page.close()
-    assert len(grounds) == 2
-
-
-# Draws one event of a large model: experts 1 to 3 of layer 0 are used, on the host, on the device, and there
-# after a fetch. Gives the colours of some cells.
-MAP = """async () => {
-  const { Experts } = await import("/dashboard/experts.js");
-  window.colour = (name) => {
-    const text = getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-    return [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16));
-  };
-  const canvas = document.createElement("canvas");
-  const map = new Experts(canvas);
-  map.begin({ layers: 48, experts: 128, tiles: 2 });
-  const plane = (...values) => {
-    const cells = new Uint8Array(48 * 128);
-    cells.set(values);
-    return btoa(String.fromCharCode(...cells));
-  };
-  map.add({
-    resident: plane(2, 0, 2, 2), used: plane(0, 1, 1, 1), device: plane(0, 0, 255, 255),
-    demanded: plane(0, 0, 0, 1), gained: plane(),
-  });
-  map.draw();
-  const at = (x, y) => [...canvas.getContext("2d").getImageData(x, y, 1, 1).data.slice(0, 3)];
-  return {
-    size: [canvas.width, canvas.height],
-    first: at(0, 0), host: at(1, 0), device: at(2, 0), demanded: at(3, 0), last: at(127, 47),
-  };
-}"""
-
-
 def test_files_allow_nothing_from_elsewhere(served: Any) -> None:
     with served.http() as http:
         answer = http.get("/")
