@@ -30,7 +30,7 @@ def open_config(model: Path) -> ModelSource:
     config = model / CONFIG_FILE
     if is_shape(model) or not config.exists() or any(model.glob("*.safetensors*")):
         return open_model(model)
-    return RandomModel.of_config(short_name(str(model)), read_fields(config))
+    return RandomModel(short_name(str(model)), read_fields(config))
 
 
 class Checkpoint(ModelSource):

@@ -43,18 +43,11 @@ class RandomModel(ModelSource):
     filling = "drawing random experts"
     fused = False
 
-    def __init__(self, name: str) -> None:
-        """`name`: shape:NAME or shape:NAME/LAYERS. Raises ModelError."""
+    def __init__(self, name: str, config: Config | None = None) -> None:
+        """`name`: shape:NAME or shape:NAME/LAYERS; or any, with the config of a model of which only that is
+        there, to plan with. Raises ModelError."""
         self.name = name
-        self._shape, self.config = shape_config(name)
-
-    @classmethod
-    def of_config(cls, name: str, config: Config) -> RandomModel:
-        """A model of which only the config is there, to plan with."""
-        model = cls.__new__(cls)
-        model.name = model._shape = name
-        model.config = config
-        return model
+        self._shape, self.config = shape_config(name) if config is None else (name, config)
 
     def fingerprint(self, format_name: str, tile: int) -> str:
         facts = {

@@ -231,13 +231,6 @@ def test_staging_slots_are_of_a_small_share_of_a_gpu(case: Case) -> None:
         assert not takes(plan.needs, machine, True, *least, most)
 
 
-def test_slab_without_a_gpu_takes_shared_memory() -> None:
-    needed = every("mixtral-8x7b", False)[2]
-    plan = chosen([needed], EngineConfig(), Machine(80 * GB, needed.store + GB), True)
-    slab = plan.pools(Machine(0, 0))[1].parts["slab"]
-    assert GB - needed.slot - needed.tiles * needed.slot // 1000 <= slab <= GB
-
-
 def test_less_exact_format_is_preferred_to_a_short_context() -> None:
     needed = every("qwen1.5-moe-a2.7b", False)
     bf16, *_, smallest_of_all = needed
