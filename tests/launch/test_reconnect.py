@@ -64,13 +64,16 @@ def test_answers_and_scores_resume_after_a_coordinator_restart(engine: Launched,
     score = ("score", "--tokens", str(ids), "--stepwise", "--json", *CONNECT, "--out")
     with Launched(*seeded) as launched, Launched(*score, str(rows)) as scoring:
         whole, report = output(launched), json.loads(output(scoring))
-    with Launched(*seeded) as launched, Launched(*score, str(again)) as scoring:
+    # One after the other: neither can have ended when it is known to have begun.
+    with Launched(*seeded) as launched:
         assert os.read(launched.process.stdout.fileno(), 1) == whole[0].encode()  # and buffer nothing
-        assert wait_until(lambda: largest(tmp_path, "*again*") > 100_000, LIMIT)
         engine.child(COORDINATOR).kill()
         code, out, err = launched.end()
         assert (code, whole[0] + out) == (0, whole), err
         assert err.count(WAITING) == err.count(ANSWERS) == 1
+    with Launched(*score, str(again)) as scoring:
+        assert wait_until(lambda: largest(tmp_path, "*again*") > 100_000, LIMIT)
+        engine.child(COORDINATOR).kill()
         code, out, err = scoring.end()
         assert code == 0, err
         assert json.loads(out)["tokens"] == report["tokens"] == 250
