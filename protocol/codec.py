@@ -1,4 +1,4 @@
-r"""Messages to frames and back: Tandem's wire format, version 7.
+r"""Messages to frames and back: Tandem's wire format, version 8.
 
 This docstring is the specification; with it a client can be written in any language that has ZeroMQ and
 msgpack. `messages.py` defines the meaning of each message.
