@@ -91,9 +91,7 @@ class Geometry:
     @property
     def weights(self) -> Weights:
         """Returns the structure of C."""
-        return Weights(
-            self.bits, self.group, self.inputs, self.outputs, self.channels, self.channel_bits
-        )
+        return Weights(self.bits, self.group, self.inputs, self.outputs, self.channels, self.channel_bits)
 
     @property
     def padded(self) -> int:
