@@ -154,12 +154,17 @@ def bind_router(
 
 
 def connect_dealer(
-    context: zmq.Context[Socket], endpoint: str, *, identity: bytes = b"", receive_hwm: int = HWM
+    context: zmq.Context[Socket],
+    endpoint: str,
+    *,
+    identity: bytes = b"",
+    send_hwm: int = HWM,
+    receive_hwm: int = HWM,
 ) -> Socket:
     """A DEALER that connects to an ipc endpoint, at once or as soon as it is bound, and again after its peer
     is replaced. `identity`: by default a random one of its own. `receive_hwm` messages may wait to be read;
     then the peer waits. Raises ProtocolError for an unusable endpoint."""
-    socket = _dealer(context, endpoint, identity, receive_hwm)
+    socket = _dealer(context, endpoint, identity, send_hwm, receive_hwm)
     socket.connect(endpoint)
     return socket
 
@@ -168,16 +173,18 @@ def client_dealer(context: zmq.Context[Socket], endpoint: str, receive_hwm: int 
     """A client's DEALER for an ipc endpoint, not connected yet. `connect_checked` connects it, again after
     each break: ZeroMQ itself would connect to any socket of that name. Raises ProtocolError for an unusable
     endpoint."""
-    socket = _dealer(context, endpoint, b"", receive_hwm)
+    socket = _dealer(context, endpoint, b"", HWM, receive_hwm)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 0)
     socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
     return socket
 
 
-def _dealer(context: zmq.Context[Socket], endpoint: str, identity: bytes, receive_hwm: int) -> Socket:
+def _dealer(
+    context: zmq.Context[Socket], endpoint: str, identity: bytes, send_hwm: int, receive_hwm: int
+) -> Socket:
     _socket_path(endpoint)
     socket = context.socket(zmq.DEALER)
-    _configure(socket, HWM, receive_hwm, LARGEST)
+    _configure(socket, send_hwm, receive_hwm, LARGEST)
     socket.setsockopt(zmq.IDENTITY, identity or random_identity())
     return socket
 

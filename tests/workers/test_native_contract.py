@@ -28,7 +28,7 @@ def any_case(name: str, rows: int, seed: int) -> Case:
     data = np.empty(3 * layout.tile_bytes, np.uint8)
     for tile in range(3):
         part = data[tile * layout.tile_bytes : (tile + 1) * layout.tile_bytes]
-        layout.format.fill_random(random, 75, 21, 0.1, part)
+        layout.format.fill_random(random, 75, 150, 0.1, part)
     x = states(random, "normal", rows, 75)
     return Case(layout, data, x, random.permutation(rows).astype(np.int32))
 
