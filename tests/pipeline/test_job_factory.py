@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from expected_errors import expect_error
 from test_jobs import CONTEXT, END, PROMPT, VOCABULARY, Letters, factory, sequence, step
 
 from pipeline.errors import PromptTooLong, RequestError
 from pipeline.scheduling.job_factory import JobFactory
+from pipeline.text.sampler import Sampler
 from protocol.messages import Generate, Sampling, Score, Token
 
 
@@ -68,6 +70,23 @@ def test_larger_context_is_a_remedy_where_the_model_has_one(longest: int, remedy
         with pytest.raises(RequestError) as refused:
             make(b"c", message, print)
         assert str(refused.value).endswith(f"; {remedy}")
+
+
+def test_resumed_answer_draws_the_numbers_behind_its_tokens() -> None:
+    sampling = Sampling(temperature=1.0, seed=3)
+    logits = np.random.default_rng(0).normal(size=(1, VOCABULARY)).astype(np.float32)
+    drawn = []
+    for resume in ((), (20,), (20, 21)):
+        sent: list = []
+        job = made(Generate(0, token_ids=PROMPT, sampling=sampling, resume=resume, ignore_eos=True), sent)
+        given = job.step_input(CONTEXT)
+        assert list(given.span.tokens) == [*PROMPT, *resume]
+        job.kv.advance(len(given.span.tokens))
+        job.take_logits(logits)
+        assert sent[0].index == len(resume)
+        drawn.append(sent[0].token)
+        assert drawn[-1] == Sampler(sampling, 3, drawn=len(resume)).next(logits[0], [])
+    assert len(set(drawn)) == 3
 
 
 def test_penalty_sees_the_prompt_and_the_answer() -> None:

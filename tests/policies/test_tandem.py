@@ -44,6 +44,21 @@ def test_a_valuable_expert_takes_the_last_tiles_of_the_least_valuable() -> None:
     assert worth.target.tolist() == [[4, 1, 3]]
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_value_is_a_fresh_and_a_lasting_average_of_router_probabilities(rows: int) -> None:
+    """Of decode steps: both decay by their weights, and the lasting one counts half."""
+    shape = ModelShape(layers=1, experts=4, tiles=1, top_k=1)
+    worth = Worth(shape, 2, np.array([[4, 3, 2, 1]]))
+    averages = {0.2: np.array([0.4, 0.3, 0.2, 0.1]), 0.003: np.array([0.4, 0.3, 0.2, 0.1])}
+    for step in range(5):
+        logits = np.random.default_rng(step).normal(size=(rows, 4)).astype(np.float32)
+        share = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+        averages = {new: (1 - new) * old + new * share.mean(axis=0) for new, old in averages.items()}
+        worth.note(0, logits, "decode")
+        worth.observe(0)
+    np.testing.assert_allclose(worth.value[0], averages[0.2] + 0.5 * averages[0.003], rtol=1e-5)
+
+
 def test_tiles_leave_layers_that_were_computed_last() -> None:
     worth = Worth(SHAPE, 6 * 8 * 4, np.ones((6, 16), np.int64))
     missing = [(layer, expert) for layer, expert in np.argwhere(worth.target == 0).tolist() if layer == 3]

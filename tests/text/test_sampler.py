@@ -100,6 +100,12 @@ def test_ties_at_a_limit(top_k: int) -> None:
     assert np.array_equal(kept, np.flatnonzero(logits == 3)[:1201])
 
 
+def test_top_p_ends_with_the_token_that_reaches_it() -> None:
+    logits = np.log(np.array([0.25, 0.5, 0.125, 0.125], dtype=np.float32))
+    for share, kept in ((0.5, [1]), (0.75, [0, 1]), (0.76, [0, 1, 2])):
+        assert Sampler(Sampling(temperature=1.0, top_p=share), 0).candidates(logits, [])[0].tolist() == kept
+
+
 def test_temperature_0_is_greedy() -> None:
     logits = np.array([1, 5, 5, -2], dtype=np.float32)
     # filters have no effect, and the first of equal logits is chosen
