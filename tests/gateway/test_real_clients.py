@@ -223,6 +223,15 @@ def test_responses(client: Any) -> None:
     assert client.responses.create(model=MODEL, input=turns, max_output_tokens=4).output_text is not None
 
 
+def test_a_response_reads_a_conversation_as_a_chat_does(client: Any) -> None:
+    answer = {"role": "assistant", "content": "A sequence."}
+    turns = [{"role": "system", "content": "Be short."}, *QUESTION, answer, *QUESTION]
+    chat = client.chat.completions.create(model=MODEL, messages=turns, max_tokens=12, temperature=0)
+    found = client.responses.create(model=MODEL, input=turns, max_output_tokens=12, temperature=0)
+    assert found.usage.input_tokens == chat.usage.prompt_tokens
+    assert found.output_text == chat.choices[0].message.content
+
+
 def test_reasoning_is_apart(client: Any) -> None:
     found = client.chat.completions.create(
         model=MODEL, messages=QUESTION, reasoning_effort="low", max_tokens=8, temperature=0
