@@ -72,7 +72,7 @@ $(TEST_TOOLS): $(READY)
 	echo "make: installing what the tests need ..." >&2
 	$(call dotted,$(BIN)/python -c '$(REQUIRED)' dev | $(PIP) -r /dev/stdin >&2)
 	{ $(call dotted,$(BIN)/python -c '$(REQUIRED)' clients | timeout 300 $(PIP) -r /dev/stdin >&2); } || \
-	echo "make: lm_eval and llm cannot be had; their two tests will skip" >&2
+	echo "make: lm_eval cannot be had; its test will skip" >&2
 	{ $(call dotted,$(BIN)/python -c '$(REQUIRED)' nvrtc | timeout 300 $(PIP) -r /dev/stdin >&2); } || \
 	echo "make: NVRTC cannot be had; no test will compile CUDA kernels" >&2
 	touch $@

@@ -1,4 +1,4 @@
-/* Numbers and doorbells in memory that two processes map; `ring.py` says which. A doorbell has one process that rings it
+/* Numbers and doorbells in memory that two processes map; `lane.py` says which. A doorbell has one process that rings it
  * and one that waits for it. The waiting one may be killed at any instruction: the other then makes a system call too
  * many. If the ringing one is, a wait ends at its limit. */
 #define _GNU_SOURCE

@@ -105,10 +105,8 @@ def _owned(start: int, size: int) -> ctypes.Array[ctypes.c_uint8]:
     return memory
 
 
-def _mmap(
-    address: int | None, size: int, protection: int, flags: int, descriptor: int, offset: int = 0
-) -> int:
-    at: int | None = _libc.mmap(address, size, protection, flags, descriptor, offset)
+def _mmap(address: int | None, size: int, protection: int, flags: int, descriptor: int) -> int:
+    at: int | None = _libc.mmap(address, size, protection, flags, descriptor, 0)
     if at is None or at == FAILED:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

@@ -53,7 +53,6 @@ LONGEST = (
     "pipeline/test_many_clients.py",
     "pipeline/test_clients_hostile.py",
     "faults/test_worker_restart.py",
-    "loader/test_damaged_stores.py",
     "faults/test_supervisor_signals.py",
     "launch/test_reconnect.py",
     "launch/test_bench.py",

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -26,7 +26,7 @@ from launch.terminal.output import print_json
 from launch.terminal.tables import Cell, Column, Table, dim, print_parts
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_config
-from pipeline.config import FormatName
+from pipeline.config import FloeName, FormatName
 from pipeline.memory.needs import Needs
 from pipeline.memory.plan import AUTOMATIC, LEFT_FREE, Plan
 from pipeline.models.registry import model_spec
@@ -172,8 +172,10 @@ async def _expected(
     reads = (
         f"tok/s: expected of one request after {CONTEXT} tokens, with --policy all-host. A token reads its"
         f" experts, {byte_size(first.backbone)} of backbone in {config.backbone_dtype} and"
-        f" {byte_size(first.kv)} of KV cache; in floe formats it leaves out {share:.0%} of an expert."
+        f" {byte_size(first.kv)} of KV cache"
     )
+    floe = any(name in get_args(FloeName) for name in plan.formats)
+    reads += f"; in floe formats it leaves out {share:.0%} of an expert." if floe else "."
     return speeds, expected, [reads, *explain_speeds(plan.formats, speeds)]
 
 

@@ -195,11 +195,8 @@ class Supervisor:
         raise StartFailed("other engines removed the store each time it had been loaded; start again")
 
     async def _start_processes(self) -> None:
-        worker_cores = self._worker_cores
-        # torch's sums depend on its number of threads, and any worker may repeat another's work.
-        threads = min((len(cpus.cores) for cpus in worker_cores), default=1)
-        for index, cpus in enumerate(worker_cores):
-            self._add_slot("worker", threads, index, cpus)
+        for index, cpus in enumerate(self._worker_cores):
+            self._add_slot("worker", len(cpus.cores), index, cpus)
         if self._slab:
             self._add_slot("prefetcher")
         if self.config.http is not None:

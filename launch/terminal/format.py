@@ -10,6 +10,7 @@ from pipeline.assets import model_dir
 from pipeline.models.shapes import short_name
 
 MISSING = "-"  # where a figure was not measured, or is a share of nothing
+WIDTH = 5  # digits of a column's largest figure, of which decimals take what is left
 
 
 def model_name(model: str, article: str = "the ") -> str:
@@ -53,15 +54,15 @@ def three_digits(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
-def alike(values: Sequence[float], width: int = 5) -> list[str]:
+def alike(values: Sequence[float]) -> list[str]:
     """Returns the figures of one column with the same number of decimals: two digits of the smallest, three
-    of the largest, as far as the largest has at most `width` digits. 0 is exact: a smaller figure is
+    of the largest, as far as the largest has at most WIDTH digits. 0 is exact: a smaller figure is
     "<0.01"."""
     sizes = [abs(value) for value in values if value]
     if not sizes:
         return [f"{value:.0f}" for value in values]
     before = [math.floor(math.log10(size)) + 1 for size in (min(sizes), max(sizes))]
-    decimals = min(max(2 - before[0], 3 - before[1], 0), max(width - max(before[1], 1), 0), 3)
+    decimals = min(max(2 - before[0], 3 - before[1], 0), max(WIDTH - max(before[1], 1), 0), 3)
     least = 10.0**-decimals
     return [f"<{least:g}" if 0 < value <= least / 2 else f"{value:.{decimals}f}" for value in values]
 

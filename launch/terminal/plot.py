@@ -69,7 +69,7 @@ def check_picture(path: Path) -> None:
     check_new_file("--plot", path)
 
 
-def draw(path: Path, rows: Sequence[Sequence[Panel]], heading: str, footnote: str = "") -> None:
+def draw(path: Path, rows: Sequence[Sequence[Panel]], heading: str) -> None:
     """Write a picture of the panels, whole or not at all. The panels of a row have one y axis. Raises
     OutputFailed."""
     import matplotlib  # here, because it takes a second
@@ -101,7 +101,6 @@ def draw(path: Path, rows: Sequence[Sequence[Panel]], heading: str, footnote: st
                     place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16 if panel.along else -0.1)}
                     axes.legend(ncols=2, handlelength=1.2, **place)
         figure.suptitle(heading, fontsize=10, x=0.01, ha="left")
-        figure.supxlabel(footnote, fontsize=7.5, x=0.01, ha="left", color="gray")
         try:
             with atomic_file(path, SHARED) as file:
                 figure.savefig(file, format=path.suffix[1:].lower(), dpi=DPI)

@@ -17,7 +17,6 @@ from waiting import until
 from launch.errors import StartFailed
 from launch.processes.cores import Cores
 from launch.processes.monitor import Limits
-from launch.processes.supervisor import Supervisor
 from pipeline.assets import model_dir
 from protocol.messages import VERSION, Failed, Heartbeat, SetPolicy, Shutdown
 from protocol.sockets import Identity, runtime_root
@@ -34,10 +33,6 @@ async def play(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Play]:
         yield made
 
 
-def threads_of(supervised: Supervisor) -> int:
-    return min(len(cpus.cores) for cpus in Cores.here().for_workers(2))
-
-
 async def test_children_start_and_stop_in_order(play: Play, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tandem")
     play.notes = {"loader": ("attached", "no huge pages"), "worker": ("not pinned",)}
@@ -49,8 +44,9 @@ async def test_children_start_and_stop_in_order(play: Play, caplog: pytest.LogCa
         # The coordinator waits for the store, which the text process does not need.
         assert configured[:2] == ["text process is configured", "loader is configured"]
         assert sorted(configured[2:]) == sorted(f"{name} is configured" for name in CHILDREN)
-        computing = Cores.here().computing
-        assert [c.threads for c in play.children] == [computing, 1, computing, *[threads_of(engine)] * 2]
+        cores = Cores.here()
+        threads = [len(cpus.cores) for cpus in cores.for_workers(2)]
+        assert [c.threads for c in play.children] == [cores.computing, 1, cores.computing, *threads]
         assert engine.pids == {
             Identity(*who, 0): PID for who in (("coordinator", 0), ("worker", 0), ("worker", 1), ("text", 0))
         }

@@ -71,7 +71,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 def test_bars_and_lines_have_medians_and_ranges(tmp_path: Path, drawn: list[Figure]) -> None:
     speeds = Panel("speed", [Series("", {"a": [900, 901, 902], "b": [10, 30]})])
     along = Panel("speed", [Series("fiddler", {16: [5.0], 1: [1.0, 3.0]})], "batch")
-    draw(tmp_path / "a.PNG", [[speeds], [along]], "heading", "footnote")
+    draw(tmp_path / "a.PNG", [[speeds], [along]], "heading")
     bars, lines = drawn[0].axes
     assert [text.get_text() for text in bars.texts] == ["901", "20"]
     (errors,) = (container for container in bars.containers if isinstance(container, ErrorbarContainer))
@@ -81,7 +81,7 @@ def test_bars_and_lines_have_medians_and_ranges(tmp_path: Path, drawn: list[Figu
     assert (np.asarray(line.get_xdata()).tolist(), np.asarray(line.get_ydata()).tolist()) == ([1, 16], [2, 5])
     assert (lines.get_xscale(), lines.get_xticks().tolist()) == ("log", [1, 16])
     assert lines.get_legend().get_texts()[0].get_text() == "fiddler"
-    assert [text.get_text() for text in drawn[0].texts] == ["heading", "footnote"]
+    assert [text.get_text() for text in drawn[0].texts] == ["heading"]
 
 
 @pytest.mark.parametrize(("suffix", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])

@@ -56,13 +56,6 @@ class Engine:
         self.shares = {}  # request -> tokens or blocks after which this engine sends no more of it
         self.jobs = {}
 
-    def drop_clients(self):
-        """As a running engine drops clients that were suspended or cut off."""
-        for job in self.jobs.values():
-            job.cancel()
-        self.jobs.clear()
-        self.clients.clear()
-
     def ever(self, kind):
         return [message for message in self.received if isinstance(message, kind)]
 
