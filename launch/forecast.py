@@ -4,27 +4,35 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from launch.bench.profile import PhaseProfile
+from launch.errors import WrongUsage
+from pipeline.calibration.file import NAME, load
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import EngineConfig, FormatName
 from pipeline.counters import difference
+from pipeline.errors import CalibrationError
 from pipeline.memory.needs import Needs, backbone_tensors, needs, plain_bytes, quantized_bytes
 from pipeline.models.registry import expert_shape
+from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest
 from pipeline.replay.machine import Replay
 from pipeline.traces.recorder import DEPTH
 from pipeline.traces.trace import Header, TracedStep
+from protocol.program import user_folder
 from shm.layout import FloeFormat, StoreLayout, format_named
+
+log = logging.getLogger("tandem")
 
 CONTEXT = 1000  # tokens that an expected token attends to
 MARGIN = 0.2  # of the range: how evenly a token's experts divide over the workers is not measured
@@ -173,6 +181,7 @@ class RecordedText:
     counts: NDArray[np.int64]  # [L, E] uses before the steps that count
     words: str
     rest: float | None = None  # seconds of a decode step that were measured and are not simulated
+    calibration: Calibration | None = None  # of the model whose routing was recorded
 
 
 @dataclass(frozen=True)
@@ -232,6 +241,7 @@ def by_replay(
     PlanError."""
     machine = Replay(
         *(sizes.header, make_policy(setting.policy, seed), priced.costs, setting.capacity),
+        calibration=text.calibration,
         popularity=text.counts,
         last_steps={sequence: step.number for step in text.steps for sequence in step.sequences},
     )
@@ -259,3 +269,21 @@ def by_replay(
         fidelity={} if outcome.exact else decode.fidelity,
         notes=tuple(outcome.notes),
     )
+
+
+def calibration_of(header: Header, first: bool) -> Calibration | None:
+    """The model's calibration on this machine, or None; without the gate for the next token's first layer
+    where the trace holds no probe for it. A damaged file is as none, with a warning."""
+    path = user_folder("CACHE") / header.fingerprint / NAME
+    if not path.exists():
+        return None
+    try:
+        calibration = load(path)
+    except CalibrationError as e:
+        log.warning(f"warning: {e}")
+        return None
+    if calibration.decode_counts.shape != (header.shape.layers, header.shape.experts):
+        raise WrongUsage(f"{path} calibrates a model of another shape than the recorded one")
+    # traces hold no probe of the MLPs
+    calibration = replace(calibration, mlp_inner=None, mlp_outer=None, mlp_accuracy=None)
+    return calibration if first else replace(calibration, first_gate=None)

@@ -19,7 +19,7 @@ from launch.bench.measure import make_prompts, read_other_texts, warm_up
 from launch.command_line.options import Options
 from launch.connect import connected
 from launch.errors import WrongUsage
-from launch.forecast import Priced, RecordedText, Sizes, sizes_of
+from launch.forecast import Priced, RecordedText, Sizes, calibration_of, sizes_of
 from launch.planning import make_plan, situation
 from launch.processes.cores import Cores
 from launch.terminal.format import model_name
@@ -203,9 +203,9 @@ def recorded(path: Path, header: Header) -> RecordedText:
     before = [index for index in decoded if index < begin]
     history, first = steps[:begin], before[-WARM] if len(before) > WARM else 0
     rows = sum(len(step.sequences) for step in steps[begin:] if step.phase == "decode")
-    words = f"recorded routing: of {path.name} the last {rows} tokens count, what is before is the history"
-    counts = counts_of(history, of.layers, of.experts)
-    return RecordedText(steps[first:], begin - first, counts, words, seen.rest)
+    words = f"recorded routing: the last {rows} tokens count, what is before is the history"
+    counts, calibration = counts_of(history, of.layers, of.experts), calibration_of(trace.header, seen.first)
+    return RecordedText(steps[first:], begin - first, counts, words, seen.rest, calibration)
 
 
 def counts_of(steps: Sequence[TracedStep], layers: int, experts: int) -> NDArray[np.int64]:

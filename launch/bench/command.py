@@ -71,7 +71,8 @@ async def bench(options: Options, interrupts: Interrupts) -> int:
     if swept:
         policies, rounds = len(every[0].plan.policies), every[0].plan.rounds
         notice(
-            f"sweep: {count(len(every), 'setting')} x {policies} policies x {rounds + 1} rounds = {runs} runs"
+            f"sweep: {count(len(every), 'setting')}, policies: {policies}, {count(rounds, 'round')} and one"
+            f" to warm up: {runs} runs"
             + (f", {count(len(engines), 'engine')} one after the other" if len(engines) > 1 else "")
         )
     report = SweepReport(axes(options.written))

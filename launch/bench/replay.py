@@ -6,10 +6,9 @@ whole trace, as in `bench`, where it has seen the prompts in earlier rounds."""
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from launch.bench.report import Figures, compared, policy_tables, routing_notes,
 from launch.bench.sweep import Point, SweepReport, combinations
 from launch.command_line.options import Options, axes
 from launch.errors import LaunchError, WrongUsage
+from launch.forecast import calibration_of
 from launch.terminal.format import count, merged_notes, model_name
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.log import notice
@@ -30,9 +30,8 @@ from launch.terminal.progress import ProgressCounter
 from launch.terminal.tables import print_parts
 from pipeline.arrays import PHASES, Phase
 from pipeline.calibration.cost_cache import measured_here
-from pipeline.calibration.file import NAME, load
 from pipeline.config import DEFAULT_CACHE
-from pipeline.errors import CalibrationError, PlanError, PolicyError, TraceError
+from pipeline.errors import PlanError, PolicyError, TraceError
 from pipeline.memory.needs import cache_tiles
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
@@ -43,8 +42,6 @@ from pipeline.replay.steps import Overview, summarize
 from pipeline.traces.trace import Header, Trace, TracedStep
 from protocol.program import user_folder
 from shm.segment import byte_size
-
-log = logging.getLogger("tandem")
 
 LEFT_OUT = ("embedding", "head", "sampling", "planning", "messages", "scheduling")  # of the time
 ASSUMPTION = "approximate policies are replayed on the recorded text; they might have generated another"
@@ -121,7 +118,7 @@ class Replays:
             cache_tiles(share, shape.layers * shape.experts * shape.tiles),
             costs.for_tiles(shape.tiles),
             costs_of,
-            calibration := _calibration(header, overview.first),
+            calibration := calibration_of(header, overview.first),
             skip_unable="policy" not in written,
         )
         counts = overview.counts if calibration is None else calibration.decode_counts
@@ -291,21 +288,3 @@ def _costs(header: Header, asked: Path | None) -> tuple[Costs, str]:
         "bench --replay: no costs of this model were measured on this machine; give --costs FILE, or"
         " --costs daop-table-1, which was published for Mixtral-8x7B"
     )
-
-
-def _calibration(header: Header, first: bool) -> Calibration | None:
-    """The model's calibration on this machine, or None; without the gate for the next token's first layer
-    where the trace holds no probe for it. A damaged file is as none, with a warning."""
-    path = user_folder("CACHE") / header.fingerprint / NAME
-    if not path.exists():
-        return None
-    try:
-        calibration = load(path)
-    except CalibrationError as e:
-        log.warning(f"warning: {e}")
-        return None
-    if calibration.decode_counts.shape != (header.shape.layers, header.shape.experts):
-        raise WrongUsage(f"{path} calibrates a model of another shape than the trace's")
-    # traces hold no probe of the MLPs
-    calibration = replace(calibration, mlp_inner=None, mlp_outer=None, mlp_accuracy=None)
-    return calibration if first else replace(calibration, first_gate=None)

@@ -111,7 +111,8 @@ class SweepReport:
         notes = [f"{point} left out: {point.left_out}" for point in self.points if point.report is None]
         notes += [line for report in self.reports for line in report.without]
         notes += ["interrupted; the settings above are those that were finished"] * self.interrupted
-        about = [*self.about, "x: decode relative to the setting's first policy"]
+        several = any(len(report.figures) > 1 for report in self.reports)
+        about = [*self.about, *["x: decode relative to the setting's first policy"] * several]
         return show_tables([Table([*settings, *SWEPT], self.rows, gap=0)], about, notes)
 
     @property

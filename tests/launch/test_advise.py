@@ -6,14 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+from plain_calibration import plain_calibration
 
 from launch.advise.machine import drawn
 from launch.cli import main
 from launch.forecast import Priced, Setting, by_replay, sizes_of
-from pipeline.checkpoint.open import open_config
+from pipeline.calibration.file import NAME, save
+from pipeline.checkpoint.open import open_config, open_model
 from pipeline.config import EngineConfig
+from pipeline.models.registry import model_spec
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import PolicyRequest
+from protocol.program import user_folder
 
 MACHINE = ["--host-gbps", "60", "--link-gbps", "25", "--gpu-gb", "12", "--gpu-gbps", "1000"]
 MODEL = ["advise", "--model", "shape:mixtral-8x7b/4"]
@@ -90,13 +94,21 @@ def test_speed_is_that_of_the_costs_and_of_a_steps_rest() -> None:
     assert 1 / plain.tok_s == pytest.approx(4 * layer + 2e-3)
 
 
-def test_a_trial_records_and_prices_this_machine(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """One engine, whose trace has the routing and what is not simulated, and whose costs are in force."""
+def test_a_trial_records_and_prices_this_machine(
+    tiny_model: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One engine, whose trace has the routing and what is not simulated, and whose costs are in force. A
+    preset that needs the model's calibration has it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = open_model(tiny_model)
+    spec = model_spec(source.config)
+    measured = plain_calibration(len(spec.moe_layers), spec.experts, spec.hidden)
+    save(user_folder("CACHE") / source.fingerprint("calibration", 0) / NAME, measured, {})
     options = ["--device", "cpu", "--workers", "1", "--expert-cache", "0.5", "--prompt-len", "16"]
-    arguments = ["advise", "--model", str(tiny_model), *options, "--policy", "all-host,fiddler", "--json"]
+    arguments = ["advise", "--model", str(tiny_model), *options, "--policy", "all-host,adapmoe", "--json"]
     assert main(arguments) == 0
     report = json.loads(capfd.readouterr().out)
     assert report["machine"].startswith("this machine, ")
-    assert {each["policy"] for each in report["estimates"]} == {"all-host", "fiddler"}
+    assert {each["policy"] for each in report["estimates"]} == {"all-host", "adapmoe"}
     assert all(0 < each["tok_s"] < 1e5 for each in report["estimates"])
     assert report["advice"]
