@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.evidence_commands import Commands, Row, relative
-from launch.bench.profile import PhaseProfile
+from launch.profile import PhaseProfile
 from pipeline.assets import model_dir
 from pipeline.checkpoint.open import open_model
 from pipeline.memory.needs import staging_tiles

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launch.bench.profile import PhaseProfile
 from launch.errors import WrongUsage
+from launch.profile import PhaseProfile
 from pipeline.calibration.file import NAME, load
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import EngineConfig, FormatName
@@ -181,7 +181,7 @@ class RecordedText:
     counts: NDArray[np.int64]  # [L, E] uses before the steps that count
     words: str
     rest: float | None = None  # seconds of a decode step that were measured and are not simulated
-    calibration: Calibration | None = None  # of the model whose routing was recorded
+    calibration: Calibration | None = None  # for presets that need one; of recorded routing alone
 
 
 @dataclass(frozen=True)
@@ -272,8 +272,9 @@ def by_replay(
 
 
 def calibration_of(header: Header, first: bool) -> Calibration | None:
-    """The model's calibration on this machine, or None; without the gate for the next token's first layer
-    where the trace holds no probe for it. A damaged file is as none, with a warning."""
+    """Returns a recorded model's calibration on this machine, as far as a replay can use it, or None.
+    `first`: whether the trace has probes for the gate of the next token's first layer. A damaged file counts
+    as none, with a warning. Raises WrongUsage for a file of another shape."""
     path = user_folder("CACHE") / header.fingerprint / NAME
     if not path.exists():
         return None

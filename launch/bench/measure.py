@@ -24,8 +24,8 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from launch.bench.profile import PhaseProfile, Tree, added
 from launch.errors import AnswerLost, Disturbed, WrongUsage
+from launch.profile import PhaseProfile, Tree, added
 from pipeline.assets import heldout
 from pipeline.counters import difference
 from pipeline.policies.placements import ENOUGH_TOKENS

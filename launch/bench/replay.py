@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from rich.console import RenderableType
 
 from launch.bench.plan import requested_policies
-from launch.bench.profile import PhaseProfile
 from launch.bench.report import Figures, compared, policy_tables, routing_notes, show_tables
 from launch.bench.sweep import Point, SweepReport, combinations
 from launch.command_line.options import Options, axes
 from launch.errors import LaunchError, WrongUsage
 from launch.forecast import calibration_of
+from launch.profile import PhaseProfile
 from launch.terminal.format import count, merged_notes, model_name
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.log import notice

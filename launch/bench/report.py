@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from launch.bench.measure import Perplexity, PolicyResult
-from launch.bench.profile import PhaseProfile
+from launch.profile import PhaseProfile
 from launch.terminal.format import alike, count, merged_notes, model_name, percent
 from launch.terminal.tables import Column, Table, dim, each, policy_name, spreads
 from pipeline.counters import pause_note

@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from launch.bench.profile import PhaseProfile
 from launch.chat.conversation import KEYS, Reply, Settings
+from launch.profile import PhaseProfile
 from launch.terminal.format import count, model_name, percent
 from launch.terminal.tables import Column, Table, grid
 from pipeline.arrays import PHASES

@@ -9,10 +9,10 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from launch.bench.profile import LayerTime, PhaseProfile
 from launch.chat.conversation import Reply
 from launch.chat.tables import approximation
 from launch.errors import WrongUsage
+from launch.profile import LayerTime, PhaseProfile
 from launch.terminal.format import percent
 from launch.terminal.tables import Column, Table, each, grid
 from protocol.messages import Welcome

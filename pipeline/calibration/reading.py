@@ -182,8 +182,8 @@ def lanes(engine: Engine, kv: KVCache, windows: Sequence[Window], chunk: int) ->
 
 @contextmanager
 def separate_counters(engine: Engine) -> Iterator[None]:
-    """Keep the block's steps out of the engine's counters and away from its observers, in whose place the
-    block may set others."""
+    """Give the engine fresh counters and no observers for the block, which may set its own; the engine's
+    come back at its end."""
     counters, observers = engine.counters, engine.observers
     engine.counters = Counters(engine.layout.tile_bytes, engine.shape.layers)
     engine.observers = []

@@ -35,6 +35,8 @@ def messages_request(
     tools = _tools(body, kind)
     form, name = body.output_format, "output_format"
     if body.output_config is not None and body.output_config.format is not None:
+        if form is not None:
+            raise bad(name, "an answer follows one form only; give output_config.format alone")
         form, name = body.output_config.format, "output_config.format"
     settings = settings_of(
         body,

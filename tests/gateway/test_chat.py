@@ -20,6 +20,7 @@ openai = pytest.importorskip("openai")
 QUESTION = [{"role": "user", "content": "What is a list?"}]
 BROKEN_CALL = {"id": "1", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
 WRONG_SCHEMA = {"type": "json_schema", "schema": {"type": "x"}}
+OBJECT = {"type": "json_schema", "schema": {"type": "object"}}
 CALLED = "messages[0].tool_calls[0].function"
 
 
@@ -219,6 +220,7 @@ def test_refusals_have_the_status_that_fits(served: Served) -> None:
         ("/v1/messages", {"stop_sequences": [""]}, "stop_sequences"),
         ("/v1/messages", {"messages": [{"role": "user", "content": "word " * 5000}]}, "messages"),
         ("/v1/messages", {"output_format": WRONG_SCHEMA}, "output_format"),
+        ("/v1/messages", {"output_format": OBJECT, "output_config": {"format": OBJECT}}, "output_format"),
     ],
 )
 def test_other_endpoints_name_the_field_too(

@@ -97,8 +97,8 @@ def test_speed_is_that_of_the_costs_and_of_a_steps_rest() -> None:
 def test_a_trial_records_and_prices_this_machine(
     tiny_model: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One engine, whose trace has the routing and what is not simulated, and whose costs are in force. A
-    preset that needs the model's calibration has it."""
+    """`advise` starts one engine. Its trace gives the routing and the rest of a step, its policies the costs;
+    a preset that needs a calibration is replayed with the model's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source = open_model(tiny_model)
     spec = model_spec(source.config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from counters import SECONDS, TILE, decode
 
-from launch.bench.profile import CAUSES, PhaseProfile, added
+from launch.profile import CAUSES, PhaseProfile, added
 from pipeline.counters import PARTS
 
 

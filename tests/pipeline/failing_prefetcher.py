@@ -128,7 +128,7 @@ class FailingPrefetcher:
         link: EmulatedLink | None = None,
         slab: SlabMemory | None = None,
     ) -> None:
-        """Without a slab it maps the one that it is told, and cannot be made to exit."""
+        """Without `slab`, the prefetcher maps the slab that the coordinator names, and never exits early."""
         self._line, self._link, self._slab = line, link, slab
         self._runtime, self._store, self._socket, self._exits = runtime, store, socket, exits
         self._lock = threading.Lock()

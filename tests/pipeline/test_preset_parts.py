@@ -33,8 +33,8 @@ PREFETCHES: dict[str, tuple[dict[str, str], set[int], set[int]]] = {
     "mixtral-offloading": ({}, {1}, set()),
     "pre-gated": ({}, {1}, set()),
     "whole-layer": ({}, {1}, set()),
-    # Layers whose predicted experts are all resident are passed; from the last layer the trained gate
-    # predicts the next token's first layer.
+    # AdapMoE predicts beyond layers whose predicted experts are all resident, and by its trained gate
+    # from the last layer the next token's first layer.
     "adapmoe": ({"sizes": "even"}, {1, 2, 1 - LAYERS}, {3}),
 }
 

@@ -51,8 +51,8 @@ _NUMBERS = itertools.count()
 def pool_in_threads(
     folder: Path, store: Store, workers: int, exchange: str, top_k: int = 2, device: Device | None = None
 ) -> Iterator[HostPool]:
-    """A pool whose workers are threads of this process. `exchange`: zmq or shm; `device`: reads answers in
-    shared memory, if it can."""
+    """Yields a pool whose workers are threads of this process. `exchange`: zmq or shm; `device` reads answers
+    in shared memory, if it can."""
     torch_threads = torch.get_num_threads()  # which the workers, being threads, set for all of us
     cores, shape = WorkerCores.equal(workers), store.layout.shape
     with ExitStack() as stack:

@@ -117,7 +117,7 @@ def test_another_models_store_is_refused(fingerprint):
 def test_layers_are_kept_once_filled_and_the_store_is_their_bytes(fingerprint):
     builder = StoreBuilder.create(store_name(fingerprint), StoreManifest(fingerprint, SHAPE, "bf16", ""))
     fill(builder)
-    builder.filled(0)  # nobody keeps it
+    builder.filled(0)  # `keep` is not set yet
     kept: list[tuple[int, bytes]] = []
     builder.keep = lambda layer, data: kept.append((layer, data.tobytes()))
     for layer in (1, 0):

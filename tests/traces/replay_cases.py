@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from trace_files import scripted_steps
 
-from launch.bench.profile import PhaseProfile
+from launch.profile import PhaseProfile
 from pipeline.arrays import IntArray
 from pipeline.counters import Part, PhaseCounters
 from pipeline.policies.costs import Costs

@@ -13,8 +13,8 @@ import pytest
 from plain_calibration import plain_calibration
 from trace_files import FINGERPRINT, drawn_steps, make_header, scripted_steps, write_trace
 
-from launch.bench.profile import PhaseProfile
 from launch.cli import main
+from launch.profile import PhaseProfile
 from pipeline.calibration.cost_cache import Record, Setting, keep, processor
 from pipeline.calibration.file import NAME, save
 from pipeline.policies.calibration import Calibration
