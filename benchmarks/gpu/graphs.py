@@ -29,14 +29,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.kernels import SHAPES, Layers
 from pipeline.arrays import FloatArray
-from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.backbone import Backbone, EagerLayers
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache, SequenceKV
 from pipeline.backbone.linear import Precision
+from pipeline.backbone.step import StepLayers
 from pipeline.checkpoint.open import open_model
 from pipeline.device import Device, open_device
 from pipeline.engine.graphs import CAPTURES, WARM, StepGraphs
-from pipeline.engine.layers import EagerLayers, StepLayers
 from pipeline.engine.observer import Probing
 from pipeline.errors import UsageError
 from pipeline.models.registry import model_spec
@@ -88,7 +88,7 @@ class Steps:
 
     def eager(self) -> list[FloatArray]:
         spans = [item.span for item in self._inputs]
-        layers = EagerLayers(self.backbone, self._device, self._probing, spans)
+        layers = EagerLayers(self.backbone, spans, self._probing.logits)
         return step(layers, self.layers, self._inputs, self._experts)
 
     def by_graphs(self) -> list[FloatArray]:

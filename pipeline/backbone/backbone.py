@@ -19,14 +19,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipeline.arrays import FloatArray
 from pipeline.backbone.attention import Attention, GroupedQueryAttention, LatentAttention
-from pipeline.backbone.batch import Batch, DecodeRows, Masks, TokenSpan
+from pipeline.backbone.batch import Batch, DecodeRows, Masks, StepInput, TokenSpan
 from pipeline.backbone.decoder_layer import AfterAttention, DecoderLayer, Norm, SwiGLU
 from pipeline.backbone.kv_cache import table_of
 from pipeline.backbone.linear import FEW_ROWS, BiasedLinear, DenseLinear, Linear, Precision
+from pipeline.backbone.protocol import BackboneStep, Probe
 from pipeline.backbone.rope import RopeTables
+from pipeline.backbone.step import Attended, OwnStep, answers
 from pipeline.backbone.weights import Weights
 from pipeline.checkpoint.model_source import ModelSource
+from pipeline.device.base import Device
 from pipeline.models.registry import architecture_of
 from pipeline.models.spec import GroupedQuery, ModelSpec
 from workers.kernels.c_types import Kept
@@ -110,6 +114,11 @@ class Backbone:
         )
 
     @property
+    def device(self) -> Device:
+        """Where it lies."""
+        return self._precision.device
+
+    @property
     def differentiable(self) -> bool:
         """Returns whether torch computes gradients through it: not through quantized matrices."""
         return not self._precision.quantized
@@ -120,6 +129,14 @@ class Backbone:
         in_attention = rows * rows * attention.heads * attention.qk_dim  # if they are all one sequence
         in_c = self._precision.quantized or (self._precision.device.library is not None and rows <= FEW_ROWS)
         return max(in_attention, 0 if in_c else rows * self._largest_matrix)
+
+    def step(self, spans: Sequence[TokenSpan], probe: Probe) -> BackboneStep:
+        """Begin a step of any spans."""
+        return OwnStep(EagerLayers(self, spans, probe), len(self._layers))
+
+    def answers(self, h: Tensor, inputs: Sequence[StepInput]) -> list[FloatArray]:
+        """The answers, as `step.answers`, from h after the last layer of the decoder."""
+        return answers(self.head, self.spec.vocabulary, self._precision.device, h, inputs)
 
     def batch(self, spans: Sequence[TokenSpan]) -> Batch:
         """Lay the spans' tokens out as rows, with the rotary factors and masks that all layers share."""
@@ -186,3 +203,28 @@ class Backbone:
         for layer in layers:
             h = layer.dense(h, batch)
         return h
+
+
+class EagerLayers:
+    """A step of any spans, on any device: StepLayers."""
+
+    def __init__(self, backbone: Backbone, spans: Sequence[TokenSpan], probe: Probe) -> None:
+        self._backbone, self._probe = backbone, probe
+        self._batch = backbone.batch(spans)
+        self._read: list[Tensor] = []
+
+    def embed(self) -> Tensor:
+        return self._backbone.embed(self._batch)
+
+    def attend(self, layer: int, h: Tensor, own: bool, probes: Sequence[int]) -> Attended:
+        attended = self._backbone.attend(layer, h, self._batch, routed=own)
+        logits = [attended.logits()] if own else []
+        logits += [self._probe(target, attended.x) for target in probes]
+        self._read = [attended.x, *logits]
+        return attended
+
+    def read(self) -> Sequence[FloatArray]:
+        return self._backbone.device.to_host(*self._read)
+
+    def answers(self, h: Tensor, inputs: Sequence[StepInput]) -> list[FloatArray]:
+        return self._backbone.answers(self._backbone.finish(h, self._batch), inputs)

@@ -8,6 +8,7 @@ computes.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -18,6 +19,7 @@ import torch
 
 from pipeline.backbone.batch import TokenSpan
 from pipeline.backbone.kv_cache import KVCache
+from pipeline.backbone.protocol import LayerCall
 from pipeline.calibration import cost_cache
 from pipeline.config import CoordinatorConfig
 from pipeline.counters import PhaseCounters, StepClock
@@ -35,6 +37,7 @@ ROWS = (1, 4, 16, 64)
 BUDGET = 2.0  # seconds in all
 ROUND_TRIPS = 50
 OTHER_LAYERS = 4  # layers at most that `other` times
+LEAST = 3  # repeats of what is measured
 
 log = logging.getLogger(__name__)
 
@@ -211,29 +214,35 @@ class _Probe:
         longest = min(ROWS[-1], context)
         # A separate cache, because requests may have filled the engine's.
         sequence = KVCache(model.spec, model.dtype, device.torch_device, longest).allocate(longest)
-        layers = min(self._engine.shape.layers, OTHER_LAYERS)
         by_rows = {}
         for rows in sorted({min(rows, longest) for rows in ROWS}, reverse=True):  # the longest fills it first
             sequence.truncate(0)
             sequence.advance(longest - rows)
-            batch = model.batch([TokenSpan(sequence, [0] * rows)])
             device.prepare(model.largest_product(rows))
-            h = model.embed(batch)
-            turn = itertools.cycle(range(layers))
-
-            def once() -> float:
-                layer = next(turn)  # noqa: B023 - called within this turn of the loop
-                started = time.perf_counter()
-                attended = model.attend(layer, h, batch)  # noqa: B023
-                device.to_host(attended.x, attended.logits())
-                attended.shared()
-                device.wait(device.fence())
-                return time.perf_counter() - started
-
-            for _ in range(layers):  # every layer's cache is filled before a shorter chunk reads it
-                once()
-            by_rows[rows] = _median(once, seconds)
+            by_rows[rows] = self._without_experts(TokenSpan(sequence, [0] * rows), seconds)
         return tuple(by_rows[min(rows, longest)] for rows in ROWS)
+
+    def _without_experts(self, span: TokenSpan, seconds: float) -> float:
+        """The median of the seconds of a layer without its routed experts, over steps that end early."""
+        model, device = self._engine.backbone, self._engine.device
+        layers = min(self._engine.shape.layers, OTHER_LAYERS)
+        until, taken = time.perf_counter() + seconds, list[float]()
+        while len(taken) < LEAST * layers or time.perf_counter() < until:
+            ends = [time.perf_counter()]
+
+            def no_experts(call: LayerCall) -> None:
+                call.attend(True, ())
+                call.read()
+                call.shared()
+                device.wait(device.fence())
+                ends.append(time.perf_counter())  # noqa: B023 - called within this turn of the loop
+                if call.layer + 1 == layers:
+                    raise _Enough
+
+            with contextlib.suppress(_Enough):
+                model.step([span], model.router).run(no_experts)
+            taken += np.diff(ends).tolist()
+        return float(np.median(taken))
 
     def _submit(self, rows: int) -> Ticket:
         expert, layer = next(self._places)
@@ -259,10 +268,14 @@ class _Probe:
         return torch.randn(rows, self._engine.layout.shape.hidden, generator=generator)
 
 
+class _Enough(Exception):
+    """A step need not be computed further."""
+
+
 def _median(once: Callable[[], float], seconds: float) -> float:
-    """The median of repeated calls, for `seconds` and at least three."""
+    """The median of repeated calls, for `seconds` and at least LEAST."""
     until = time.perf_counter() + seconds
     values = [once()]
-    while len(values) < 3 or time.perf_counter() < until:
+    while len(values) < LEAST or time.perf_counter() < until:
         values.append(once())
     return float(np.median(values))

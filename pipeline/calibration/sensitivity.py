@@ -31,6 +31,7 @@ from torch.nn import functional
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import Batch, TokenSpan
 from pipeline.backbone.kv_cache import TransientKV
+from pipeline.backbone.protocol import AnyBackbone
 from pipeline.device.base import Device
 from pipeline.errors import UsageError
 from pipeline.policies.view import Routing
@@ -45,7 +46,7 @@ Progress = Callable[[int, int], None]  # completed passes through a layer, and t
 
 
 def sensitivities(
-    backbone: Backbone,
+    backbone: AnyBackbone,
     device: Device,
     store: Store,
     windows: Sequence[Sequence[int]],
@@ -56,6 +57,8 @@ def sensitivities(
     backbone's context, and is a sequence of its own. Exceptions of `progress` end the computation; `tick` is
     called at each expert. Raises UsageError where the backbone cannot be differentiated, one line with the
     remedy; ValueError without windows or for too short ones. Must not be called in torch's inference mode."""
+    if not isinstance(backbone, Backbone):
+        raise UsageError("sensitivities need gradients, which only Tandem's own backbones give")
     if not backbone.differentiable:
         raise UsageError(
             "sensitivities need gradients, which do not go through a quantized backbone: "

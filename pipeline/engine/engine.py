@@ -16,12 +16,13 @@ from torch import Tensor
 from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import StepInput
+from pipeline.backbone.protocol import AnyBackbone, LayerCall
+from pipeline.backbone.step import OwnStep
 from pipeline.config import GraphsName
 from pipeline.counters import Counters, StepClock
 from pipeline.device import Device
 from pipeline.engine.driver import LayerDecision, PolicyDriver
 from pipeline.engine.graphs import StepGraphs
-from pipeline.engine.layers import Attended, EagerLayers, StepLayers
 from pipeline.engine.observer import Observer, Probing, with_observers
 from pipeline.engine.timing import Corrections, Timing
 from pipeline.errors import OutOfDeviceMemory, PolicyError, StepFailed
@@ -47,7 +48,7 @@ class Engine:
 
     def __init__(
         self,
-        backbone: Backbone,
+        backbone: AnyBackbone,
         layout: StoreLayout,
         device: Device,
         pool: HostPool,
@@ -71,7 +72,7 @@ class Engine:
         self.corrections: Corrections | None = None
         self.probing = Probing(backbone, device.torch_device, None)
         self.only_waits = [True] * s.layers  # in the latest step: the host's share is all of a layer
-        self.graphs = StepGraphs(backbone, device, graphs)
+        self.graphs = StepGraphs(backbone if isinstance(backbone, Backbone) else None, device, graphs)
 
     @property
     def policy(self) -> Policy:
@@ -144,7 +145,7 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int]) -> list[FloatArray]:
-        backbone, driver = self.backbone, self.driver
+        driver = self.driver
         counters = self.counters.phases[phase]
         self.memory.count_in(counters)
         self.poll_children()
@@ -155,15 +156,24 @@ class Engine:
         for observer in self.observers:
             observer.begin(phase, sequences)
         spans = [item.span for item in inputs]
-        self.device.prepare(backbone.largest_product(len(sequences)))
-        layers = self.graphs.layers(spans, self.probing) if phase == "decode" else None
-        layers = layers or EagerLayers(backbone, self.device, self.probing, spans)
-        executor = TensorExecutor(self, layers, phase, clock)
+        self.device.prepare(self.backbone.largest_product(len(sequences)))
+        by_graphs = self.graphs.layers(spans, self.probing) if phase == "decode" else None
+        step = (
+            OwnStep(by_graphs, self.shape.layers)
+            if by_graphs
+            else self.backbone.step(spans, self.probing.logits)
+        )
+        executor = TensorExecutor(self, phase, clock)
+
+        def experts(call: LayerCall) -> Tensor | None:
+            clock.layer = call.layer
+            self.tick()
+            executor.call = call
+            driver.layer(call.layer, executor)
+            return executor.output
+
         try:
-            for layer in range(self.shape.layers):
-                clock.layer = layer
-                self.tick()
-                driver.layer(layer, executor)
+            step.run(experts)
         except (StepFailed, torch.OutOfMemoryError):
             executor.abandon(driver.cancel_early())
             raise
@@ -174,7 +184,7 @@ class Engine:
         counters.rows += len(sequences)
         if driver.end_step(*counters.prefetched, self.timing.end_step()):
             log.info(driver.prefetch.status)
-        answered = layers.answers(executor.h, inputs)
+        answered = step.answers(inputs)
         for span in spans:
             span.kv.advance(len(span.tokens))
         clock.finish("head")
@@ -186,26 +196,26 @@ class Engine:
 class TensorExecutor:
     """Carries out a policy's decisions on the expert layers of one step with tensors: a `LayerExecutor`."""
 
-    def __init__(self, engine: Engine, layers: StepLayers, phase: Phase, clock: StepClock) -> None:
-        self.engine, self.layers, self.phase, self.clock = engine, layers, phase, clock
+    call: LayerCall  # set before each layer
+    output: Tensor | None  # of the latest layer's experts, float32 [R, H]
+
+    def __init__(self, engine: Engine, phase: Phase, clock: StepClock) -> None:
+        self.engine, self.phase, self.clock = engine, phase, clock
         self.counters = clock.counters
         self._device, self._memory, self._tiles = engine.device, engine.memory, engine.shape.tiles
-        self.h = layers.embed()  # float32 [R, H], the residual stream; `end` adds the experts' output
         self._ticket: Ticket | None = None  # of the latest layer; as the following
         self._device_work: DeviceWork | None = None
-        self._attended: Attended
         self._x_host: FloatArray
         self._split: Split
-        self._outputs: list[Tensor]  # float32 [R, H] each: their sum is added to h
+        self._outputs: list[Tensor]  # float32 [R, H] each, to be summed up
 
     def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
         """Compute the layer up to its experts. Copies x, the router's logits and the probes' to the host
         together."""
         wanted = with_observers(layer, probes, self.engine.observers)
-        self._attended = self.layers.attend(layer, self.h, own, wanted)
-        self.h = self._attended.h
+        self.call.attend(own, wanted)
         self.clock.mark("attention")
-        self._x_host, *read = self.layers.read()
+        self._x_host, *read = self.call.read()
         self.clock.mark("read")
         if self.engine.only_waits[layer] and self.phase == "decode" and self._device.on_host:
             self.engine.pool.announce()  # this layer is probably planned as in the step before
@@ -233,7 +243,7 @@ class TensorExecutor:
             self.engine.only_waits[layer] = waits = not len(split.device.items)
             begun = self._submit(split, self._x_host, waits)
         self._ticket = begun
-        self._device_work = self._memory.begin(layer, split.device, self._attended.x, mask, self.clock)
+        self._device_work = self._memory.begin(layer, split.device, self.call.x, mask, self.clock)
         self.clock.mark("submit")
 
     def begin_early(self, layer: int, ahead: Ahead, mask: Mask) -> Ticket:
@@ -251,7 +261,7 @@ class TensorExecutor:
     def prefetch_channels(self, layer: int, routing: Routing, mask: Mask) -> None:
         target = self._memory.target[layer]
         share = split_layer(routing, np.full_like(target, self._tiles), target, self._tiles).device
-        self._memory.prefetch_channels(layer, share, self._attended.x, mask)
+        self._memory.prefetch_channels(layer, share, self.call.x, mask)
 
     def compute(self, decision: LayerDecision[Ticket]) -> None:
         self.clock.mark("plan")
@@ -261,7 +271,7 @@ class TensorExecutor:
         if not self._device.on_host:
             self._compute_shared_experts()
         if len(split.device.items):
-            self._outputs.append(self._memory.compute(work, self._attended.x, self.clock))
+            self._outputs.append(self._memory.compute(work, self.call.x, self.clock))
             self.engine.timing.device_began(split)
         if ticket.tasks:
             self._outputs.append(ticket.result_on(self._device))
@@ -275,10 +285,9 @@ class TensorExecutor:
 
     def end(self, targets: Sequence[Target]) -> None:
         self._memory.end_layer(targets)
-        if self._outputs:
-            for output in self._outputs[1:]:
-                self._outputs[0].add_(output)
-            self.h.add_(self._outputs[0])  # in place: a graph reads it there
+        self.output = self._outputs[0] if self._outputs else None
+        for output in self._outputs[1:]:
+            self._outputs[0].add_(output)
         self.clock.mark("combine")
 
     def abandon(self, early: Ticket | None) -> None:
@@ -289,7 +298,7 @@ class TensorExecutor:
             ticket.abandon()
 
     def _compute_shared_experts(self) -> None:
-        if (y := self._attended.shared()) is not None:
+        if (y := self.call.shared()) is not None:
             self._outputs.append(y)
         self.clock.mark("shared")
 

@@ -26,10 +26,10 @@ from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.decoder_layer import DecoderLayer
 from pipeline.backbone.kv_cache import STREAMS
+from pipeline.backbone.step import Attended, StepLayers, greedy
 from pipeline.config import GRAPH_BYTES, GraphsName
 from pipeline.device import Device
 from pipeline.device.cuda_graphs import CudaGraphs
-from pipeline.engine.layers import Attended, StepLayers, answers, greedy
 from pipeline.engine.observer import Probing
 from pipeline.text.logprobs import WIDTH
 from shm.segment import byte_size
@@ -46,7 +46,8 @@ log = logging.getLogger(__name__)
 class StepGraphs:
     """Makes one engine's decode steps by graphs. `status`: one line for a person."""
 
-    def __init__(self, backbone: Backbone, device: Device, mode: GraphsName) -> None:
+    def __init__(self, backbone: Backbone | None, device: Device, mode: GraphsName) -> None:
+        """`backbone`: one of ours; without, there are none."""
         self._backbone, self._device = backbone, device
         self._buckets: dict[int, Bucket] = {}
         self._gpu: CudaGraphs | None = None
@@ -57,6 +58,8 @@ class StepGraphs:
             self._off = "--graphs off"
         elif (gpu := device.graphs()) is None:
             self._off = f"the device {device.name} has none"
+        elif backbone is None:
+            self._off = "the model runs on modules of transformers"
         elif backbone.kernels is None:
             self._off = "they need kernels of ours for attention, which cannot be had here"
         else:
@@ -76,7 +79,7 @@ class StepGraphs:
 
     def layers(self, spans: Sequence[TokenSpan], probing: Probing) -> StepLayers | None:
         """Return a decode step by graphs, or None where it has to be done without."""
-        if self._off or self._gpu is None:
+        if self._off or self._gpu is None or self._backbone is None:
             return None
         if not all(len(span.tokens) == 1 and span.kv.layers for span in spans):
             return None
@@ -250,7 +253,7 @@ class Bucket:
         wanted = {item.logits for item in inputs}
         if wanted not in ({"greedy"}, {"last"}, {"all"}):
             h = self._backbone.finish(self._h, self._batch)[: self._rows]
-            return answers(self._backbone, self._device, h, inputs)
+            return self._backbone.answers(h, inputs)
         small = wanted == {"greedy"}
         name, width = ("greedy", WIDTH) if small else ("logits", self._backbone.spec.vocabulary)
         if name not in self._results:

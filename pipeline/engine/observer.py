@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline.arrays import FloatArray, IntArray, Phase
-from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.protocol import AnyBackbone
 from pipeline.engine.driver import LayerDecision
 from pipeline.errors import PlanError
 from pipeline.policies.calibration import Calibration
@@ -46,7 +46,7 @@ class Observer(Protocol):
 class Probing:
     """A model's routers, and the gates that its calibration has trained."""
 
-    def __init__(self, backbone: Backbone, device: torch.device, calibration: Calibration | None) -> None:
+    def __init__(self, backbone: AnyBackbone, device: torch.device, calibration: Calibration | None) -> None:
         self._backbone = backbone
         self._trained = _trained_gates(calibration, device)
 

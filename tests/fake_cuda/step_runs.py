@@ -7,13 +7,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.backbone import Backbone, EagerLayers
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache, SequenceKV
+from pipeline.backbone.step import StepLayers
 from pipeline.device import Device
 from pipeline.engine import graphs
 from pipeline.engine.graphs import StepGraphs
-from pipeline.engine.layers import EagerLayers, StepLayers
 from pipeline.engine.observer import Probing
 
 
@@ -64,7 +64,7 @@ def compare(
             sequence = kv.allocate(int(random.integers(30, 50)))
             tokens = random.integers(0, 60, int(random.integers(2, 6))).tolist()
             prompt = [StepInput(TokenSpan(sequence, tokens), "none")]
-            through(EagerLayers(backbone, device, probing, [prompt[0].span]), backbone, prompt, False)
+            through(EagerLayers(backbone, [prompt[0].span], probing.logits), backbone, prompt, False)
             sequence.advance(len(tokens))
             running.append(sequence)
         if step % 5 == 4:
@@ -74,7 +74,7 @@ def compare(
         kinds = ["greedy", *["last"] * (wanted - 1)] if kind == "mixed" else [kind] * wanted
         inputs = [StepInput(span, cast(Any, one)) for span, one in zip(spans, kinds, strict=True)]
         poison(running)
-        expected = through(EagerLayers(backbone, device, probing, spans), backbone, inputs, step % 2 == 0)
+        expected = through(EagerLayers(backbone, spans, probing.logits), backbone, inputs, step % 2 == 0)
         written = stored(running)
         poison(running)
         layers = made.layers(spans, probing)

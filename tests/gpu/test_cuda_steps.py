@@ -11,13 +11,13 @@ import torch
 from families import PLAIN, Case, save
 from step_runs import compare, through
 
-from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.backbone import Backbone, EagerLayers
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
+from pipeline.backbone.step import greedy
 from pipeline.checkpoint.open import open_model
 from pipeline.device import Device, open_device
-from pipeline.engine.layers import EagerLayers, greedy
 from pipeline.engine.observer import Probing
 from pipeline.errors import PipelineError
 from pipeline.models.registry import model_spec
@@ -65,12 +65,12 @@ def test_attention_by_kernels_is_that_of_torch(
         sequences = [kv.allocate(40), kv.allocate(90)]
         for sequence, prompt in zip(sequences, ([5, 6, 7], list(range(60))), strict=True):
             inputs = [StepInput(TokenSpan(sequence, prompt), "none")]
-            layers = EagerLayers(backbone, device, probing, [inputs[0].span])
+            layers = EagerLayers(backbone, [inputs[0].span], probing.logits)
             through(layers, backbone, inputs, False)
             sequence.advance(len(prompt))
         inputs = [StepInput(TokenSpan(sequence, [9]), "last") for sequence in sequences]
         spans = [item.span for item in inputs]
-        layers = EagerLayers(backbone, device, probing, spans)
+        layers = EagerLayers(backbone, spans, probing.logits)
         found.append(through(layers, backbone, inputs, False))
     limit = 1e-4 if dtype == "f32" else 0.05
     for ours, theirs in zip(*found, strict=True):

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from test_models import GOOD
 
 from pipeline.backbone.kv_cache import KVCache, SequenceKV
-from pipeline.engine.layers import greedy as device_choice
+from pipeline.backbone.step import greedy as device_choice
 from pipeline.errors import RequestError
 from pipeline.models.registry import model_spec
 from pipeline.scheduling import job_factory, jobs

@@ -21,7 +21,7 @@ from step_runs import compare, poison, through
 from test_cuda_engine import COSTS
 from thread_engine import PROMPT, engine_in_threads
 
-from pipeline.backbone.backbone import Backbone
+from pipeline.backbone.backbone import Backbone, EagerLayers
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
@@ -29,7 +29,6 @@ from pipeline.checkpoint.open import open_model
 from pipeline.device.cuda_graphs import CudaGraphs
 from pipeline.engine.engine import Engine
 from pipeline.engine.graphs import StepGraphs
-from pipeline.engine.layers import EagerLayers
 from pipeline.engine.observer import Probing
 from pipeline.models.registry import expert_shape, model_spec
 from pipeline.policies.presets import make_policy
@@ -138,7 +137,7 @@ def test_what_cannot_be_captured_leaves_one_line_and_right_numbers(
     sequence = KVCache(backbone.spec, backbone.dtype, CPU, 100).allocate(40)
     for step in range(6):
         inputs = [StepInput(TokenSpan(sequence, [step]), "last")]
-        expected = through(EagerLayers(backbone, device, probing, [inputs[0].span]), backbone, inputs, False)
+        expected = through(EagerLayers(backbone, [inputs[0].span], probing.logits), backbone, inputs, False)
         poison([sequence])
         layers = made.layers([inputs[0].span], probing)
         if layers is not None:

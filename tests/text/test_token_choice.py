@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.engine.layers import greedy
+from pipeline.backbone.step import greedy
 from pipeline.errors import PipelineError, RequestError
 from pipeline.text.generation_defaults import validate_shaping
 from pipeline.text.logprobs import Greedy, best_margin, log_softmax, top_logprobs, top_of_rows

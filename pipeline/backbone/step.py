@@ -1,10 +1,10 @@
-"""The backbone's part of one step, with its copies to the host: layer by layer up to the routed experts, then
-the head. `EagerLayers` calls torch for each operation; `pipeline/engine/graphs.py` replays CUDA graphs
-instead."""
+"""A step of our own backbones, with its copies to the host: layer by layer up to the routed experts, whose
+output is added to the residual stream, then the head. `backbone.py` calls torch for each operation;
+`pipeline/engine/graphs.py` replays CUDA graphs instead."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from pipeline.arrays import FloatArray
-from pipeline.backbone.backbone import Backbone
-from pipeline.backbone.batch import StepInput, TokenSpan, logit_rows
+from pipeline.backbone.batch import StepInput, logit_rows
+from pipeline.backbone.protocol import Experts
 from pipeline.device import Device
-from pipeline.engine.observer import Probing
 
 
 class Attended(Protocol):
@@ -44,42 +43,55 @@ class StepLayers(Protocol):
         """Return the answers from h after the last layer with experts, as `answers` below."""
 
 
-class EagerLayers:
-    """Any step, on any device."""
+class OwnStep:
+    """A step of one of our backbones, and the call of each layer's experts: BackboneStep and LayerCall."""
 
-    def __init__(
-        self, backbone: Backbone, device: Device, probing: Probing, spans: Sequence[TokenSpan]
-    ) -> None:
-        self._backbone, self._device, self._probing = backbone, device, probing
-        self._batch = backbone.batch(spans)
-        self._read: list[Tensor] = []
+    layer: int
+    h: Tensor  # float32 [R, H], the residual stream
+    x: Tensor
+    _attended: Attended
 
-    def embed(self) -> Tensor:
-        return self._backbone.embed(self._batch)
+    def __init__(self, layers: StepLayers, count: int) -> None:
+        """`count`: layers with routed experts."""
+        self._layers, self._count = layers, count
 
-    def attend(self, layer: int, h: Tensor, own: bool, probes: Sequence[int]) -> Attended:
-        attended = self._backbone.attend(layer, h, self._batch, routed=own)
-        logits = [attended.logits()] if own else []
-        logits += [self._probing.logits(target, attended.x) for target in probes]
-        self._read = [attended.x, *logits]
-        return attended
+    def run(self, experts: Experts) -> None:
+        self.h = self._layers.embed()
+        for layer in range(self._count):
+            self.layer = layer
+            y = experts(self)
+            if y is not None:
+                self.h.add_(y)  # in place: a graph reads it there
+
+    def attend(self, own: bool, probes: Sequence[int]) -> None:
+        self._attended = attended = self._layers.attend(self.layer, self.h, own, probes)
+        self.h, self.x = attended.h, attended.x
 
     def read(self) -> Sequence[FloatArray]:
-        return self._device.to_host(*self._read)
+        return self._layers.read()
 
-    def answers(self, h: Tensor, inputs: Sequence[StepInput]) -> list[FloatArray]:
-        return answers(self._backbone, self._device, self._backbone.finish(h, self._batch), inputs)
+    def shared(self) -> Tensor | None:
+        return self._attended.shared()
+
+    def answers(self, inputs: Sequence[StepInput]) -> list[FloatArray]:
+        return self._layers.answers(self.h, inputs)
 
 
-def answers(backbone: Backbone, device: Device, h: Tensor, inputs: Sequence[StepInput]) -> list[FloatArray]:
+def answers(
+    head: Callable[[Tensor], Tensor],
+    vocabulary: int,
+    device: Device,
+    h: Tensor,
+    inputs: Sequence[StepInput],
+) -> list[FloatArray]:
     """Return, from the last hidden states h float32 [R, H], the wanted logits of each input, float32 [n,
-    vocabulary], or its greedy choice [1, 4] as `Greedy` reads it. Other rows do not go through the head, and
+    vocabulary], or its greedy choice [1, 4] as `Greedy` reads it. Other rows do not go through `head`, and
     logits whose choice is enough stay on the device."""
     wanted, counts = logit_rows(inputs)
     if not wanted:
-        return [np.empty((0, backbone.spec.vocabulary), np.float32) for _ in inputs]
+        return [np.empty((0, vocabulary), np.float32) for _ in inputs]
     rows = h if len(wanted) == len(h) else h[device.from_host(np.array(wanted, np.int64))]
-    logits = backbone.head(rows)
+    logits = head(rows)
     chosen = np.repeat([item.logits == "greedy" for item in inputs], counts)
     if not chosen.any():
         return _parts(device.to_host(logits)[0], counts)

@@ -1,0 +1,78 @@
+"""What the engine asks of a model's backbone: its layers have control, and their experts are a call.
+
+A backbone owns the residual stream: what stands between two layers' experts may be a sum, several streams or
+anything else. It calls `experts` once for each layer that has any; there the policy decides, and the host and
+the device compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pipeline.arrays import FloatArray
+from pipeline.backbone.batch import StepInput, TokenSpan
+from pipeline.device.base import Device
+from pipeline.models.spec import ModelSpec
+
+Probe = Callable[[int, Tensor], Tensor]  # a target of `Policy.probes` and x [R, H]: logits float32 [R, E]
+
+
+class LayerCall(Protocol):
+    """One layer of a step, at its experts. The methods are called once each, in this order."""
+
+    layer: int  # of those with routed experts
+
+    def attend(self, own: bool, probes: Sequence[int]) -> None:
+        """Compute the layer up to its experts; with the logits of its router if `own`, and of these probes on
+        its x."""
+
+    def read(self) -> Sequence[FloatArray]:
+        """Wait for x [R, H] and the logits [R, E] that `attend` computed, and return them on the host."""
+
+    @property
+    def x(self) -> Tensor:
+        """The input of router and experts, float32 [R, H], once attended and until the next layer."""
+
+    def shared(self) -> Tensor | None:
+        """The output of the shared experts, float32 [R, H], which the caller may change; None where there are
+        none, or the backbone adds it itself."""
+
+
+Experts = Callable[
+    [LayerCall], Tensor | None
+]  # the output [R, H] of a layer's experts; None: nothing is added
+
+
+class BackboneStep(Protocol):
+    """New tokens of some sequences on their way through the model."""
+
+    def run(self, experts: Experts) -> None:
+        """Compute all layers, and append keys and values. Raises the exceptions of `experts`."""
+
+    def answers(self, inputs: Sequence[StepInput]) -> list[FloatArray]:
+        """Return the wanted logits of each input, float32 [n, vocabulary], or its greedy choice [1, 4]."""
+
+
+class AnyBackbone(Protocol):
+    """A model's weights outside its routed experts, on a device."""
+
+    spec: ModelSpec
+    dtype: torch.dtype  # of keys and values
+    bytes: int
+
+    @property
+    def device(self) -> Device:
+        """Where it lies."""
+
+    def step(self, spans: Sequence[TokenSpan], probe: Probe) -> BackboneStep:
+        """Begin a step. `probe`: gives the logits of the targets that `LayerCall.attend` names."""
+
+    def router(self, layer: int, x: Tensor) -> Tensor:
+        """Router logits float32 [R, E] of any layer for an input of experts float32 [R, H]."""
+
+    def largest_product(self, rows: int) -> int:
+        """Multiply-adds of the largest product of a layer that torch computes, for `rows` rows."""
