@@ -146,7 +146,7 @@ class _Measurement:
         mlps = None
         if trained.mlp_inner is not None and trained.mlp_outer is not None:
             mlps = GateMlps(trained.mlp_inner, trained.mlp_outer)
-        router = self._spec.router
+        router = engine.backbone.router_math
         validation = ValidationPass(engine.shape, router, trained.residual_logits, trained.first_gate, mlps)
         read = sum(len(window.tokens) for window in division.training)
         self._read(division.validation, [self._order, validation], done=read)
