@@ -26,6 +26,7 @@ import numpy as np
 
 from shm.blocks import BlockFormat, Int4, Int8
 from shm.errors import UnknownFormat
+from shm.expert_math import SWIGLU, ExpertMath
 from shm.floe import FLOE_FORMATS, FloeFormat
 from shm.formats import BF16, F32, NO_HEAD, Bytes, Float32, TileFormat
 
@@ -62,6 +63,7 @@ class ExpertShape:
     hidden: int  # H
     intermediate: int  # I, unpadded
     tile: int  # channels of one tile
+    math: ExpertMath = SWIGLU
 
     def __post_init__(self) -> None:
         if min(self.layers, self.experts, self.hidden, self.intermediate, self.tile) < 1:

@@ -30,6 +30,7 @@ import msgspec
 import numpy as np
 
 from shm.errors import StoreInvalid, UnknownFormat
+from shm.expert_math import math_of
 from shm.layout import PAGE, Bytes, ExpertShape, StoreLayout, format_named
 
 MAGIC = b"TANDEMST"
@@ -45,7 +46,7 @@ _CHECKSUM = np.dtype("<u4")
 @dataclass(frozen=True)
 class StoreManifest:
     """The content of a store. In msgpack: `fingerprint`, `format`, `source` as text; `shape` as the map of
-    ExpertShape's five integers; `checksums` as binary, 4 bytes for each layer: the crc32 of its bytes in a
+    ExpertShape's five integers and of `ExpertMath.plain`; `checksums` as binary, 4 bytes for each layer: the crc32 of its bytes in a
     file; in memory 0."""
 
     fingerprint: str
@@ -67,7 +68,8 @@ class StoreManifest:
                 "fingerprint": self.fingerprint,
                 "format": self.format,
                 "source": self.source,
-                "shape": dataclasses.asdict(self.shape),
+                "shape": {f.name: getattr(self.shape, f.name) for f in dataclasses.fields(self.shape)}
+                | {"math": self.shape.math.plain()},
                 "checksums": np.array(checksums, dtype=_CHECKSUM).tobytes(),
             }
         )
@@ -121,7 +123,8 @@ def _unpack(packed: bytes) -> StoreManifest:
     try:
         fields = msgspec.msgpack.decode(packed)
         checksums = np.frombuffer(fields["checksums"], dtype=_CHECKSUM)
-        shape = ExpertShape(**{key: int(value) for key, value in fields["shape"].items()})
+        kind = math_of(fields["shape"].pop("math"))
+        shape = ExpertShape(**{key: int(value) for key, value in fields["shape"].items()}, math=kind)
         text = {key: str(fields[key]) for key in ("fingerprint", "format", "source")}
     except (msgspec.DecodeError, RecursionError, ValueError, KeyError, TypeError, AttributeError):
         raise StoreInvalid("its manifest cannot be read") from None
