@@ -8,8 +8,10 @@ An expert computes y = down @ a, where
 Every gated activation in use is f with other numbers:
 
     f(g, u) = s(g') * sigmoid(alpha * g' * (1 + cubic * g'^2)) * (u' + offset)
-    g' = min(g, gate_max)        s(g') = gate_softcap * tanh(g' / gate_softcap), or g' where gate_softcap is 0
-    u' = max(min(u, up_limit), -up_limit), and where up_softcap is not 0, then up_softcap * tanh(u' / up_softcap)
+    g' = min(g, gate_max)                      s(g') = gate_softcap * tanh(g' / gate_softcap)
+    u' = up_softcap * tanh(c / up_softcap)     c = max(min(u, up_limit), -up_limit)
+
+A softcap of 0 is none: s(g') = g', u' = c.
 
 SwiGLU: alpha 1 and nothing else. GELU in its tanh form: alpha 2 sqrt(2 / pi), cubic 0.044715, because
 1 + tanh(z) = 2 sigmoid(2 z). f(0, u) is 0: channels of zeros that pad an expert add nothing.

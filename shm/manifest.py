@@ -46,8 +46,8 @@ _CHECKSUM = np.dtype("<u4")
 @dataclass(frozen=True)
 class StoreManifest:
     """The content of a store. In msgpack: `fingerprint`, `format`, `source` as text; `shape` as the map of
-    ExpertShape's five integers and of `ExpertMath.plain`; `checksums` as binary, 4 bytes for each layer: the crc32 of its bytes in a
-    file; in memory 0."""
+    ExpertShape's five integers and of `ExpertMath.plain`; `checksums` as binary, 4 bytes for each layer: the
+    crc32 of its bytes in a file; in memory 0."""
 
     fingerprint: str
     shape: ExpertShape
