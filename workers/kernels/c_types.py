@@ -114,12 +114,12 @@ class Geometry:
     def _kind(self) -> Kind:
         activation = self.math.activation
         if isinstance(activation, Relu2):
-            return Kind(RELU2_KIND, self._biases)
+            return Kind(RELU2_KIND, self.biases)
         kind = SWIGLU_KIND if activation == Glu() else GLU_KIND
-        return Kind(kind, self._biases, *(getattr(activation, name) for name in GLU_NUMBERS))
+        return Kind(kind, self.biases, *(getattr(activation, name) for name in GLU_NUMBERS))
 
     @property
-    def _biases(self) -> int:
+    def biases(self) -> int:
         """Where biases are, in bytes from the beginning of a tile, or of a channel; 0: there are none."""
         if not self.math.bias:
             return 0
@@ -195,7 +195,14 @@ class Host(ctypes.Structure):
         *((name, SIZE) for name in ("generation", "layers", "experts", "tiles")),
         *(
             (name, SIZE)
-            for name in ("layer_bytes", "expert_bytes", "tile_bytes", "head_stride", "head_bytes", "up_biases")
+            for name in (
+                "layer_bytes",
+                "expert_bytes",
+                "tile_bytes",
+                "head_stride",
+                "head_bytes",
+                "up_biases",
+            )
         ),
         *((name, POINTER) for name in ("ticks", "memory")),
         *((name, SIZE) for name in ("memory_bytes", "needed")),
