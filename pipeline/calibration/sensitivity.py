@@ -172,7 +172,7 @@ class _Model:
             at, place = torch.from_numpy(rows).to(x.device), torch.from_numpy(places).to(x.device)
             inputs, of_sum = x[at].requires_grad_(), gradient[at]
             for tile in self._tiles(layer, expert):
-                y = _through(self.store.layout.shape.math, tile, inputs)
+                y = _through(tile, inputs)
                 (part,) = torch.autograd.grad(y, inputs, of_sum * weights[:, None])
                 of_x.index_add_(0, at, part)
                 of_weights[at, place] += (y.detach() * of_sum).sum(dim=1)
@@ -192,7 +192,7 @@ class _Model:
             parts = (part(*place).copy() for part in (self.store.tiles, self.store.heads))
             data, head = (torch.from_numpy(part).to(self.device.torch_device) for part in parts)
             *wide, down = tile_numbers(layout, data, head)
-            yield Tile(wide, down, self._biases(data, *place[:3]))
+            yield Tile(layout.shape.math, wide, down, self._biases(data, *place[:3]))
 
     def _biases(self, data: Tensor, layer: int, expert: int, tile: int) -> list[Tensor] | None:
         """The biases of a tile's channels."""
@@ -209,6 +209,7 @@ class _Model:
 class Tile(NamedTuple):
     """A tile's numbers, float32."""
 
+    math: ExpertMath
     wide: list[Tensor]  # [T, H] each: gate, unless ungated, and up
     down: Tensor  # [T, H]
     biases: list[Tensor] | None  # [T] each, of `wide`
@@ -221,8 +222,8 @@ def _used(routing: Routing) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np
         yield expert, *np.nonzero(used & (routing.experts == expert))
 
 
-def _through(math: ExpertMath, tile: Tile, x: Tensor) -> Tensor:
+def _through(tile: Tile, x: Tensor) -> Tensor:
     """A tile's output for x [n, H]: [n, H]."""
     biases = tile.biases or [None] * len(tile.wide)
     *gate, up = (functional.linear(x, w, bias) for w, bias in zip(tile.wide, biases, strict=True))
-    return activated(math, gate[0] if gate else None, up) @ tile.down
+    return activated(tile.math, gate[0] if gate else None, up) @ tile.down
