@@ -69,7 +69,8 @@ class _Measurement:
         windows = division.training + division.validation
         self._findings = Findings(tokens=division.tokens)
         longest, free = max(len(window.tokens) for window in windows), ctx.kv.free
-        self._width = min(LANES, ctx.lanes, len(division.training), free // longest)
+        places = LANES if ctx.kv.places is None else ctx.kv.places
+        self._width = min(LANES, ctx.lanes, places, len(division.training), free // longest)
         self._tokens = division.tokens
         self._order = TokenOrder(ctx.engine.shape)
         if self._width < 1:
