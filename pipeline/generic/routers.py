@@ -128,7 +128,9 @@ class Tap:
         own = list(module.parameters())
         x = seen.x.reshape(-1, seen.x.shape[-1])
         biases = [None, *(p for p in own if p.shape == (self._count,))]
-        for matrix, bias in itertools.product((p for p in own if p.shape == (self._count, x.shape[1])), biases):
+        for matrix, bias in itertools.product(
+            (p for p in own if p.shape == (self._count, x.shape[1])), biases
+        ):
             product = matrix.detach().float(), None if bias is None else bias.detach().float()
             yield "linear", product, functional.linear(x, *product).cpu().numpy()
         first = seen.outputs[0]
@@ -204,7 +206,9 @@ def find_router(layers: Sequence[MoeLayer], taps: Sequence[Tap], seen: Sequence[
     best: tuple[list[int], Any, Any] = [], None, None
     for form, _, logits in taps[-1].candidates():  # of the last layer, which is one like most
         for formula in _fitting(logits, seen[-1], arrays[-1], _numbers(layers[-1])):
-            fits = [i for i in range(len(taps)) if _fits(formula, form, taps[i], seen[i], arrays[i]) is not None]
+            fits = [
+                i for i in range(len(taps)) if _fits(formula, form, taps[i], seen[i], arrays[i]) is not None
+            ]
             if len(fits) > len(best[0]):
                 best = fits, form, formula
             if len(fits) == len(taps):
@@ -321,7 +325,9 @@ def _arrays(layer: MoeLayer, seen: Seen) -> dict[str, FloatArray]:
     for owner, module in (("router", layer.router), ("owner", layer.owner)):
         own = itertools.chain(module.named_parameters(), module.named_buffers())
         found |= {f"{owner} {name}": tensor for name, tensor in own if "experts" not in name.split(".")[0]}
-    return {n: t.detach().float().flatten().cpu().numpy() for n, t in found.items() if t.numel() == layer.count}
+    return {
+        n: t.detach().float().flatten().cpu().numpy() for n, t in found.items() if t.numel() == layer.count
+    }
 
 
 def _numbers(layer: MoeLayer) -> tuple[set[int], set[float]]:
