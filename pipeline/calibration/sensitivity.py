@@ -127,6 +127,8 @@ class _Model:
         h, x, shared = attended.h, attended.x, attended.shared()
         routing = self._routing(attended.logits())
         h = h if shared is None else h + shared
+        bias = attended.expert_bias(routing.experts, routing.weights)
+        h = h if bias is None else h + bias
         for expert, rows, places in _used(routing):
             weights = torch.from_numpy(routing.weights[rows, places]).to(x.device)
             at = torch.from_numpy(rows).to(x.device)
