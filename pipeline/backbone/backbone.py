@@ -114,7 +114,7 @@ class Backbone:
             shared=SwiGLU.load("shared", weights),
             router=vector("router"),
             router_bias=vector("router_bias"),
-            expert_bias=vector("expert_bias"),
+            expert_biases=vector("expert_biases"),
             precision=self._precision,
             scratch=self._scratch,
         )

@@ -91,16 +91,17 @@ class DecoderLayer:
         shared: SwiGLU | None,
         router: Tensor | None,
         router_bias: Tensor | None,
-        expert_bias: Tensor | None,
+        expert_biases: Tensor | None,
         precision: Precision,
         scratch: Kept,
     ) -> None:
-        """float32: `router` [E, H], `router_bias` [E], `expert_bias` [E, H] of the routed experts' outputs.
+        """float32: `router` [E, H], `router_bias` [E], `expert_biases` [E, H] of the experts' outputs.
         `scratch`: of all layers' kernels on the host."""
         self._index = index
         self._attention_norm, self._attention, self._mlp_norm = attention_norm, attention, mlp_norm
         self._dense, self._shared = dense, shared
-        self._router, self._router_bias, self._expert_bias = router, router_bias, expert_bias
+        self._router, self._router_bias = router, router_bias
+        self.expert_biases = expert_biases
         self._device = precision.device
         self._most = None if precision.quantized else FEW_ROWS  # rows that C multiplies faster than torch
         device = precision.device
@@ -182,11 +183,11 @@ class DecoderLayer:
     def expert_bias(self, experts: IntArray, weights: FloatArray) -> Tensor | None:
         """The biases of the routed experts' outputs by their weights, both [R, k]: float32 [R, H]; None for a
         layer without them. An expert of weight 0 adds nothing."""
-        if self._expert_bias is None:
+        if self.expert_biases is None:
             return None
-        of_each = np.zeros((len(experts), len(self._expert_bias)), np.float32)  # [R, E]
+        of_each = np.zeros((len(experts), len(self.expert_biases)), np.float32)  # [R, E]
         np.add.at(of_each, (np.arange(len(experts))[:, None], experts), weights)
-        return self._device.from_host(of_each) @ self._expert_bias
+        return self._device.from_host(of_each) @ self.expert_biases
 
 
 @dataclass(slots=True)  # not frozen, which takes longer to make

@@ -157,6 +157,9 @@ class _Model:
         routing = self._routing(logits)
         weights = self.backbone.spec.router.differentiable(logits, routing)
         of_x, of_weights = self._through_experts(layer, x.detach(), routing, gradient)
+        if (biases := attended.layer.expert_biases) is not None:
+            experts = torch.from_numpy(routing.experts).to(gradient.device, torch.int64)
+            of_weights += (gradient @ biases.T).gather(1, experts)
         ends = [(attended.h, gradient), (x, of_x), (weights, of_weights)]
         shared = attended.shared()
         if shared is not None:
