@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.models.routing import Router
+from shm.expert_math import SWIGLU, ExpertMath
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class ModelSpec:
     shared_intermediate: int = 0  # I of all shared experts of a layer together; 0: none
     router_bias: bool = False  # of the router's logits
     shared_gate: bool = False  # a sigmoid gate scales the shared experts' output for each token
+    math: ExpertMath = SWIGLU  # of the routed experts
 
     @property
     def kv_numbers_per_token(self) -> int:
