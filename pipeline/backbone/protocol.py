@@ -42,7 +42,7 @@ class LayerCall(Protocol):
         none, or the backbone adds it itself."""
 
     def expert_bias(self, experts: IntArray, weights: FloatArray) -> Tensor | None:
-        """The biases of the routed experts' outputs, which no tile has, by the weights that were computed with,
+        """The biases of the routed experts' outputs, which no tile has, by the weights that the outputs had,
         both [R, k]: float32 [R, H], which the caller may change; None where there are none. An expert of
         weight 0 adds nothing."""
 
