@@ -104,6 +104,10 @@ class Backbone:
             attention = GroupedQueryAttention(spec.attention, weights, window, eps, *shared)
         else:
             attention = LatentAttention(spec.attention, weights, self._precision)
+
+        def vector(role: str) -> Tensor | None:
+            return weights.vector(role) if role in weights else None
+
         return DecoderLayer(
             index,
             attention_norm=Norm("attention_norm", weights, spec.norm_eps, device),
@@ -111,7 +115,9 @@ class Backbone:
             mlp_norm=Norm("mlp_norm", weights, spec.norm_eps, device),
             dense=SwiGLU.load("dense", weights),
             shared=SwiGLU.load("shared", weights),
-            router=weights.vector("router") if "router" in weights else None,
+            router=vector("router"),
+            router_bias=vector("router_bias"),
+            expert_biases=vector("expert_biases"),
             precision=self._precision,
             scratch=self._scratch,
         )

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipeline.arrays import FloatArray
+from pipeline.arrays import FloatArray, IntArray
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.device.base import Device
 from pipeline.models.routing import Router
@@ -41,6 +41,11 @@ class LayerCall(Protocol):
     def shared(self) -> Tensor | None:
         """The output of the shared experts, float32 [R, H], which the caller may change; None where there are
         none, or the backbone adds it itself."""
+
+    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Tensor | None:
+        """The biases of the routed experts' outputs, which no tile has, by the weights that the outputs had,
+        both [R, k]: float32 [R, H], which the caller may change; None where there are none. An expert of
+        weight 0 adds nothing."""
 
 
 Experts = Callable[

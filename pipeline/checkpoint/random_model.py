@@ -103,8 +103,8 @@ class RandomTensors:
         self._pool = pool
 
     def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
-        """Ones for a norm, zeros for a bias, otherwise random numbers with mean 0."""
-        if len(shape) == 1:
+        """Ones for a norm, zeros for biases, otherwise random numbers with mean 0."""
+        if name.endswith("bias") or len(shape) == 1:
             return np.full(shape, 0 if name.endswith("bias") else 1, np.float32)
         return widen_bf16(self.stacked([(name, shape)]).bits.view(np.uint16))
 

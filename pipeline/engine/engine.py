@@ -270,6 +270,9 @@ class TensorExecutor:
         assert ticket is not None
         if not self._device.on_host:
             self._compute_shared_experts()
+        routing = decision.gated.routing
+        if (y := self.call.expert_bias(routing.experts, routing.weights)) is not None:
+            self._outputs.append(y)
         if len(split.device.items):
             self._outputs.append(self._memory.compute(work, self.call.x, self.clock))
             self.engine.timing.device_began(split)

@@ -108,6 +108,7 @@ def grouped_query(
     output_bias: bool = False,
     qk_norm: Literal["", "head", "all"] = "",
     clip: float | None = None,
+    sinks: bool = False,
 ) -> GroupedQuery:
     heads = required(config, "num_attention_heads", int)
     return GroupedQuery(
@@ -118,6 +119,7 @@ def grouped_query(
         output_bias=output_bias,
         qk_norm=qk_norm,
         clip=clip,
+        sinks=sinks,
     )
 
 

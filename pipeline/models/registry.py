@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from pipeline.errors import ModelError, UsageError
@@ -25,7 +26,7 @@ from pipeline.models.config_keys import (
 )
 from pipeline.models.routing import Softmax, SparseMixer
 from pipeline.models.spec import GroupedQuery, Latent, ModelSpec, Rope
-from shm.expert_math import ExpertMath
+from shm.expert_math import ExpertMath, Glu
 from shm.layout import ExpertShape, FloeFormat, TileFormat, suitable_tile
 
 
@@ -112,6 +113,29 @@ def _deepseek_v2(config: Config) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(config: Config) -> dict[str, Any]:
+    bias, layers = flag(config, "attention_bias", True), bounded(config, "num_hidden_layers")
+    limit = float(optional(config, "swiglu_limit", float, 7.0))
+    alpha = float(optional(config, "swiglu_alpha", float, 1.702))
+    return {
+        "intermediate": required(config, "intermediate_size", int),
+        "experts": experts(config, "num_local_experts", "num_experts"),
+        "attention": grouped_query(config, bias=bias, output_bias=bias, sinks=True),
+        "windows": _typed_windows(config, [i % 2 == 0 for i in range(layers)]),
+        "rope": _stretched_rope(config),
+        "router": Softmax(required(config, "num_experts_per_tok", int), rescaled=True),
+        "router_bias": True,
+        "math": ExpertMath(Glu(alpha=alpha, gate_max=limit, up_limit=limit, offset=1.0), bias=True),
+    }
+
+
+def _stretched_rope(config: Config) -> Rope:
+    """gpt_oss's: YaRN where the config does not say, with numbers that transformers knows."""
+    plain = rope(config, theta=150000.0)
+    said = config.get("rope_scaling") or config.get("rope_parameters")
+    return plain if said else replace(plain, kind="yarn")
+
+
 def _same_window(config: Config) -> tuple[int | None, ...]:
     """One sliding window for all layers."""
     return (optional(config, "sliding_window", int),) * bounded(config, "num_hidden_layers")
@@ -122,14 +146,19 @@ def _windows(config: Config, layers: int) -> tuple[int | None, ...]:
     `max_window_layers`."""
     if not flag(config, "use_sliding_window", default=False):
         return (None,) * layers
-    types = config.get("layer_types")
-    if types is None:
-        end = optional(config, "max_window_layers", int, 28, zero=True)
-        sliding = [i % 2 == 0 and i < end for i in range(layers)]
-    elif isinstance(types, list) and len(types) == layers:
+    end = optional(config, "max_window_layers", int, 28, zero=True)
+    return _typed_windows(config, [i % 2 == 0 and i < end for i in range(layers)])
+
+
+def _typed_windows(config: Config, sliding: list[bool]) -> tuple[int | None, ...]:
+    """Sliding windows in the layers that `layer_types` names; `sliding`: where it is missing."""
+    types, layers = config.get("layer_types"), len(sliding)
+    if types is not None:
+        if not isinstance(types, list) or len(types) != layers:
+            raise ModelError(f"config.json: layer_types must name {layers} layers")
+        for kind in types:
+            expect({"layer_types": kind}, "layer_types", "sliding_attention", "full_attention")
         sliding = [kind == "sliding_attention" for kind in types]
-    else:
-        raise ModelError(f"config.json: layer_types must name {layers} layers")
     window = required(config, "sliding_window", int)
     return tuple(window if slides else None for slides in sliding)
 
@@ -204,6 +233,8 @@ FAMILIES = (
     Architecture("deepseek_v2", _deepseek_v2, shared_name="shared_experts"),
     # Queries and keys are normalised over all heads together and may be clipped.
     Architecture("olmoe", _olmoe),
+    # Attention sinks, windows in every second layer, biases everywhere, and experts with clamped gates.
+    Architecture("gpt_oss", _gpt_oss, fused_router_name="router", interleaved=True),
 )
 MAX_SIZE = 1 << 24  # numbers of a vector; the largest known vocabulary has a fiftieth
 ARCHITECTURES = {family.model_type: family for family in FAMILIES}

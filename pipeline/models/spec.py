@@ -34,6 +34,7 @@ class GroupedQuery:
     output_bias: bool = False
     qk_norm: Literal["", "head", "all"] = ""  # RMS norm of queries and keys: of each head, or of all together
     clip: float | None = None  # queries, keys and values are clamped to [-clip, clip]
+    sinks: bool = False  # each head has a score of its own beside its tokens', whose value is 0
 
     @property
     def kv_streams(self) -> tuple[tuple[int, int], ...]:
@@ -119,6 +120,7 @@ class ModelSpec:
     head_bias: bool = False
     dense_intermediate: int = 0  # I of the layers without experts
     shared_intermediate: int = 0  # I of all shared experts of a layer together; 0: none
+    router_bias: bool = False  # of the router's logits
     shared_gate: bool = False  # a sigmoid gate scales the shared experts' output for each token
     math: ExpertMath = SWIGLU  # of the routed experts
     recurrent: GatedDelta | None = None  # takes the place of attention in `recurrent_layers`

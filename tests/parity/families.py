@@ -50,7 +50,9 @@ PLAIN: dict[str, Options] = {
         **LATENT,
     },
     "olmoe": {"num_experts": 6},
+    "gpt_oss": {"num_local_experts": 6, "head_dim": 8, "sliding_window": 16},
 }
+ALWAYS_FUSED = {"gpt_oss"}  # the experts, in every version of transformers
 
 # Options that say how large something is. A reader that gets one wrong finds tensors of another shape.
 SIZES = {

@@ -39,6 +39,7 @@ class Shape:
     norm: str = ""  # one of QK_NORMS
     clip: float | None = None
     window: int | None = None
+    sinks: bool = False
     biases: bool = False
     layer_norm: bool = False
     experts: int = 0  # 0: a dense layer
@@ -77,6 +78,8 @@ class Layer:
             all_heads = 1 if s.norm == "head" else s.heads
             self.vector("query_norm", all_heads * width)
             self.vector("key_norm", (1 if s.norm == "head" else s.kv_heads) * width)
+            if s.sinks:
+                self.vector("sinks", s.heads)
         else:
             rank, nope, value, query_rank = s.latent
             queries = s.heads * (nope + 2 * s.half)
@@ -91,6 +94,8 @@ class Layer:
             self.plain["expansion"] = read(self.data["expansion"])
         if s.experts:
             self.plain["router"] = numbers(self.random, s.experts, s.hidden)
+            if s.biases:
+                self.vector("router_bias", s.experts)
         if s.channels or not s.experts:
             self.matrix("up", 2 * s.channels, s.hidden)
             self.matrix("down", s.hidden, s.channels)
@@ -133,7 +138,8 @@ class Layer:
         if s.latent is None:
             width = 2 * s.half
             numbers = s.heads, s.kv_heads, width, s.window or 0, QK_NORMS.index(s.norm)
-            attention = Grouped(s.bits, *numbers, *norms, EPS, s.clip or 0, width**-0.5)
+            sinks = self.address("sinks")
+            attention = Grouped(s.bits, *numbers, *norms, sinks, EPS, s.clip or 0, width**-0.5)
         else:
             rank, nope, value, query_rank = s.latent
             rope = 2 * s.half
@@ -153,6 +159,7 @@ class Layer:
             query=projection("query"),
             output=output,
             router=self.address("router"),
+            router_bias=self.address("router_bias"),
             up=projection("up"),
             down=projection("down"),
             gate=self.address("gate"),
@@ -223,7 +230,7 @@ class Rows:
         x = normed(h, w["mlp_norm"], w.get("mlp_norm_bias"))
         found = {"x": x, "stored": stored}
         if s.experts:
-            found["logits"] = w["router"] @ x
+            found["logits"] = product("router", x)
         if "up" in w:
             gate, up = np.split(product("up", x), 2)
             y = product("down", gate / (1 + np.exp(-gate)) * up)
@@ -243,8 +250,9 @@ class Rows:
         keys, values = (read(cache) for cache in caches)
         seen = slice(0 if s.window is None else max(0, position + 1 - s.window), position + 1)
         shared, scale = s.heads // s.kv_heads, (2 * s.half) ** -0.5
+        sinks = w["sinks"] if s.sinks else [None] * s.heads
         heads = [
-            softmax(keys[i // shared, seen] @ q[i] * scale) @ values[i // shared, seen]
+            softmax(keys[i // shared, seen] @ q[i] * scale, sinks[i]) @ values[i // shared, seen]
             for i in range(s.heads)
         ]
         return np.array(heads), [k, v]
@@ -295,6 +303,7 @@ def shapes(draw: st.DrawFn, formats: tuple[str, ...] = ("f32",)) -> Shape:
         norm=draw(st.sampled_from(QK_NORMS)),
         clip=draw(st.none() | st.floats(0.1, 2.0)),
         window=draw(st.none() | st.integers(1, 50)),
+        sinks=draw(st.booleans()),
         biases=draw(st.booleans()),
         layer_norm=draw(st.booleans()),
         experts=experts,

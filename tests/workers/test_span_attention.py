@@ -55,8 +55,9 @@ def spans(
     bits=st.sampled_from([16, 32]),
     norm=st.sampled_from(QK_NORMS),
     clip=st.none() | st.floats(0.1, 2.0),
+    sink=st.none() | st.sampled_from([0.0, -40.0, 30.0]),
 )
-def test_spans(library, seed, kv_heads, shared, half, position, counts, window, bits, norm, clip) -> None:
+def test_spans(library, seed, kv_heads, shared, half, position, counts, window, bits, norm, clip, sink) -> None:
     random, width, heads, tokens = np.random.default_rng(seed), 2 * half, kv_heads * shared, sum(counts)
     qkv = numbers(random, tokens, heads + 2 * kv_heads, width)
     caches = [as_cached(numbers(random, kv_heads, position + tokens + 3, width), bits) for _ in range(2)]
@@ -68,6 +69,8 @@ def test_spans(library, seed, kv_heads, shared, half, position, counts, window, 
     turns = np.ascontiguousarray(np.stack([tables(each) for each in angles], axis=1))
     facts = {"normed": QK_NORMS.index(norm), "clip": clip or 0, "window": window or 0}
     facts |= {"query_norm": weights[0].ctypes.data, "key_norm": weights[1].ctypes.data}
+    sinks = None if sink is None else sink + numbers(random, heads)
+    facts |= {"sinks": None if sinks is None else sinks.ctypes.data}
     inputs = [
         grouped_inputs(x, each, kv_heads, norm, weights, clip) for x, each in zip(qkv, angles, strict=True)
     ]
@@ -91,7 +94,7 @@ def test_spans(library, seed, kv_heads, shared, half, position, counts, window, 
         seen = slice(0 if window is None else max(0, end - window), end)
         for head in range(heads):
             scores = keys[head // shared, seen] @ inputs[token][0][head] * width**-0.5
-            wanted = softmax(scores) @ values[head // shared, seen]
+            wanted = softmax(scores, None if sinks is None else sinks[head]) @ values[head // shared, seen]
             np.testing.assert_allclose(found[token, head], wanted, rtol=2e-4, atol=2e-5)
 
 

@@ -182,6 +182,7 @@ struct grouped { /* query heads in groups that share keys and values */
     int64_t window; /* most tokens attended to, the new one included; 0: all */
     int64_t normed; /* RMS norm of queries and keys: 0 none, 1 of each head, 2 of all heads together */
     const float *query_norm, *key_norm;
+    const float *sinks;     /* [heads], or NULL: each joins its head's softmax as the score of a value of 0 */
     float eps, clip, scale; /* clip 0: none */
 };
 
@@ -212,6 +213,7 @@ struct layer { /* pointers to what a layer does not have are NULL */
     const struct matrix *query; /* from the queries' latent */
     const struct matrix *output;
     const float *router;           /* [experts, hidden] */
+    const float *router_bias;      /* [experts] */
     const struct matrix *up, *down; /* a feed-forward block for every row, [2 I, hidden] and [hidden, I]: the shared
                                      * experts, or without a router the layer's dense block */
     const float *gate;              /* [hidden], scales the block's output by sigmoid(gate . x) */
