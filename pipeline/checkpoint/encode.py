@@ -121,6 +121,8 @@ def expert_chunks(
     uint8 [expert_stride], heads uint8 [head_stride]."""
     shape = layout.shape
     layout.clear_padding(out, heads)
+    if len(expert) != shape.math.matrices + shape.math.biases:
+        raise ValueError(f"{len(expert)} parts of an expert of {shape.math}")
     *wide, down = matrices = expert[: shape.math.matrices]
     biases = expert[shape.math.matrices :]
     chunks: list[Chunk] = [partial(_encode_biases, reader, layout, biases, out, heads)] if biases else []
