@@ -9,6 +9,7 @@ A family is an object (`registry.py`) with only its differences from the names t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -55,6 +56,8 @@ class Architecture:
     fused_router_name: str = "gate"
     matrix_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
     shared_name: str = "shared_expert"
+    choice_bias: str = ""  # within that module; "": the router has none
+    known_as: str = ""  # the model_type of its config in transformers, where that is another
 
     def spec(self, config: Config) -> ModelSpec:
         """The model that a config.json describes. Raises ModelError for an unsupported variant."""
@@ -86,6 +89,8 @@ class Architecture:
         moe, router = ("mlp", self.fused_router_name) if fused else (self.moe_name, "gate")
         shared = f"{at}.{moe}.{self.shared_name}"
         tensors["router"] = TensorSpec(f"{at}.{moe}.{router}.weight", (spec.experts, spec.hidden))
+        if self.choice_bias:
+            tensors["choice_bias"] = TensorSpec(f"{at}.{moe}.{self.choice_bias}", (spec.experts,))
         if spec.shared_intermediate:
             tensors |= swiglu("shared", shared, spec.hidden, spec.shared_intermediate)
         if spec.shared_gate:
@@ -135,9 +140,12 @@ class Architecture:
         return shapes
 
     def optional(self, name: str, spec: ModelSpec) -> bool:
-        """Returns whether a checkpoint may have this unread tensor: old buffers, or a tied model's copied
-        head."""
-        return name.endswith(".rotary_emb.inv_freq") or (spec.tied_embeddings and name == "lm_head.weight")
+        """Returns whether a checkpoint may have this unread tensor: old buffers, a tied model's copied head,
+        or one of its extra layers."""
+        if name.endswith(".rotary_emb.inv_freq") or (spec.tied_embeddings and name == "lm_head.weight"):
+            return True
+        extra = re.match(r"model\.layers\.(\d{1,9})\.", name)
+        return extra is not None and 0 <= int(extra[1]) - spec.layers < spec.extra_layers
 
     def _fused(self, layer: int) -> tuple[str, str]:
         at = f"model.layers.{layer}.mlp.experts"

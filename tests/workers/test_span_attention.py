@@ -31,6 +31,7 @@ def spans(
     kv_heads, capacity, width = caches[0].shape
     heads = qkv.shape[1] - 2 * kv_heads
     shape = {"bits": 8 * caches[0].itemsize, "heads": heads, "kv_heads": kv_heads, "width": width}
+    shape["rope"] = turns.shape[2]
     kernel = SpanKernel(library, team, Grouped(**shape, eps=EPS, scale=width**-0.5, **facts), Kept())
     out = np.full((len(qkv), heads, width), np.nan, np.float32)
     addresses, done = tuple(cache.ctypes.data for cache in caches), 0
