@@ -50,6 +50,25 @@ PLAIN: dict[str, Options] = {
         **LATENT,
     },
     "olmoe": {"num_experts": 6},
+    "glm4_moe": {"n_routed_experts": 6, "moe_intermediate_size": 40, "head_dim": 8},
+    "minimax_m2": {"num_local_experts": 6, "head_dim": 8},
+    "glm4_moe_lite": {
+        "num_key_value_heads": 6,
+        "n_routed_experts": 6,
+        "moe_intermediate_size": 40,
+        "v_head_dim": 14,
+        **LATENT,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 6,
+        "n_routed_experts": 6,
+        "moe_intermediate_size": 40,
+        "v_head_dim": 14,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        **LATENT,
+    },
 }
 
 # Options that say how large something is. A reader that gets one wrong finds tensors of another shape.
@@ -58,7 +77,7 @@ SIZES = {
     *LATENT,
     *("head_dim", "num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts", "v_head_dim"),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "first_k_dense_replace"),
-    *("decoder_sparse_step", "mlp_only_layers"),
+    *("decoder_sparse_step", "mlp_only_layers", "mlp_layer_types"),
 } - {"num_experts_per_tok"}
 
 
@@ -103,7 +122,8 @@ def draw(model: nn.Module, seed: int, dtype: torch.dtype) -> None:
     by a few nats; were they much livelier, float32 would differ from exact numbers by 1e-4."""
     generator = torch.Generator().manual_seed(seed)
     tied = model.config.tie_word_embeddings
-    for name, weight in model.named_parameters():
+    biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
+    for name, weight in (*model.named_parameters(), *biases):
         numbers = torch.randn(weight.shape, generator=generator)
         if name.endswith("bias"):
             numbers *= 0.3
@@ -134,6 +154,8 @@ def of_version_4(config: Options) -> Options:
     rope = dict(config["rope_parameters"])
     old |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": config["dtype"]}
     kind = rope.pop("rope_type")
+    if "partial_rotary_factor" in rope:
+        old["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     if kind == "longrope":
         old["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     return old | {"rope_scaling": None if kind == "default" else {"type": kind, **rope}}

@@ -1,5 +1,5 @@
-"""MiniMax-M2: grouped-query attention with queries and keys normalised over all heads, of which a part of each
-is rotated, and a sigmoid router with a bias for the choice."""
+"""MiniMax-M2: grouped-query attention with queries and keys normalised over all heads, of each of which a
+part is rotated, and a sigmoid router with a bias for the choice."""
 
 from __future__ import annotations
 
