@@ -34,6 +34,7 @@ EVERYWHERE: Options = {
     "tie_word_embeddings": False,
 }
 LATENT: Options = {"q_lora_rank": None, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8}
+GROUPS: Options = {"n_group": 2, "topk_group": 1}
 PLAIN: dict[str, Options] = {
     "mixtral": {"num_local_experts": 5},
     "phimoe": {"num_local_experts": 5, "router_jitter_noise": 0.01},
@@ -45,12 +46,11 @@ PLAIN: dict[str, Options] = {
         "n_shared_experts": 1,
         "moe_intermediate_size": 40,
         "v_head_dim": 14,
-        "n_group": 2,
-        "topk_group": 1,
         **LATENT,
+        **GROUPS,
     },
     "olmoe": {"num_experts": 6},
-    "glm4_moe": {"n_routed_experts": 6, "moe_intermediate_size": 40, "head_dim": 8},
+    "glm4_moe": {"n_routed_experts": 6, "moe_intermediate_size": 40, "head_dim": 8, **GROUPS},
     "minimax_m2": {"num_local_experts": 6, "head_dim": 8},
     "glm4_moe_lite": {
         "num_key_value_heads": 6,
@@ -58,6 +58,7 @@ PLAIN: dict[str, Options] = {
         "moe_intermediate_size": 40,
         "v_head_dim": 14,
         **LATENT,
+        **GROUPS,
     },
     "deepseek_v3": {
         "num_key_value_heads": 6,
@@ -65,9 +66,8 @@ PLAIN: dict[str, Options] = {
         "moe_intermediate_size": 40,
         "v_head_dim": 14,
         "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
         **LATENT,
+        **GROUPS,
     },
 }
 
@@ -184,7 +184,8 @@ def alternatives(case: Case) -> Iterator[tuple[str, Options]]:
             yield key, left
     rope = case.options.get("rope_parameters", {})
     for key in sorted(rope.keys() - {"rope_type"}):
-        yield f"rope {key}", case.config | {"rope_parameters": rope | {key: other(rope[key])}}
+        changed = rope[key] / 3 if key == "partial_rotary_factor" else other(rope[key])
+        yield f"rope {key}", case.config | {"rope_parameters": rope | {key: changed}}
 
 
 def other(value: Any) -> Any:

@@ -208,7 +208,13 @@ OPTIONS: dict[str, dict[str, Options]] = {  # family -> name of a case -> its op
         "longrope": {**longrope(4, factor=2.0), "norm_topk_prob": True, "num_key_value_heads": 6},
     },
     "glm4_moe": {
-        "norms-bias": {"use_qk_norm": True, "attention_bias": True, "rms_norm_eps": 0.02, "head_dim": 12},
+        "norms-bias": {
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "rms_norm_eps": 0.02,
+            "head_dim": 12,
+            "n_group": 1,
+        },
         "odd-tied-three-quarters": {
             **ODD,
             **TIED,
@@ -244,7 +250,7 @@ OPTIONS: dict[str, dict[str, Options]] = {  # family -> name of a case -> its op
         "linear": {**scaled("linear", partial_rotary_factor=0.25), "head_dim": 16},
     },
     "glm4_moe_lite": {
-        "query-rank": {"q_lora_rank": 18, "rms_norm_eps": 0.02, "routed_scaling_factor": 1.7},
+        "query-rank": {"q_lora_rank": 18, "rms_norm_eps": 0.02, "routed_scaling_factor": 1.7, "n_group": 1},
         "odd-tied-apart": {
             **ODD,
             **TIED,
@@ -288,8 +294,9 @@ OPTIONS: dict[str, dict[str, Options]] = {  # family -> name of a case -> its op
             "first_k_dense_replace": 2,
             "num_hidden_layers": 5,
             "v_head_dim": 8,
+            "n_group": 1,
         },
-        "not-rescaled": {"norm_topk_prob": False, "n_routed_experts": 8, "n_group": 2, "topk_group": 1},
+        "not-rescaled": {"norm_topk_prob": False, "n_routed_experts": 8},
     },
 }
 SILENT = {  # numbers whose change transformers does not notice
