@@ -110,7 +110,7 @@ class GroupedQueryAttention:
         norms = (None, None) if self._norms is None else (n.data_ptr() for n in self._norms)
         sinks = None if self._sinks is None else self._sinks.data_ptr()
         return Grouped(
-            8 * self._dtype.itemsize, s.heads, s.kv_heads, s.head_dim, self._window or 0,
+            8 * self._dtype.itemsize, s.heads, s.kv_heads, s.head_dim, s.rope_dim, self._window or 0,
             QK_NORMS.index(s.qk_norm), *norms, sinks, self._eps, s.clip or 0, s.head_dim**-0.5,
         )  # fmt: skip
 
@@ -157,8 +157,9 @@ class LatentAttention:
 
     def __init__(self, spec: LatentSpec, weights: Weights, precision: Precision) -> None:
         self._spec, self._dtype = spec, precision.dtype
-        # Checkpoints rotate number 2i with 2i + 1; `rotate` wants the even ones before the odd ones.
-        halves = np.r_[: spec.rope_dim : 2, 1 : spec.rope_dim : 2]
+        halves = np.arange(spec.rope_dim)
+        if spec.interleaved:  # `rotate` wants the even ones before the odd ones
+            halves = np.r_[: spec.rope_dim : 2, 1 : spec.rope_dim : 2]
         latent = np.r_[: spec.rank, spec.rank + halves]
         head = np.r_[: spec.nope_dim, spec.nope_dim + halves]
         query = (np.arange(spec.heads)[:, None] * len(head) + head).ravel()

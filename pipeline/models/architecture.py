@@ -11,6 +11,7 @@ A family is an object (`registry.py`) with only its differences from the names t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -73,6 +74,8 @@ class Architecture:
     matrix_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
     shared_name: str = "shared_expert"
     interleaved: bool = False  # the experts
+    choice_bias: str = ""  # within that module; "": the router has none
+    known_as: str = ""  # the model_type of its config in transformers, where that is another
 
     def spec(self, config: Config) -> ModelSpec:
         """The model that a config.json describes. Raises ModelError for an unsupported variant."""
@@ -110,6 +113,8 @@ class Architecture:
         if spec.math.bias:  # those of gate and up lie in the experts' tiles
             name = f"{self._fused(layer)[1]}_bias"
             tensors["expert_biases"] = TensorSpec(name, (spec.experts, spec.hidden))
+        if self.choice_bias:
+            tensors["choice_bias"] = TensorSpec(f"{at}.{moe}.{self.choice_bias}", (spec.experts,))
         if spec.shared_intermediate:
             tensors |= swiglu("shared", shared, spec.hidden, spec.shared_intermediate)
         if spec.shared_gate:
@@ -161,9 +166,12 @@ class Architecture:
         return shapes
 
     def optional(self, name: str, spec: ModelSpec) -> bool:
-        """Returns whether a checkpoint may have this unread tensor: old buffers, or a tied model's copied
-        head."""
-        return name.endswith(".rotary_emb.inv_freq") or (spec.tied_embeddings and name == "lm_head.weight")
+        """Returns whether a checkpoint may have this unread tensor: old buffers, a tied model's copied head,
+        or one of its extra layers."""
+        if name.endswith(".rotary_emb.inv_freq") or (spec.tied_embeddings and name == "lm_head.weight"):
+            return True
+        extra = re.match(r"model\.layers\.(\d{1,9})\.", name)
+        return extra is not None and 0 <= int(extra[1]) - spec.layers < spec.extra_layers
 
     def _fused(self, layer: int) -> tuple[str, str]:
         at = f"model.layers.{layer}.mlp.experts"

@@ -171,7 +171,8 @@ class Scored(Router):
         with np.errstate(over="ignore"):  # 1 / inf is the score
             np.exp(scores, out=scores)
         scores += 1
-        return np.reciprocal(scores, out=scores)
+        np.reciprocal(scores, out=scores)
+        return scores
 
     def _weights(self, weights: FloatArray, experts: NDArray[np.integer], layer: Layer) -> FloatArray:
         """The weights of the chosen experts [R, k], from their scores, which are overwritten."""

@@ -128,7 +128,8 @@ def _router(plain: dict[str, Any], shape: ModelShape, file: BinaryIO) -> Router:
         fits = fits and not arrays
     if not fits:
         raise ValueError("its router does not fit its shape")
-    return replace(router, **{name: _array(shape, file) for name in arrays})
+    read = {name: _array(shape, file) for name in arrays}
+    return replace(router, **read) if isinstance(router, Scored) else router
 
 
 def _array(shape: ModelShape, file: BinaryIO) -> NDArray[np.float32]:

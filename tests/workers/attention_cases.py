@@ -27,10 +27,11 @@ def read(cached: np.ndarray) -> np.ndarray:
 
 
 def turned(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
-    half = x.shape[-1] // 2
-    swapped = np.concatenate((-x[..., half:], x[..., :half]), axis=-1)
-    both = np.concatenate((angles, angles))
-    return x * np.cos(both) + swapped * np.sin(both)
+    """The first numbers are rotated, two by each angle; the others stay."""
+    half = len(angles)
+    a, b, rest = np.split(x, [half, 2 * half], axis=-1)
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate((a * cos - b * sin, b * cos + a * sin, rest), axis=-1)
 
 
 def tables(angles: np.ndarray) -> np.ndarray:

@@ -35,6 +35,7 @@ class Shape:
     heads: int
     kv_heads: int
     half: int  # of the numbers that are rotated
+    still: int = 0  # numbers of a head that are not; not of latent attention
     latent: tuple[int, int, int, int] | None = None
     norm: str = ""  # one of QK_NORMS
     clip: float | None = None
@@ -52,7 +53,12 @@ class Shape:
     def streams(self) -> list[tuple[int, int]]:
         if self.latent is not None:
             return [(1, self.latent[0] + 2 * self.half)]
-        return [(self.kv_heads, 2 * self.half)] * 2
+        return [(self.kv_heads, self.width)] * 2
+
+    @property
+    def width(self) -> int:
+        """Of a head, unless it is latent."""
+        return 2 * self.half + self.still
 
 
 @dataclass
@@ -72,12 +78,11 @@ class Layer:
             if s.layer_norm:
                 self.vector(f"{name}_bias", s.hidden)
         if s.latent is None:
-            width = 2 * s.half
-            self.matrix("first", (s.heads + 2 * s.kv_heads) * width, s.hidden)
-            self.matrix("output", s.hidden, s.heads * width)
+            self.matrix("first", (s.heads + 2 * s.kv_heads) * s.width, s.hidden)
+            self.matrix("output", s.hidden, s.heads * s.width)
             all_heads = 1 if s.norm == "head" else s.heads
-            self.vector("query_norm", all_heads * width)
-            self.vector("key_norm", (1 if s.norm == "head" else s.kv_heads) * width)
+            self.vector("query_norm", all_heads * s.width)
+            self.vector("key_norm", (1 if s.norm == "head" else s.kv_heads) * s.width)
             if s.sinks:
                 self.vector("sinks", s.heads)
         else:
@@ -136,10 +141,9 @@ class Layer:
         attention: Grouped | Latent
         norms = self.address("query_norm"), self.address("key_norm")
         if s.latent is None:
-            width = 2 * s.half
-            numbers = s.heads, s.kv_heads, width, s.window or 0, QK_NORMS.index(s.norm)
+            numbers = s.heads, s.kv_heads, s.width, 2 * s.half, s.window or 0, QK_NORMS.index(s.norm)
             sinks = self.address("sinks")
-            attention = Grouped(s.bits, *numbers, *norms, sinks, EPS, s.clip or 0, width**-0.5)
+            attention = Grouped(s.bits, *numbers, *norms, sinks, EPS, s.clip or 0, s.width**-0.5)
         else:
             rank, nope, value, query_rank = s.latent
             rope = 2 * s.half
@@ -245,11 +249,11 @@ class Rows:
     def _grouped(self, row: int, first, product, caches) -> tuple[np.ndarray, list[np.ndarray]]:
         s, w, position = self.layer.shape, self.layer.plain, self.positions[row]
         weights = [w["query_norm"], w["key_norm"]]
-        x = first.reshape(-1, 2 * s.half)
+        x = first.reshape(-1, s.width)
         q, k, v = grouped_inputs(x, self.angles[row], s.kv_heads, s.norm, weights, s.clip)
         keys, values = (read(cache) for cache in caches)
         seen = slice(0 if s.window is None else max(0, position + 1 - s.window), position + 1)
-        shared, scale = s.heads // s.kv_heads, (2 * s.half) ** -0.5
+        shared, scale = s.heads // s.kv_heads, s.width**-0.5
         sinks = w["sinks"] if s.sinks else [None] * s.heads
         heads = [
             softmax(keys[i // shared, seen] @ q[i] * scale, sinks[i]) @ values[i // shared, seen]
@@ -299,6 +303,7 @@ def shapes(draw: st.DrawFn, formats: tuple[str, ...] = ("f32",)) -> Shape:
         heads=kv_heads * draw(st.integers(1, 6)),
         kv_heads=kv_heads,
         half=draw(st.integers(1, 40)),
+        still=draw(st.sampled_from([0, 0, 1, 40])),
         latent=latent,
         norm=draw(st.sampled_from(QK_NORMS)),
         clip=draw(st.none() | st.floats(0.1, 2.0)),

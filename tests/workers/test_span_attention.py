@@ -31,6 +31,7 @@ def spans(
     kv_heads, capacity, width = caches[0].shape
     heads = qkv.shape[1] - 2 * kv_heads
     shape = {"bits": 8 * caches[0].itemsize, "heads": heads, "kv_heads": kv_heads, "width": width}
+    shape["rope"] = turns.shape[2]
     kernel = SpanKernel(library, team, Grouped(**shape, eps=EPS, scale=width**-0.5, **facts), Kept())
     out = np.full((len(qkv), heads, width), np.nan, np.float32)
     addresses, done = tuple(cache.ctypes.data for cache in caches), 0
@@ -49,6 +50,7 @@ def spans(
     kv_heads=st.integers(1, 3),
     shared=st.integers(1, 6),
     half=st.integers(1, 40),
+    still=st.sampled_from([0, 0, 1, 40]),  # numbers of a head that are not rotated
     position=st.integers(0, 150),
     counts=st.lists(st.integers(1, 90), min_size=1, max_size=3),
     window=st.none() | st.integers(1, 150),
@@ -57,8 +59,11 @@ def spans(
     clip=st.none() | st.floats(0.1, 2.0),
     sink=st.none() | st.sampled_from([0.0, -40.0, 30.0]),
 )
-def test_spans(library, seed, kv_heads, shared, half, position, counts, window, bits, norm, clip, sink) -> None:
-    random, width, heads, tokens = np.random.default_rng(seed), 2 * half, kv_heads * shared, sum(counts)
+def test_spans(
+    library, seed, kv_heads, shared, half, still, position, counts, window, bits, norm, clip, sink
+) -> None:
+    random, heads, tokens = np.random.default_rng(seed), kv_heads * shared, sum(counts)
+    width = 2 * half + still
     qkv = numbers(random, tokens, heads + 2 * kv_heads, width)
     caches = [as_cached(numbers(random, kv_heads, position + tokens + 3, width), bits) for _ in range(2)]
     caches = [np.ascontiguousarray(cache) for cache in caches]

@@ -47,7 +47,7 @@ class Grouped(ctypes.Structure):
     """Attention with query heads in groups that share keys and values."""
 
     _fields_ = (
-        *((name, SIZE) for name in ("bits", "heads", "kv_heads", "width", "window", "normed")),
+        *((name, SIZE) for name in ("bits", "heads", "kv_heads", "width", "rope", "window", "normed")),
         *((name, POINTER) for name in ("query_norm", "key_norm", "sinks")),
         *((name, ctypes.c_float) for name in ("eps", "clip", "scale")),
     )
@@ -206,7 +206,7 @@ class SpanKernel:
         out: Address,
     ) -> None:
         """`count` tokens, the first after `position` others: qkv [count, (heads + 2 kv_heads) * width],
-        changed in place; cosines and sines [count, width]; the streams are keys and values [kv_heads,
+        changed in place; cosines and sines [count, rope]; the streams are keys and values [kv_heads,
         capacity, width]; out [count, heads * width]. Raises IndexError for positions outside the capacity."""
         self._function(
             handle_of(self._team), ctypes.byref(self._grouped), qkv, *cos_sin, *streams, capacity, position,

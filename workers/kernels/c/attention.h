@@ -185,7 +185,7 @@ static void place_token(const struct grouped *g, float *qkv, const float *cosine
     if (g->clip > 0.0f)
         for (int64_t i = 0; i < both[0] + 2 * both[1]; i++)
             qkv[i] = qkv[i] > g->clip ? g->clip : qkv[i] < -g->clip ? -g->clip : qkv[i];
-    for (int64_t head = 0; head < g->heads + g->kv_heads; head++) rotate(qkv + head * g->width, cosines, sines, g->width);
+    for (int64_t head = 0; head < g->heads + g->kv_heads; head++) rotate(qkv + head * g->width, cosines, sines, g->rope);
     for (int64_t head = 0; head < g->kv_heads; head++) {
         int64_t at = (head * capacity + position) * g->width;
         store_cached(k + head * g->width, g->width, keys, at, g->bits);

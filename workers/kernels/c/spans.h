@@ -149,7 +149,7 @@ static void place_tokens(void *context, int64_t lo, int64_t hi) {
     const struct span_attention *o = context;
     int64_t all = (o->g->heads + 2 * o->g->kv_heads) * o->g->width;
     for (int64_t t = lo; t < hi; t++)
-        place_token(o->g, o->qkv + t * all, o->cosines + t * o->g->width, o->sines + t * o->g->width, o->keys,
+        place_token(o->g, o->qkv + t * all, o->cosines + t * o->g->rope, o->sines + t * o->g->rope, o->keys,
                     o->values, o->capacity, o->position + t);
 }
 
