@@ -61,8 +61,7 @@ class GenericBackbone:
         skeleton = Skeleton(model_class, config)
         self.bytes = skeleton.load(weights, precision, progress)
         self._model, self._decoder = skeleton.model, skeleton.decoder
-        if not skeleton.has_head:
-            raise ModelError(f"{model_class.__name__} has no head that gives logits")
+        self.has_head = skeleton.has_head  # without one there are no answers
         text = config.get_text_config(decoder=True)
         self.vocabulary: int = text.vocab_size
         observed = observe(skeleton, self.vocabulary)
@@ -85,7 +84,8 @@ class GenericBackbone:
         trial = Trial(skeleton, self._packing, observed, tolerance, self._device)
         self._experts: Experts = lambda call: 0.5 * call.x
         self._probe: Probe = self.router
-        self.chunks = trial.run()  # whether a prompt may come in parts
+        # whether a step may have several sequences, and whether a prompt may come in parts
+        self.several, self.chunks = trial.run()
         self._packing.cache.raw = self._raw_layers()
         linears = [m for m in self._decoder.modules() if isinstance(m, OwnLinear)]
         self._largest_matrix = max((m.in_features * m.out_features for m in linears), default=0)

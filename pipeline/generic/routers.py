@@ -262,6 +262,8 @@ def _fits(
 ) -> tuple[tuple[Tensor, Tensor | None] | None] | None:
     """The product of a layer's logits, in a tuple, where the formula gives the layer's choice; else None."""
     experts, weights = _choice(seen)
+    if isinstance(formula, Formula) and not {formula.bias, formula.expert_scale} <= {None, *arrays}:
+        return None
     for kind, product, logits in tap.candidates():
         if kind != form:
             continue

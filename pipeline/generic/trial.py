@@ -25,7 +25,8 @@ from pipeline.generic.skeleton import MoeLayer, Skeleton
 
 TOKENS = 7  # of the trial's sequences: fewer than any window
 DECODING = ((4, 0, 0), (1, 0, 0), (1, 5, 0), (1, 1, 4), (0, 1, 1))  # new tokens of three sequences, by step
-CHUNKS = ((3, 0, 0), (4, 0, 0))
+ALONE = ((4,), (1,), (1,), (1,))
+CHUNKS = ((3,), (4,))
 
 log = logging.getLogger(__name__)
 
@@ -140,36 +141,36 @@ class Trial:
         self._tolerance = tolerance * float(observed.hidden.std())
         self._device = device
 
-    def run(self) -> bool:
-        """Choose how attention and mixers compute; returns whether a prompt may come in chunks. Raises
-        ModelError where no way gives what the model's own forward gives."""
+    def run(self) -> tuple[bool, bool]:
+        """Choose how attention and mixers compute; returns whether a step may have several sequences, and whether
+        a prompt may come in chunks. Raises ModelError where no way gives what the model's own forward gives."""
         mixers = self._packing.mixers.values()
         kinds = [*dict.fromkeys(map(type, mixers))]
         modules = [m for mixer in mixers for m in mixer.modules()]
         self._choose_attention(modules)
         self._packing.rows = set(kinds)
-        if not self._same(DECODING):
+        several = self._same(DECODING)
+        if not several:
             self._packing.rows = set()
-            if not self._same(DECODING):
-                raise ModelError(
-                    f"{type(self._decoder).__name__} does not compute the same with our caches:"
-                    " this family cannot run here"
-                )
-            for kind in kinds if len(kinds) > 1 else ():
+            several = self._same(DECODING)
+            for kind in kinds if several and len(kinds) > 1 else ():
                 self._packing.rows.add(kind)
                 if not self._same(DECODING):
                     self._packing.rows.discard(kind)
-        return self._same(CHUNKS)
+        if not several and not self._same(ALONE):
+            raise ModelError(
+                f"{type(self._decoder).__name__} computes something else with our caches: this family cannot run here"
+            )
+        return several, self._same(CHUNKS)
 
     def _choose_attention(self, modules: Sequence[nn.Module]) -> None:
         """Use our attention where that gives the same: all kinds of modules at once, or one by one."""
-        alone = [(counts[0],) for counts in DECODING if counts[0]]
         candidates = [(m, "latent" if hasattr(m, "expand_kv") else "grouped") for m in modules]
         for kind in dict.fromkeys(type(m) for m, _ in candidates):
             chosen = [(m, name) for m, name in candidates if type(m) is kind and _may_attend(m)]
             for module, name in chosen:
                 setattr(module, attention.KIND, name)
-            if chosen and not self._same(alone):
+            if chosen and not self._same(ALONE):
                 for module, _ in chosen:
                     delattr(module, attention.KIND)
 
