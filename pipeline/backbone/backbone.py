@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from pipeline.backbone.weights import Weights
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.device.base import Device
 from pipeline.models.registry import architecture_of
+from pipeline.models.routing import Router, Scored
 from pipeline.models.spec import GroupedQuery, ModelSpec
 from workers.kernels.c_types import Kept
 
@@ -73,6 +75,7 @@ class Backbone:
                 layers.append(layer)
                 progress(sum(part.bytes for part in (outer, *weights)))
             self._rope = rope.result()
+            self.router_math = _complete(spec.router, [weights[i] for i in spec.moe_layers])
             self.bytes = sum(part.bytes for part in (outer, *weights))
         matrices = [t for layer_specs in specs for t in layer_specs.values() if t.kind == "matrix"]
         self._largest_matrix = max(t.shape[0] * t.shape[1] for t in matrices)  # in numbers
@@ -203,6 +206,13 @@ class Backbone:
         for layer in layers:
             h = layer.dense(h, batch)
         return h
+
+
+def _complete(router: Router, weights: Sequence[Weights]) -> Router:
+    """The router with its arrays by layer. `weights`: of the layers with experts."""
+    if not isinstance(router, Scored) or "choice_bias" not in weights[0]:
+        return router
+    return replace(router, bias=np.stack([of_layer.on_host("choice_bias") for of_layer in weights]))
 
 
 class EagerLayers:

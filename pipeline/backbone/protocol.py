@@ -16,6 +16,7 @@ from torch import Tensor
 from pipeline.arrays import FloatArray
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.device.base import Device
+from pipeline.models.routing import Router
 from pipeline.models.spec import ModelSpec
 
 Probe = Callable[[int, Tensor], Tensor]  # a target of `Policy.probes` and x [R, H]: logits float32 [R, E]
@@ -61,6 +62,7 @@ class AnyBackbone(Protocol):
     """A model's weights outside its routed experts, on a device."""
 
     spec: ModelSpec
+    router_math: Router  # with its arrays by layer
     dtype: torch.dtype  # of keys and values
     bytes: int
 

@@ -69,7 +69,8 @@ class _Measurement:
         windows = division.training + division.validation
         self._findings = Findings(tokens=division.tokens)
         longest, free = max(len(window.tokens) for window in windows), ctx.kv.free
-        self._width = min(LANES, ctx.lanes, len(division.training), free // longest)
+        places = LANES if ctx.kv.places is None else ctx.kv.places
+        self._width = min(LANES, ctx.lanes, places, len(division.training), free // longest)
         self._tokens = division.tokens
         self._order = TokenOrder(ctx.engine.shape)
         if self._width < 1:
@@ -145,7 +146,7 @@ class _Measurement:
         mlps = None
         if trained.mlp_inner is not None and trained.mlp_outer is not None:
             mlps = GateMlps(trained.mlp_inner, trained.mlp_outer)
-        router = self._spec.router
+        router = engine.backbone.router_math
         validation = ValidationPass(engine.shape, router, trained.residual_logits, trained.first_gate, mlps)
         read = sum(len(window.tokens) for window in division.training)
         self._read(division.validation, [self._order, validation], done=read)

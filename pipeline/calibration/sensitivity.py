@@ -125,7 +125,7 @@ class _Model:
         """The hidden states after a layer, from those before it."""
         attended = self.backbone.attend(layer, h, batch)
         h, x, shared = attended.h, attended.x, attended.shared()
-        routing = self._routing(attended.logits())
+        routing = self._routing(attended.logits(), layer)
         h = h if shared is None else h + shared
         for expert, rows, places in _used(routing):
             weights = torch.from_numpy(routing.weights[rows, places]).to(x.device)
@@ -152,8 +152,8 @@ class _Model:
         h = h.to(gradient.device).detach().requires_grad_()
         attended = self.backbone.attend(layer, h, batch)
         x, logits = attended.x, attended.logits()
-        routing = self._routing(logits)
-        weights = self.backbone.spec.router.differentiable(logits, routing)
+        routing = self._routing(logits, layer)
+        weights = self.backbone.router_math.differentiable(logits, routing, layer)
         of_x, of_weights = self._through_experts(layer, x.detach(), routing, gradient)
         ends = [(attended.h, gradient), (x, of_x), (weights, of_weights)]
         shared = attended.shared()
@@ -179,9 +179,9 @@ class _Model:
                 of_weights[at, place] += (y.detach() * of_sum).sum(dim=1)
         return of_x, of_weights
 
-    def _routing(self, logits: Tensor) -> Routing:
+    def _routing(self, logits: Tensor, layer: int) -> Routing:
         (on_host,) = self.device.to_host(logits.detach())
-        return self.backbone.spec.router(on_host)
+        return self.backbone.router_math(on_host, layer)
 
     def _tiles(self, layer: int, expert: int) -> Iterator[tuple[Tensor, Tensor]]:
         """An expert's tiles, one after the other: gate over up [2T, H] and down [T, H], float32."""

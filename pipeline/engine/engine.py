@@ -106,7 +106,7 @@ class Engine:
             popularity=self.popularity if counted else self.popularity.copy(),
             step=0,
             costs=timing.costs,
-            router=self.backbone.spec.router,
+            router=self.backbone.router_math,
             calibration=calibration,
             staging=memory.staging,
             up=self.up,

@@ -62,6 +62,8 @@ class StepGraphs:
             self._off = "the model runs on modules of transformers"
         elif backbone.kernels is None:
             self._off = "they need kernels of ours for attention, which cannot be had here"
+        elif backbone.spec.recurrent_layers:
+            self._off = "the model has recurrent states, which change places at each step"
         else:
             self._gpu = gpu
 

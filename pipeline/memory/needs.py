@@ -19,6 +19,8 @@ from pipeline.config import (
     GRAPH_BYTES,
     KV_CONTEXTS,
     SCORE_BYTES,
+    SNAPSHOTS,
+    STATE_TOKENS,
     EngineConfig,
     FormatName,
 )
@@ -60,6 +62,8 @@ class Needs:
     backbone: int
     position: int  # cosines and sines of one position
     kv_token: int  # one token of the KV cache
+    states: int  # recurrent states of one sequence, with its snapshots
+    max_sequences: int  # that run together
     processes: int  # private memory of the processes, on the host
     steps: int  # on a GPU: a step's allocations, CUDA graphs, the second process's context; 0 on the host
     spec: ModelSpec
@@ -105,6 +109,8 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         backbone=backbone_bytes(tensors, spec, config),
         position=8 * spec.attention.rope_dim * (1 if spec.rope.switch is None else 2),
         kv_token=spec.kv_numbers_per_token * plain_bytes(config),
+        states=state_bytes(spec),
+        max_sequences=config.max_sequences,
         processes=processes + (largest if cuda else max(largest, activations)),
         steps=activations + CONTEXT_BYTES + graphs if cuda else 0,
         spec=spec,
@@ -188,6 +194,17 @@ def kv_budget(requested: int | None, context: int) -> int:
             f"--kv-tokens {requested} is less than one context of {context}; lower --context as well"
         )
     return requested
+
+
+def state_bytes(spec: ModelSpec) -> int:
+    """Of the recurrent states of one sequence: the present and the pending ones, and those of snapshots."""
+    return 4 * spec.state_numbers * (2 + SNAPSHOTS)
+
+
+def kv_sequences(tokens: int, max_sequences: int) -> int:
+    """Sequences whose recurrent states a KV cache of so many tokens has room for. One more than run together
+    may be needed, because the scheduler reserves a place for another client."""
+    return min(-(-tokens // STATE_TOKENS), max_sequences + 1)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from math import ceil, floor
 
 from pipeline.config import DEFAULT_CACHE, KV_BLOCK, KV_CONTEXTS, EngineConfig, FormatName, ResolvedConfig
 from pipeline.device.base import SPARE_BYTES
-from pipeline.memory.needs import STAGING_SHARE, Needs, cache_tiles, choose_context, kv_budget
+from pipeline.memory.needs import STAGING_SHARE, Needs, cache_tiles, choose_context, kv_budget, kv_sequences
 
 FREE_BYTES = 2_000_000_000  # left for the rest of the machine
 MEMORY = "memory"  # the name of a pool
@@ -84,7 +84,8 @@ class Plan:
         tiles = cache_tiles(self.expert_cache, needs.tiles) + self.staging if self.slab else 0
         device = {
             "slab": tiles * needs.slot,
-            "KV cache": self.kv_tokens * needs.kv_token,
+            "KV cache": self.kv_tokens * needs.kv_token
+            + kv_sequences(self.kv_tokens, needs.max_sequences) * needs.states,
             "backbone": needs.backbone + self.context * needs.position,
         }
         if self.slab and needs.heads:

@@ -25,7 +25,15 @@ from pipeline.experts.carriers import ArenaCarrier, SocketCarrier
 from pipeline.experts.division import Divider, largest
 from pipeline.experts.peers import ChildServerSocket, ExitEvents, SendToSupervisor
 from pipeline.experts.pool import Compute, HostPool, computing
-from pipeline.memory.needs import CHUNK_MAX, choose_context, full_memory_in_one_line, kv_budget, needs
+from pipeline.memory.needs import (
+    CHUNK_MAX,
+    choose_context,
+    full_memory_in_one_line,
+    kv_budget,
+    kv_sequences,
+    needs,
+    state_bytes,
+)
 from pipeline.models.registry import model_spec
 from pipeline.models.spec import ModelSpec
 from pipeline.text.detokenizer import DECODER, Detokenizer
@@ -98,8 +106,10 @@ class EngineParts:
         pool = self._open_pool(spec.top_k)
         self.detokenizer = self._detokenizer(text_up)
         held = kv_budget(options.kv_tokens, self.context)
-        self.kv = KVCache(spec, backbone.dtype, device.torch_device, held)
+        sequences = kv_sequences(held, options.max_sequences)
+        self.kv = KVCache(spec, backbone.dtype, device.torch_device, held, sequences)
         self.kv_bytes = held * spec.kv_numbers_per_token * backbone.dtype.itemsize  # of a full KV cache
+        self.kv_bytes += sequences * state_bytes(spec)
         layout = self.store.layout
         self.engine = Engine(backbone, layout, device, pool, options.graphs)
         self.engine.tick = self.tick

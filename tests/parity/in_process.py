@@ -84,7 +84,7 @@ class InProcess:
         return backbone.head(backbone.finish(h, batch))
 
     def _routed(self, layer: int, attended: AfterAttention) -> Tensor:
-        x, routing = attended.x, self.spec.router(attended.logits().numpy())
+        x, routing = attended.x, self._backbone.router_math(attended.logits().numpy(), layer)
         y = torch.zeros_like(x)
         for expert in np.unique(routing.experts).tolist():
             gate, up, down = self._experts[layer, expert]
