@@ -61,6 +61,9 @@ def observe(skeleton: Skeleton, vocabulary: int) -> Observed:
     finally:
         for layer in watched:
             layer.restore()
+    # Others belong to parts for images.
+    skeleton.layers = [layer for layer, w in zip(skeleton.layers, watched, strict=True) if w.called]
+    watched = [layer for layer in watched if layer.called]
     return Observed(
         tokens,
         out.last_hidden_state[0],
@@ -85,7 +88,7 @@ class _Watched:
     def __init__(self, layer: MoeLayer) -> None:
         self._layer = layer
         self._seen: Seen | None = None
-        self._after = False
+        self.called = False  # the experts
         self.siblings: list[tuple[nn.Module, int]] = []
         self._own: list[tuple[nn.Module, Any]] = []
         vars(layer.experts)["tandem_call"] = self._experts
@@ -105,13 +108,13 @@ class _Watched:
         return outputs
 
     def _experts(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        self._after = True
+        self.called = True
         seen = self.seen()
         seen.experts, seen.weights = index.reshape(len(x), -1), weights.reshape(len(x), -1)
         return output_of(x)
 
     def _sibling(self, module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._after and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+        if self.called and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             (x,) = args
             if x.data_ptr() == self.seen().x.data_ptr() and x.numel() == self.seen().x.numel():
                 self.siblings.append((module, x.dim()))
