@@ -97,7 +97,7 @@ def sizes_of(source: ModelSource, config: EngineConfig, format: FormatName) -> S
         needs=known,
         header=header,
         expert=layout.expert_bytes,
-        expert_weights=3 * spec.hidden * spec.intermediate,
+        expert_weights=shape.math.matrices * spec.hidden * spec.intermediate,
         other=max(0, read - head) // spec.layers,
         other_weights=weights,
         head=head,

@@ -24,6 +24,7 @@ import numpy as np
 
 from pipeline.errors import ModelError
 from pipeline.models.architecture import Architecture
+from pipeline.models.registry import model_spec
 from pipeline.models.spec import ModelSpec
 from protocol.files import MAX_SETTINGS, open_regular, read_json
 
@@ -208,12 +209,13 @@ class CheckpointIndex:
 
 
 def fingerprint(index: CheckpointIndex, format_name: str, tile: int) -> str:
-    """64 hex digits that change whenever the store's bytes would: a hash of config, headers, sizes and times
-    of the files, format, tile size in channels, and encoder. Reads no weights."""
+    """64 hex digits that change whenever the store would: a hash of config, headers, sizes and times of the
+    files, format, tile size in channels, the experts' kind, and encoder. Reads no weights."""
     facts = {
         "encoder": ENCODER_VERSION,
         "format": format_name,
         "tile": tile,
+        "math": model_spec(index.config).math.plain(),
         "config": json.dumps(index.config, sort_keys=True),
         "shards": [(s.path.name, s.size, s.mtime_ns, s.header_digest) for s in index.shards],
     }

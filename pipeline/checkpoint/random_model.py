@@ -26,6 +26,7 @@ from msgspec import msgpack
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.reader import RawTensor
 from pipeline.models.config_keys import Config
+from pipeline.models.registry import model_spec
 from pipeline.models.shapes import shape_config
 from shm.formats import Bytes, Float32, fill_bf16, random_numbers, widen_bf16
 from shm.layout import StoreLayout
@@ -56,6 +57,7 @@ class RandomModel(ModelSource):
             "config": json.dumps(self.config, sort_keys=True),
             "format": format_name,
             "tile": tile,
+            "math": model_spec(self.config).math.plain(),
         }
         return hashlib.blake2b(msgpack.encode(facts), digest_size=32).hexdigest()
 
@@ -132,11 +134,12 @@ def _draw_tile(
     shape, scale = layout.shape, layout.shape.hidden**-0.5
     used = shape.intermediate - tile * shape.tile
     if used >= shape.tile:
-        layout.format.fill_random(generator, shape.hidden, shape.tile, scale, out, head)
+        layout.format.fill_random(generator, shape.hidden, shape.tile, scale, out, head, shape.math)
         return
-    gate, up, down = random_numbers(generator, (3, shape.tile, shape.hidden), scale)
-    gate[used:] = up[used:] = down[used:] = 0  # channels that pad the last tile must have no effect
-    layout.format.encode(gate, up, down, out, head)
+    numbers = random_numbers(generator, (shape.math.matrices, shape.tile, shape.hidden), scale)
+    numbers[:, used:] = 0  # channels that pad the last tile must have no effect
+    *gate, up, down = numbers
+    layout.format.encode(gate[0] if gate else None, up, down, out, head)
 
 
 def _generator(*position: str | int) -> np.random.Generator:

@@ -69,14 +69,14 @@ class GenericBackbone:
         taps = [Tap(layer, seen) for layer, seen in zip(skeleton.layers, observed.routers, strict=True)]
         self._taps = taps
         self.router_math: Router = find_router(skeleton.layers, taps, observed.routers)
-        fuse_norms(self._decoder, precision.device)
+        self.fused = fuse_norms(self._decoder, precision.device)  # modules computed in one pass
         self._packing = Packing(self._decoder)
         self._packing.cache = StepCache(observed.cache, self.kept)
-        self._calls = [
+        self.calls = [
             GenericCall(self, number, tap, [Sibling(*s) for s in siblings])
             for number, (tap, siblings) in enumerate(zip(taps, observed.siblings, strict=True))
         ]
-        for layer, call in zip(skeleton.layers, self._calls, strict=True):
+        for layer, call in zip(skeleton.layers, self.calls, strict=True):
             bias = getattr(layer.experts, "down_proj_bias", None)
             call.down_bias = bias if isinstance(bias, Tensor) and bias.numel() else None
             vars(layer.experts)["tandem_call"] = call.run

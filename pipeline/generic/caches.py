@@ -48,7 +48,9 @@ def kept_by(cache: Cache, tokens: int) -> list[LayerKept]:
             continue
         found = {k: v for k, v in vars(layer).items() if isinstance(v, Tensor) and v.dim() in (3, 4)}
         names = sorted((n for n, v in found.items() if v.shape[-2] == tokens), key=_stream_order)
-        streams = tuple((v.shape[1] if v.dim() == 4 else 1, v.shape[-1]) for v in map(found.get, names) if v is not None)
+        streams = tuple(
+            (v.shape[1] if v.dim() == 4 else 1, v.shape[-1]) for v in map(found.get, names) if v is not None
+        )
         convolutions, recurrent = (_states(layer, n) for n in ("conv_states", "recurrent_states"))
         kept.append(LayerKept(streams, (*convolutions, *recurrent), len(convolutions)))
     return kept
@@ -187,7 +189,10 @@ class StepCache(Cache):
         layer.updated = self.turn
         if len(self.visible) == 1:
             (rows,) = self.visible
-            found = self._append(rows, layer_idx, layer, 0, keys), self._append(rows, layer_idx, layer, 1, values)
+            found = (
+                self._append(rows, layer_idx, layer, 0, keys),
+                self._append(rows, layer_idx, layer, 1, values),
+            )
             layer.keys = found[0]
             return found
         both = PerSequence((), self.visible), PerSequence((), self.visible)
@@ -229,9 +234,7 @@ class StepCache(Cache):
         pending = rows.kv.pending[layer][state]
         return pending.copy_(rows.kv.states[layer][state])[None]
 
-    def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
-    ) -> Tensor:
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """Append inputs [1, channels, T] of a convolution; returns them behind those that it still needs."""
         (rows,) = self.visible
         pending = rows.kv.pending[layer_idx][state_idx]

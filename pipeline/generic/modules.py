@@ -81,15 +81,15 @@ class OwnEmbedding(nn.Module):
         return functional.embedding(ids, self.weight).float()
 
 
-def fuse_norms(model: nn.Module, device: Device) -> int:
-    """Let every module of the model that is found to be an RMS norm compute it in one pass; returns how many
-    they are. A norm's weight may be stored less 1, or there may be none."""
-    found = 0
+def fuse_norms(model: nn.Module, device: Device) -> list[nn.Module]:
+    """Let every module of the model that is found to be an RMS norm compute it in one pass; returns these
+    modules. A norm's weight may be stored less 1."""
+    found = []
     for module in model.modules():
         fused = _fused(module, device)
         if fused is not None:
             module.forward = fused  # type: ignore[method-assign]
-            found += 1
+            found.append(module)
     return found
 
 

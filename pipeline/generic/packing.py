@@ -141,7 +141,11 @@ def _unwrap(module: nn.Module) -> None:
     """Let a module's forward be called without the wrappers that do nothing here."""
     function: Any = type(module).forward
     inner = function
-    while isinstance(inner, FunctionType) and inner.__globals__["__name__"] in WRAPPERS and hasattr(inner, "__wrapped__"):
+    while (
+        isinstance(inner, FunctionType)
+        and inner.__globals__["__name__"] in WRAPPERS
+        and hasattr(inner, "__wrapped__")
+    ):
         inner = inner.__wrapped__
     if inner is not function and "forward" not in vars(module):
         module.forward = MethodType(inner, module)  # type: ignore[method-assign]

@@ -122,7 +122,9 @@ class _Loader:
         weight = f"{name}.weight"
         matrix: QuantizedLinear | DenseLinear
         if precision.quantized:
-            made = precision.quantized_matrix(weight, shape, lambda: self._read(weight, linear.weight).numpy())
+            made = precision.quantized_matrix(
+                weight, shape, lambda: self._read(weight, linear.weight).numpy()
+            )
             self._bytes += made.bytes
             matrix = QuantizedLinear(made)
         else:

@@ -40,7 +40,9 @@ class Observed:
     cache: Cache
     kept: list[LayerKept]
     routers: list[Seen]
-    siblings: list[list[tuple[nn.Module, int]]]  # by layer: modules called after its experts on the router's input, and the dimensions of their argument
+    siblings: list[
+        list[tuple[nn.Module, int]]
+    ]  # by layer: modules called after its experts on the router's input, and the dimensions of their argument
 
 
 def output_of(x: Tensor) -> Tensor:
@@ -214,7 +216,9 @@ def _may_attend(module: nn.Module) -> bool:
     return hasattr(modeling, "eager_attention_forward") and hasattr(module, "scaling")
 
 
-def sequence(kept: Sequence[LayerKept], capacity: int, dtype: torch.dtype, device: torch.device) -> SequenceKV:
+def sequence(
+    kept: Sequence[LayerKept], capacity: int, dtype: torch.dtype, device: torch.device
+) -> SequenceKV:
     """A sequence outside the KV cache's budget."""
     streams = [
         [torch.zeros((heads, capacity, width), dtype=dtype, device=device) for heads, width in layer.streams]

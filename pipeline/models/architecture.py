@@ -37,7 +37,8 @@ class TensorRows(NamedTuple):
     rows: int
 
 
-ExpertRows = tuple[TensorRows, TensorRows, TensorRows]  # gate [I, H], up [I, H], down [H, I]
+# gate [I, H] unless ungated, up [I, H], down [H, I]; then the biases that tiles have, gate's and up's [1, I]
+ExpertRows = tuple[TensorRows, ...]
 
 
 Tensors = dict[str, TensorSpec]  # by role

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.models.routing import Router
+from shm.expert_math import SWIGLU, ExpertMath
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class ModelSpec:
     dense_intermediate: int = 0  # I of the layers without experts
     shared_intermediate: int = 0  # I of all shared experts of a layer together; 0: none
     shared_gate: bool = False  # a sigmoid gate scales the shared experts' output for each token
+    math: ExpertMath = SWIGLU  # of the routed experts
     recurrent: GatedDelta | None = None  # takes the place of attention in `recurrent_layers`
     recurrent_layers: tuple[int, ...] = ()
 

@@ -239,7 +239,7 @@ static void activate_rows(void *context, int64_t lo, int64_t hi) {
 }
 
 static struct weights float32_weights(const struct layer *l, int64_t outputs) {
-    return (struct weights){FLOAT32, 1, l->hidden, outputs, 0, 0};
+    return (struct weights){.bits = FLOAT32, .group = 1, .inputs = l->hidden, .outputs = outputs};
 }
 
 /* y = the feed-forward block of x. */
