@@ -301,8 +301,9 @@ def _fitting(
             base = scores / scores.sum(axis=1, keepdims=True) if rescaled else scores
             if factor is not None:
                 base = base * own[factor][experts]
-            with np.errstate(divide="ignore", invalid="ignore"):
-                scale = float(np.median(weights / base))
+            if not base.all():  # no factors
+                continue
+            scale = float(np.median(weights / base))
             if np.allclose(weights, base * scale, rtol=CLOSE, atol=1e-7):
                 yield Formula(kind, rescaled, _plain(scale), bias, factor, *group)
     if k == 2:
