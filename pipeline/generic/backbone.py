@@ -61,8 +61,7 @@ class GenericBackbone:
         skeleton = Skeleton(model_class, config)
         self.bytes = skeleton.load(weights, precision, progress)
         self._model, self._decoder = skeleton.model, skeleton.decoder
-        if not skeleton.has_head:
-            raise ModelError(f"{model_class.__name__} has no head that gives logits")
+        self.has_head = skeleton.has_head  # without one there are no answers
         text = config.get_text_config(decoder=True)
         self.vocabulary: int = text.vocab_size
         observed = observe(skeleton, self.vocabulary)
@@ -70,14 +69,14 @@ class GenericBackbone:
         taps = [Tap(layer, seen) for layer, seen in zip(skeleton.layers, observed.routers, strict=True)]
         self._taps = taps
         self.router_math: Router = find_router(skeleton.layers, taps, observed.routers)
-        fuse_norms(self._decoder, precision.device)
+        self.fused = fuse_norms(self._decoder, precision.device)  # modules computed in one pass
         self._packing = Packing(self._decoder)
         self._packing.cache = StepCache(observed.cache, self.kept)
-        self._calls = [
+        self.calls = [
             GenericCall(self, number, tap, [Sibling(*s) for s in siblings])
             for number, (tap, siblings) in enumerate(zip(taps, observed.siblings, strict=True))
         ]
-        for layer, call in zip(skeleton.layers, self._calls, strict=True):
+        for layer, call in zip(skeleton.layers, self.calls, strict=True):
             bias = getattr(layer.experts, "down_proj_bias", None)
             call.down_bias = bias if isinstance(bias, Tensor) and bias.numel() else None
             vars(layer.experts)["tandem_call"] = call.run
@@ -85,7 +84,8 @@ class GenericBackbone:
         trial = Trial(skeleton, self._packing, observed, tolerance, self._device)
         self._experts: Experts = lambda call: 0.5 * call.x
         self._probe: Probe = self.router
-        self.chunks = trial.run()  # whether a prompt may come in parts
+        # whether a step may have several sequences, and whether a prompt may come in parts
+        self.several, self.chunks = trial.run()
         self._packing.cache.raw = self._raw_layers()
         linears = [m for m in self._decoder.modules() if isinstance(m, OwnLinear)]
         self._largest_matrix = max((m.in_features * m.out_features for m in linears), default=0)
