@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from pipeline.checkpoint.reader import Bits, RawTensor, TensorReader, to_float32
+from pipeline.checkpoint.reader import Bits, RawTensor, to_float32
 from pipeline.errors import ModelError
 from pipeline.models.architecture import ExpertRows, TensorRows
 from shm.errors import WeightsUnusable
@@ -58,7 +58,7 @@ class _Pending(NamedTuple):
 
 
 def encode_experts(
-    reader: TensorReader, locate: LocateExpert, builder: StoreBuilder, progress: Callable[[int], None]
+    reader: Experts, locate: LocateExpert, builder: StoreBuilder, progress: Callable[[int], None]
 ) -> None:
     """`progress` is called in this thread with the bytes of the store encoded so far. Raises ModelError where
     a tensor is missing, has another shape or weights that cannot be encoded, or its file changed."""
@@ -109,6 +109,13 @@ class Rows(Protocol):
 
     def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor:
         """See TensorReader.rows; for any thread."""
+
+
+class Experts(Rows, Protocol):
+    """A source of a checkpoint's experts."""
+
+    def advise(self, part: TensorRows, advice: int) -> int:
+        """See TensorReader.advise."""
 
 
 def expert_chunks(

@@ -160,7 +160,9 @@ class StepCache(Cache):
         """`like`: a cache of the model that has been used; `raw`: layers whose attention takes keys and values
         in the dtype in which they are cached, the others get float32."""
         own = type(like)
-        if not issubclass(own, StepCache) and own is not DynamicCache:  # a family asks for its own kind of cache
+        if (
+            not issubclass(own, StepCache) and own is not DynamicCache
+        ):  # a family asks for its own kind of cache
             self.__class__ = type(f"Step{own.__name__}", (StepCache, own), {})
         layers = [self._layer(n, layer, kept[n]) for n, layer in enumerate(like.layers)]
         Cache.__init__(self, layers=layers)

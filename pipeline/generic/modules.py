@@ -4,7 +4,6 @@ our kernels, embeddings in the backbone's dtype, RMS norms in one pass."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
 from pipeline.generic import attention
 from pipeline.generic.caches import PerSequence, Rows, StepCache
 

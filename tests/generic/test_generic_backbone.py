@@ -18,12 +18,12 @@ from pipeline.backbone.kv_cache import SequenceKV
 from pipeline.backbone.linear import Precision
 from pipeline.backbone.protocol import LayerCall
 from pipeline.device.cpu import CpuDevice
-from pipeline.errors import PolicyError, StepFailed
+from pipeline.errors import StepFailed
 from pipeline.generic.backbone import GenericBackbone
 from pipeline.generic.skeleton import experts_of
 from pipeline.generic.trial import _new_cache as new_cache
 from pipeline.generic.trial import sequence
-from tests.tiny_families import family_names, model_class, tiny_config, tiny_model
+from tests.tiny_families import family_names, tiny_model
 
 SAMPLE = (
     "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "gemma4", "nemotron_h", "granitemoehybrid", "lfm2_moe",
@@ -105,7 +105,9 @@ def check(family: str) -> GenericBackbone:
     model, backbone = loaded(family)
     plan = PLAN if backbone.chunks else WHOLE
     experts = Outside(model, backbone)
-    sequences: list[SequenceKV] = [sequence(backbone.kept, 32, torch.float32, torch.device("cpu")) for _ in PROMPTS]
+    sequences: list[SequenceKV] = [
+        sequence(backbone.kept, 32, torch.float32, torch.device("cpu")) for _ in PROMPTS
+    ]
     found: list[list[np.ndarray]] = [[] for _ in PROMPTS]
     for number, counts in enumerate(plan):
         chosen = [i for i, count in enumerate(counts) if count]
@@ -117,7 +119,8 @@ def check(family: str) -> GenericBackbone:
             experts.fails_at = None
         starts = [sequences[i].length for i in chosen]
         spans = [
-            TokenSpan(sequences[i], PROMPTS[i][at : at + counts[i]]) for i, at in zip(chosen, starts, strict=True)
+            TokenSpan(sequences[i], PROMPTS[i][at : at + counts[i]])
+            for i, at in zip(chosen, starts, strict=True)
         ]
         for i, logits in zip(chosen, step(backbone, spans, experts), strict=True):
             found[i].append(logits)
