@@ -16,8 +16,8 @@ from torch import Tensor
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.device.base import Device
+from pipeline.models.facts import ModelFacts
 from pipeline.models.routing import Router
-from pipeline.models.spec import ModelSpec
 
 Probe = Callable[[int, Tensor], Tensor]  # a target of `Policy.probes` and x [R, H]: logits float32 [R, E]
 
@@ -66,10 +66,12 @@ class BackboneStep(Protocol):
 class AnyBackbone(Protocol):
     """A model's weights outside its routed experts, on a device."""
 
-    spec: ModelSpec
+    facts: ModelFacts
     router_math: Router  # with its arrays by layer
     dtype: torch.dtype  # of keys and values
     bytes: int
+    several: bool  # whether a step may have several sequences
+    chunks: bool  # whether a prompt may come in parts
 
     @property
     def device(self) -> Device:
@@ -80,6 +82,13 @@ class AnyBackbone(Protocol):
 
     def router(self, layer: int, x: Tensor) -> Tensor:
         """Router logits float32 [R, E] of any layer for an input of experts float32 [R, H]."""
+
+    def check_probes(self, policy: str) -> None:
+        """Raise PolicyError where routers cannot be applied to the input of another layer, as this policy
+        wants."""
+
+    def check_choices(self, policy: str) -> None:
+        """Raise PolicyError where a layer's router cannot be given other experts, as this policy wants."""
 
     def largest_product(self, rows: int) -> int:
         """Multiply-adds of the largest product of a layer that torch computes, for `rows` rows."""

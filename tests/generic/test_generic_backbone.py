@@ -23,6 +23,7 @@ from pipeline.generic.backbone import GenericBackbone
 from pipeline.generic.skeleton import experts_of
 from pipeline.generic.trial import _new_cache as new_cache
 from pipeline.generic.trial import sequence
+from pipeline.models.facts import facts_of
 from tests.tiny_families import family_names, tiny_model
 
 SAMPLE = (
@@ -63,7 +64,7 @@ class Outside:
         routing = self.backbone.router_math(logits, call.layer)
         experts, weights = torch.from_numpy(routing.experts).long(), torch.from_numpy(routing.weights)
         y = self.modules[call.layer](torch.from_numpy(x), experts, weights)
-        bias = call.expert_bias(experts, weights)
+        bias = call.expert_bias(routing.experts, routing.weights)
         return y if bias is None else y + bias
 
 
@@ -75,7 +76,9 @@ def device() -> CpuDevice:
 def loaded(family: str, dtype: str = "f32") -> tuple[Any, GenericBackbone]:
     model = tiny_model(family)
     precision = Precision(dtype, device())
-    return model, GenericBackbone(type(model), model.config, model.state_dict(), precision)
+    return model, GenericBackbone(
+        facts_of(model.config.to_dict()), type(model), model.config, model.state_dict(), precision
+    )
 
 
 def alone(model: Any, tokens: Sequence[int], counts: Sequence[int]) -> np.ndarray:
