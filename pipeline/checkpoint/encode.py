@@ -56,7 +56,7 @@ class _Pending(NamedTuple):
 
 
 def encode_experts(
-    reader: TensorReader, locate: LocateExpert, builder: StoreBuilder, progress: Callable[[int], None]
+    reader: Experts, locate: LocateExpert, builder: StoreBuilder, progress: Callable[[int], None]
 ) -> None:
     """`progress` is called in this thread with the bytes of the store encoded so far. Raises ModelError where
     a tensor is missing, has another shape or weights that cannot be encoded, or its file changed."""
@@ -107,6 +107,13 @@ class Rows(Protocol):
 
     def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor:
         """See TensorReader.rows; for any thread."""
+
+
+class Experts(Rows, Protocol):
+    """A source of a checkpoint's experts."""
+
+    def advise(self, part: TensorRows, advice: int) -> int:
+        """See TensorReader.advise."""
 
 
 def expert_chunks(

@@ -26,7 +26,7 @@ from msgspec import msgpack
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.reader import RawTensor
 from pipeline.models.config_keys import Config
-from pipeline.models.registry import model_spec
+from pipeline.models.facts import facts_of
 from pipeline.models.shapes import shape_config
 from shm.formats import Bytes, Float32, fill_bf16, random_numbers, widen_bf16
 from shm.layout import StoreLayout
@@ -57,7 +57,7 @@ class RandomModel(ModelSource):
             "config": json.dumps(self.config, sort_keys=True),
             "format": format_name,
             "tile": tile,
-            "math": model_spec(self.config).math.plain(),
+            "math": facts_of(self.config).math.plain(),
         }
         return hashlib.blake2b(msgpack.encode(facts), digest_size=32).hexdigest()
 

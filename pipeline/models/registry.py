@@ -1,11 +1,11 @@
-"""The model families: what each reads of config.json; a config's ModelSpec, and the shape of its experts."""
+"""The model families of our own: what each reads of config.json, and a config's ModelSpec."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from pipeline.errors import ModelError, UsageError
+from pipeline.errors import ModelError
 from pipeline.models.architecture import Architecture
 from pipeline.models.config_keys import (
     Config,
@@ -25,8 +25,6 @@ from pipeline.models.config_keys import (
 )
 from pipeline.models.routing import Softmax, SparseMixer
 from pipeline.models.spec import GroupedQuery, Latent, ModelSpec, Rope
-from shm.expert_math import ExpertMath
-from shm.layout import ExpertShape, FloeFormat, TileFormat, suitable_tile
 
 
 def _mixtral(config: Config) -> dict[str, Any]:
@@ -252,34 +250,3 @@ def _check_sizes(spec: ModelSpec) -> None:
             raise ModelError(
                 f"config.json: a model whose {name} is {size} makes no sense (at most {MAX_SIZE})"
             )
-
-
-def expert_shape(config: Config, tile: int | None, tile_format: TileFormat) -> ExpertShape:
-    """The shape of the routed experts, in tiles of `tile` channels (at most a whole expert) or of a suitable
-    number. Raises UsageError where the format has no such tiles."""
-    spec = model_spec(config)
-    check_kind(spec.math, tile_format)
-    group = tile_format.granularity
-    if tile is None:
-        tile = suitable_tile(spec.hidden, spec.intermediate, tile_format, spec.math)
-    elif tile % group:
-        raise UsageError(
-            f"--tile {tile}: --format {tile_format.name} has tiles of whole groups of {group} channels; "
-            f"use a multiple, like {_up(tile, group)}"
-        )
-    tile = min(tile, _up(spec.intermediate, group))
-    return ExpertShape(len(spec.moe_layers), spec.experts, spec.hidden, spec.intermediate, tile, spec.math)
-
-
-def check_kind(math: ExpertMath, tile_format: TileFormat) -> None:
-    """Raise UsageError for experts without a gate in a format that reads gate channel by channel."""
-    if isinstance(tile_format, FloeFormat) and not math.gated:
-        raise UsageError(
-            f"--format {tile_format.name} streams gate's channels, and this model's experts have no gate "
-            f"({math}); use another format, like int4"
-        )
-
-
-def _up(number: int, step: int) -> int:
-    """Rounded up to a multiple of `step`."""
-    return -(-number // step) * step

@@ -34,6 +34,7 @@ from pipeline.memory.needs import (
     needs,
     state_bytes,
 )
+from pipeline.models.facts import facts_of
 from pipeline.models.registry import model_spec
 from pipeline.models.spec import ModelSpec
 from pipeline.text.detokenizer import DECODER, Detokenizer
@@ -85,7 +86,8 @@ class EngineParts:
         options = config.options
         self.source = open_model(config.model)
         spec = model_spec(self.source.config)
-        self.context = choose_context(options.context, spec)  # tokens of prompt and answer together
+        self.facts = facts_of(self.source.config)
+        self.context = choose_context(options.context, self.facts)  # tokens of prompt and answer together
         self.device = device = open_device(options.device, config.cache)
         closing.callback(device.close)
         self.control = ControlSegment.attach(config.control)
@@ -109,7 +111,7 @@ class EngineParts:
         sequences = kv_sequences(held, options.max_sequences)
         self.kv = KVCache(spec, backbone.dtype, device.torch_device, held, sequences)
         self.kv_bytes = held * spec.kv_numbers_per_token * backbone.dtype.itemsize  # of a full KV cache
-        self.kv_bytes += sequences * state_bytes(spec)
+        self.kv_bytes += sequences * state_bytes(self.facts)
         layout = self.store.layout
         self.engine = Engine(backbone, layout, device, pool, options.graphs)
         self.engine.tick = self.tick

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from pipeline.assets import model_dir
 from pipeline.errors import ModelError, UsageError
-from pipeline.models.registry import architecture_of, expert_shape, model_spec
+from pipeline.models.facts import expert_shape
+from pipeline.models.registry import architecture_of, model_spec
 from pipeline.models.routing import Softmax, SparseMixer
 from pipeline.models.shapes import SHAPES
 from pipeline.models.spec import GroupedQuery, Latent, ModelSpec, Rope
