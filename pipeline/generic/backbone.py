@@ -130,7 +130,7 @@ class GenericBackbone:
     def head(self, h: Tensor) -> Tensor:
         """Logits float32 [R, vocabulary] of the last hidden states [R, H]: what the whole model's forward makes
         of them."""
-        output = _Output(last_hidden_state=h[None])
+        output = _Output(h[None])
         inner = self._model.base_model
         inner.forward = lambda *args, **kwargs: output
         try:
@@ -156,11 +156,17 @@ class GenericBackbone:
         return frozenset(i for i in ours if len(self.kept[i].streams) == 2)
 
 
-class _Output(dict[str, Any]):
-    """Stands for the output of a decoder."""
+class _Output:
+    """Stands for the output of a decoder: it has the last hidden states [1, R, H] alone."""
 
-    def __getattr__(self, name: str) -> Any:
-        return self.get(name)
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        """Whatever else a model may return."""
+
+    def __getitem__(self, place: Any) -> Any:
+        return (self.last_hidden_state,)[place]
 
 
 class GenericStep:
