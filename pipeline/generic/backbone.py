@@ -65,10 +65,11 @@ class GenericBackbone:
         text = config.get_text_config(decoder=True)
         self.vocabulary: int = text.vocab_size
         observed = observe(skeleton, self.vocabulary)
+        self.layers = skeleton.layers  # those with routed experts
         self.kept: list[LayerKept] = observed.kept  # by layer of the cache
-        taps = [Tap(layer, seen) for layer, seen in zip(skeleton.layers, observed.routers, strict=True)]
+        taps = [Tap(layer, seen) for layer, seen in zip(self.layers, observed.routers, strict=True)]
         self._taps = taps
-        self.router_math: Router = find_router(skeleton.layers, taps, observed.routers)
+        self.router_math: Router = find_router(self.layers, taps, observed.routers)
         self.fused = fuse_norms(self._decoder, precision.device)  # modules computed in one pass
         self._packing = Packing(self._decoder)
         self._packing.cache = StepCache(observed.cache, self.kept)
@@ -76,7 +77,7 @@ class GenericBackbone:
             GenericCall(self, number, tap, [Sibling(*s) for s in siblings])
             for number, (tap, siblings) in enumerate(zip(taps, observed.siblings, strict=True))
         ]
-        for layer, call in zip(skeleton.layers, self.calls, strict=True):
+        for layer, call in zip(self.layers, self.calls, strict=True):
             bias = getattr(layer.experts, "down_proj_bias", None)
             call.down_bias = bias if isinstance(bias, Tensor) and bias.numel() else None
             vars(layer.experts)["tandem_call"] = call.run
