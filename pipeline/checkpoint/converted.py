@@ -125,9 +125,12 @@ class Conversion:
                 parts[pattern] = [read(keys[0], expert)]
             else:
                 raise ModelError(f"{len(keys)} tensors like {keys[0]}, for {count} experts: {WRONG}")
-        return self._converted(place, parts)[place.target][0]
+        return self._converted(place, parts, _OfOneExpert(self.model))[place.target][0]
 
-    def _converted(self, place: Place, parts: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+    def _converted(
+        self, place: Place, parts: dict[str, list[Tensor]], model: Any = None
+    ) -> dict[str, Tensor]:
+        """`model`: what operations compare shapes with."""
         if place.converter is None:
             return {place.target: next(iter(parts.values()))[0]}
         if self.blocks is not None:
@@ -137,7 +140,7 @@ class Conversion:
             for tensor in tensors:
                 converter.add_tensor(place.target, pattern, pattern, partial(_same, tensor))
         try:
-            made = converter.convert(place.target, model=self.model, config=self.model.config)
+            made = converter.convert(place.target, model=model or self.model, config=self.model.config)
         except Exception as e:  # whatever an operation raises of tensors that do not fit
             reason = " ".join(str(e).split())[:200]
             raise ModelError(
@@ -160,6 +163,19 @@ class Conversion:
                     scale = scale.index_select(axis, each)
             fitted.append(scale)
         return fitted
+
+
+class _OfOneExpert:
+    """A model whose parameters of all experts look as if there were one."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def get_parameter(self, name: str) -> Tensor:
+        return self._model.get_parameter(name)[:1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 def _same(tensor: Tensor) -> Tensor:
