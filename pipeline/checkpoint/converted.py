@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -82,6 +82,7 @@ class Conversion:
         modules = experts_used(model)
         self.modules: list[Any] = [*modules.values()]
         self.names = [*modules]  # of these modules
+        self.count = len(self.modules[0].down_proj)  # experts of each
         self.experts: list[dict[str, Place]] = [{} for _ in modules]  # by parameter of the module
         self.backbone: dict[str, Place] = {}  # by target
         settings = getattr(model.config, "quantization_config", None)
@@ -103,6 +104,9 @@ class Conversion:
             converter = None if pattern is None else by_pattern[pattern]
             place = places.setdefault(name if of_expert else target, Place(target, converter))
             place.keys[pattern or key].append(key)
+        for module in self.modules:  # operations that look at a parameter's shape are given one expert
+            for name, parameter in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(parameter[:1], requires_grad=False))
 
     def parameters(self, place: Place, read: Read) -> dict[str, Tensor]:
         """Whole parameters, by name."""
@@ -116,15 +120,14 @@ class Conversion:
         return {name: self._expert(place, layer, expert, read) for name, place in self.experts[layer].items()}
 
     def _expert(self, place: Place, layer: int, expert: int, read: Read) -> Tensor:
-        count = len(self.modules[layer].down_proj)
         parts = {}
         for pattern, keys in place.keys.items():
-            if len(keys) == count:  # a tensor for each
-                parts[pattern] = [read(keys[expert], None)]
-            elif len(keys) == 1:  # all in one
+            if len(keys) == 1:  # all in one
                 parts[pattern] = [read(keys[0], expert)]
+            elif len(keys) % self.count == 0:  # a tensor for each; those of other modules' experts may follow
+                parts[pattern] = [read(key, None) for key in keys[expert :: self.count]]
             else:
-                raise ModelError(f"{len(keys)} tensors like {keys[0]}, for {count} experts: {WRONG}")
+                raise ModelError(f"{len(keys)} tensors like {keys[0]}, for {self.count} experts: {WRONG}")
         return self._converted(place, parts)[place.target][0]
 
     def _converted(self, place: Place, parts: dict[str, list[Tensor]]) -> dict[str, Tensor]:
@@ -220,9 +223,9 @@ def check_headers(model: PreTrainedModel, headers: Headers) -> str:
         else:
             unread.append(place.first)
     for layer, name in enumerate(conversion.names):
-        _check_alike(conversion.experts[layer].values(), headers)
+        _check_alike(conversion.experts[layer].values(), conversion.count, headers)
         for part, made in conversion.expert(layer, 0, read).items():
-            found[f"{name}.{part}"] = made.expand(len(conversion.modules[layer].down_proj), *made.shape)
+            found[f"{name}.{part}"] = made.expand(conversion.count, *made.shape)
     _check_found(_needed(conversion), found)
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     unread = [name for name in unread if not any(re.search(pattern, name) for pattern in ignored)]
@@ -233,12 +236,13 @@ def check_headers(model: PreTrainedModel, headers: Headers) -> str:
     )
 
 
-def _check_alike(places: Any, headers: Headers) -> None:
-    """Raises ModelError unless each expert has tensors like the first's."""
+def _check_alike(places: Iterable[Place], count: int, headers: Headers) -> None:
+    """Raises ModelError unless each of `count` experts has tensors like the first's."""
     for keys in (keys for place in places for keys in place.keys.values()):
-        for key in keys:
-            if headers[key] != headers[keys[0]]:
-                raise ModelError(f"the tensors {keys[0]} and {key} differ in shape or dtype: {WRONG}")
+        for n, key in enumerate(keys):
+            first = keys[n // count * count]
+            if headers[key] != headers[first]:
+                raise ModelError(f"the tensors {first} and {key} differ in shape or dtype: {WRONG}")
 
 
 def _needed(conversion: Conversion) -> dict[str, Tensor]:
