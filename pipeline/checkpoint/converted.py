@@ -35,6 +35,7 @@ from transformers.quantizers import AutoHfQuantizer
 from pipeline.checkpoint.reader import RawTensor, TensorReader
 from pipeline.errors import ModelError
 from pipeline.generic.describe import decoder_of, experts_used, without_memory
+from pipeline.generic.found_math import matrices_of
 from pipeline.generic.skeleton import MATRICES
 from pipeline.models.architecture import ExpertRows, TensorRows
 from pipeline.models.config_keys import Config
@@ -179,28 +180,6 @@ def _dequantizer(settings: Any) -> Any:
         raise ModelError("config.json: transformers has no operation that dequantizes this checkpoint")
     quantizer.quantization_config.dequantize = True
     return quantizer
-
-
-def matrices_of(module: Any, parts: Mapping[str, Tensor]) -> list[Tensor]:
-    """An expert's gate [I, H], unless ungated, up [I, H] and down [H, I], then the biases [1, I] of gate and up, from
-    its parts of the module's parameters."""
-    wide, down = parts["gate_up_proj" if module.has_gate else "up_proj"], parts["down_proj"]
-    if module.is_transposed:
-        wide, down = wide.T, down.T
-    matrices = [*_halves(module, wide), down]
-    if module.has_bias:
-        biases = parts["gate_up_proj_bias" if module.has_gate else "up_proj_bias"]
-        matrices += [half[None] for half in _halves(module, biases)]
-    return matrices
-
-
-def _halves(module: Any, both: Tensor) -> tuple[Tensor, ...]:
-    """Gate and up of a stacked matrix or bias, along its first axis; up alone without a gate."""
-    if not module.has_gate:
-        return (both,)
-    if module.is_concatenated:
-        return both[: len(both) // 2], both[len(both) // 2 :]
-    return both[::2], both[1::2]
 
 
 # --- from headers ---------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from pipeline.checkpoint.reader import Bits, RawTensor, TensorReader, to_float32
+from pipeline.checkpoint.reader import Bits, RawTensor, to_float32
 from pipeline.errors import ModelError
 from pipeline.models.architecture import ExpertRows, TensorRows
 from shm.errors import WeightsUnusable

@@ -24,7 +24,7 @@ import numpy as np
 
 from pipeline.errors import ModelError
 from pipeline.models.architecture import Architecture
-from pipeline.models.facts import facts_of
+from pipeline.models.facts import Headers, facts_of
 from pipeline.models.spec import ModelSpec
 from protocol.files import MAX_SETTINGS, open_regular, read_json
 
@@ -165,6 +165,10 @@ class CheckpointIndex:
     def listing(self) -> Path:
         """The file that lists the tensors."""
         return self.shards[0].path if len(self.shards) == 1 else self.folder / INDEX_FILE
+
+    @property
+    def headers(self) -> Headers:
+        return {name: (entry.dtype, entry.shape) for name, entry in self.tensors.items()}
 
     @classmethod
     def open(cls, folder: Path) -> CheckpointIndex:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,6 +73,9 @@ class Checkpoint(ModelSource):
     def tensors(self) -> TensorReader:
         return TensorReader(self._index)
 
+    def parameters(self) -> AbstractContextManager[ConvertedTensors]:
+        return _converted(self._index)
+
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
         with TensorReader(self._index) as reader:
             encode_experts(reader, self._locate, builder, progress)
@@ -94,12 +97,11 @@ class ConvertedCheckpoint(ModelSource):
     def __init__(self, index: CheckpointIndex) -> None:
         """Check config.json and the headers against each other. Raises ModelError, one line."""
         self._index = index
-        self._headers = {name: (entry.dtype, entry.shape) for name, entry in index.tensors.items()}
         self.name = str(index.folder)
         self.config = index.config
         facts_of(self.config)  # what cannot be run is said first
         try:
-            self.note = check_headers(self.config, self._headers)
+            self.note = check_headers(self.config, index.headers)
         except ModelError as e:
             raise ModelError(f"{index.listing}: {e}") from None
 
@@ -109,18 +111,25 @@ class ConvertedCheckpoint(ModelSource):
     def worth_keeping(self, format_name: str) -> bool:
         return True
 
-    @contextmanager
-    def tensors(self) -> Iterator[ConvertedTensors]:
-        from pipeline.checkpoint.converted import ConvertedTensors, conversion_of
+    def tensors(self) -> AbstractContextManager[ConvertedTensors]:
+        return _converted(self._index)
 
-        with TensorReader(self._index) as reader:
-            yield ConvertedTensors(conversion_of(self.config, [*self._headers]), reader, self._headers)
+    def parameters(self) -> AbstractContextManager[ConvertedTensors]:
+        return _converted(self._index)
 
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
         from pipeline.checkpoint.converted import ConvertedExperts, conversion_of
 
         with TensorReader(self._index) as reader:
-            conversion = conversion_of(self.config, [*self._headers])
-            with ConvertedExperts(conversion, reader, self._headers) as experts:
+            conversion = conversion_of(self.config, [*self._index.tensors])
+            with ConvertedExperts(conversion, reader, self._index.headers) as experts:
                 encode_experts(experts, experts.locate, builder, progress)
             return reader.bytes_read
+
+
+@contextmanager
+def _converted(index: CheckpointIndex) -> Iterator[ConvertedTensors]:
+    from pipeline.checkpoint.converted import ConvertedTensors, conversion_of
+
+    with TensorReader(index) as reader:
+        yield ConvertedTensors(conversion_of(index.config, [*index.tensors]), reader, index.headers)

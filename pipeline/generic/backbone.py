@@ -7,7 +7,6 @@ Everything that families differ in is found by evaluating their modules when a m
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from pipeline.generic import attention
 from pipeline.generic.caches import LayerKept, StepCache, rows_of
 from pipeline.generic.modules import OwnLinear, fuse_norms
 from pipeline.generic.packing import Packing
-from pipeline.generic.routers import OwnChoices, Tap, find_router
+from pipeline.generic.routers import Tap, find_router
 from pipeline.generic.skeleton import IMPLEMENTATION, Skeleton
 from pipeline.generic.trial import Trial, observe
 from pipeline.models.routing import Router
@@ -107,7 +106,7 @@ class GenericBackbone:
         """Raise PolicyError where a policy needs what the routers of this family do not give: an inexact one
         other choices of experts, and one with `probes` routers on other layers' inputs."""
         needs = "chooses other experts" if not exact else "probes later layers' routers" if probes else ""
-        if self.own_choices and not exact or probes and not all(tap.can_probe for tap in self._taps):
+        if (self.own_choices and not exact) or (probes and not all(tap.can_probe for tap in self._taps)):
             raise PolicyError(
                 f"policy {name} {needs}, and {type(self._model).__name__} routes in a way of its own:"
                 " use all-host, on-demand, layerwise or fiddler"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,28 @@ def found_math(experts: nn.Module) -> ExpertMath:
         )
     activation = _gated(module) if module.has_gate else _ungated(module)
     return ExpertMath(activation, bool(module.has_bias))
+
+
+def matrices_of(module: Any, parts: Mapping[str, Tensor]) -> list[Tensor]:
+    """An expert's gate [I, H], unless ungated, up [I, H] and down [H, I], then the biases [1, I] of gate and up, from
+    its parts of the module's parameters."""
+    wide, down = parts["gate_up_proj" if module.has_gate else "up_proj"], parts["down_proj"]
+    if module.is_transposed:
+        wide, down = wide.T, down.T
+    matrices = [*_halves(module, wide), down]
+    if module.has_bias:
+        biases = parts["gate_up_proj_bias" if module.has_gate else "up_proj_bias"]
+        matrices += [half[None] for half in _halves(module, biases)]
+    return matrices
+
+
+def _halves(module: Any, both: Tensor) -> tuple[Tensor, ...]:
+    """Gate and up of a stacked matrix or bias, along its first axis; up alone without a gate."""
+    if not module.has_gate:
+        return (both,)
+    if module.is_concatenated:
+        return both[: len(both) // 2], both[len(both) // 2 :]
+    return both[::2], both[1::2]
 
 
 def _gated(experts: Any) -> Glu:

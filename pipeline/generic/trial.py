@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from transformers.cache_utils import Cache
 from pipeline.backbone.kv_cache import SequenceKV
 from pipeline.errors import ModelError
 from pipeline.generic import attention
-from pipeline.generic.caches import LayerKept, Rows, StepCache, kept_by
+from pipeline.generic.caches import LayerKept, Rows, kept_by
 from pipeline.generic.packing import Packing
 from pipeline.generic.routers import Seen
 from pipeline.generic.skeleton import MoeLayer, Skeleton
