@@ -1,9 +1,10 @@
 """Tiny models with random weights of every family of transformers whose experts can be computed outside it.
 
-Such a family is a folder of transformers/models with a class that `use_experts_implementation` decorates. Its default
-config is shrunk: known sizes become small, and of the lists with one entry a layer, layers are kept so that every
-combination of entries (full attention and experts, linear attention and dense, ...) occurs. Where a family's text has a
-head only in the model of text and images, that model is made without its other parts.
+Such a family is a folder of transformers/models with a class that `use_experts_implementation` decorates. Its
+default config is shrunk: known sizes become small, and of the lists with one entry a layer, layers are kept
+so that every combination of entries (full attention and experts, linear attention and dense, ...) occurs.
+Where a family's text has a head only in the model of text and images, that model is made without its other
+parts.
 """
 
 from __future__ import annotations
@@ -141,7 +142,8 @@ def family_names() -> list[str]:
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
-    """The config of the family's decoder of text: the default one with small sizes, and with these changes."""
+    """The config of the family's decoder of text: the default one with small sizes, and with these
+    changes."""
     kind = _text_config_class(family)
     fields = kind().to_dict()
     sizes = {k: v for k, v in SIZES.items() if k in fields and (fields[k] is not None or k in NEVER_NONE)}
@@ -164,9 +166,9 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
 
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """The decoder with its head, in float32, with weights large enough that routers and experts matter, and with
-    these changes of the text's config. Where only the model of text and images has a head it is that one, without
-    any other part than `get_decoder()` and the head."""
+    """The decoder with its head, in float32, with weights large enough that routers and experts matter, and
+    with these changes of the text's config. Where only the model of text and images has a head it is that
+    one, without any other part than `get_decoder()` and the head."""
     config = tiny_config(family, **changes)
     torch.manual_seed(seed)
     kind = _class_of(type(config), "ForCausalLM")
@@ -188,8 +190,8 @@ def _draw(model: nn.Module) -> None:
 
 
 def _text_only(family: str, text: PreTrainedConfig) -> PreTrainedModel:
-    """The text and its head of the family's model of text and images. The other parts have no memory and are then
-    dropped."""
+    """The text and its head of the family's model of text and images. The other parts have no memory and are
+    then dropped."""
     whole = _whole_config_class(family)
     kind = whole and _class_of(whole, "ForConditionalGeneration")
     if whole is None or kind is None:  # no decoder: there is no head

@@ -1,9 +1,10 @@
 """A checkpoint of any family and layout, as transformers reads it: one expert at a time, and everything else.
 
-transformers says how names and layouts of a checkpoint become a model's parameters: by renamings, and by converters
-whose operations merge, concatenate, transpose or dequantize. What becomes a parameter of an experts module is an
-expert's. One expert is read by giving its converter that expert's tensors alone: those with its number, or place e of
-tensors that hold all of them. So no more than a few experts are in memory, whatever the layout.
+transformers says how names and layouts of a checkpoint become a model's parameters: by renamings, and by
+converters whose operations merge, concatenate, transpose or dequantize. What becomes a parameter of an
+experts module is an expert's. One expert is read by giving its converter that expert's tensors alone: those
+with its number, or place e of tensors that hold all of them. So no more than a few experts are in memory,
+whatever the layout.
 """
 
 from __future__ import annotations
@@ -150,8 +151,8 @@ class Conversion:
         return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
 
     def _fitted(self, pattern: str, scales: list[Tensor], parts: dict[str, list[Tensor]]) -> list[Tensor]:
-        """Scales of blocks that cover more than a matrix [.., rows, columns], as one for each row, or column: the
-        operation takes the blocks' size from how many there are."""
+        """Scales of blocks that cover more than a matrix [.., rows, columns], as one for each row, or column:
+        the operation takes the blocks' size from how many there are."""
         weights = parts.get(pattern.removesuffix(SCALES)) if pattern.endswith(SCALES) else None
         if weights is None:
             return scales
@@ -171,8 +172,8 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _dequantizer(settings: Any) -> Any:
-    """The quantizer of a quantized checkpoint, which adds its dequantizing operation to each converter. Raises
-    ModelError for one that has none."""
+    """The quantizer of a quantized checkpoint, which adds its dequantizing operation to each converter.
+    Raises ModelError for one that has none."""
     if settings is None:
         return None
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
@@ -182,12 +183,12 @@ def _dequantizer(settings: Any) -> Any:
     return quantizer
 
 
-# --- from headers ---------------------------------------------------------------------------------------------
+# --- from headers ----------------------------------------------------------------------------------------
 
 
 def check_headers(model: PreTrainedModel, headers: Headers) -> str:
-    """Raises ModelError, one line, where a parameter is missing or would get another shape; a line about tensors that
-    are not read."""
+    """Raises ModelError, one line, where a parameter is missing or would get another shape; a line about
+    tensors that are not read."""
 
     for name, (dtype, _) in headers.items():
         if dtype not in DTYPES:
@@ -257,7 +258,7 @@ def _check_found(needed: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> N
             )
 
 
-# --- from files -----------------------------------------------------------------------------------------------
+# --- from files ------------------------------------------------------------------------------------------
 
 
 def conversion_of(config: Config, names: Sequence[str]) -> Conversion:
@@ -266,8 +267,8 @@ def conversion_of(config: Config, names: Sequence[str]) -> Conversion:
 
 
 class ConvertedTensors(Mapping[str, Tensor]):
-    """The parameters and buffers of a model outside its routed experts, read from a checkpoint on each call, for any
-    number of threads: in the checkpoint's own dtype, or in float32 where they are dequantized."""
+    """The parameters and buffers of a model outside its routed experts, read from a checkpoint on each call,
+    for any number of threads: in the checkpoint's own dtype, or in float32 where they are dequantized."""
 
     def __init__(self, conversion: Conversion, reader: TensorReader, headers: Headers) -> None:
         self._conversion = conversion
@@ -308,8 +309,8 @@ class ConvertedTensors(Mapping[str, Tensor]):
 
 
 class ConvertedExperts:
-    """The experts of a checkpoint, for `encode_experts`. Each is read and converted once, by threads of its own, and
-    kept until the encoder has done with it. A context manager."""
+    """The experts of a checkpoint, for `encode_experts`. Each is read and converted once, by threads of its
+    own, and kept until the encoder has done with it. A context manager."""
 
     def __init__(self, conversion: Conversion, reader: TensorReader, headers: Headers) -> None:
         self._conversion = conversion

@@ -252,7 +252,8 @@ def _refuse_quantized(path: Path, config: Mapping[str, Any]) -> None:
             what = f" ({method[:40]})" if isinstance(method, str) else ""
             raise ModelError(
                 f"{path} has a {key}{what}: of checkpoints that are quantized already only those in "
-                f"{' and '.join(DEQUANTIZED)} are read; download the original one, and Tandem quantizes it (--format int8, int4)"
+                f"{' and '.join(DEQUANTIZED)} are read; download the original one, and Tandem quantizes it "
+                "(--format int8, int4)"
             )
 
 

@@ -49,8 +49,8 @@ class ModelSource(ABC):
 
     @abstractmethod
     def parameters(self) -> AbstractContextManager[Mapping[str, Any]]:
-        """Open the same as torch tensors, by the names that transformers gives its parameters and buffers, for a
-        family without a backbone of our own. Imports transformers."""
+        """Open the same as torch tensors, by the names that transformers gives its parameters and buffers,
+        for a family without a backbone of our own. Imports transformers."""
 
     @abstractmethod
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:

@@ -87,8 +87,8 @@ class Checkpoint(ModelSource):
 
 
 class ConvertedCheckpoint(ModelSource):
-    """The model in a folder, of any family, in any layout, or quantized; read as transformers reads it, which takes
-    importing it: a child process of the supervisor's, and the processes that read weights, do."""
+    """The model in a folder, of any family, in any layout, or quantized; read as transformers reads it, which
+    takes importing it: a child process of the supervisor's, and the processes that read weights, do."""
 
     kind = "checkpoint"
     filling = "converting the experts"

@@ -1,4 +1,5 @@
-"""What an experts module of transformers computes, found by evaluating it: activations have many names and few formulas."""
+"""What an experts module of transformers computes, found by evaluating it: activations have many names and
+few formulas."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ CLOSE = 1e-4  # relative and absolute
 
 
 def found_math(experts: nn.Module) -> ExpertMath:
-    """The kind of a module that `use_experts_implementation` decorates; its parameters are not read. Raises ModelError
-    where no kind that we know computes the same."""
+    """The kind of a module that `use_experts_implementation` decorates; its parameters are not read. Raises
+    ModelError where no kind that we know computes the same."""
     module: Any = experts
     if module.has_post_expert_norm:
         raise ModelError(
@@ -33,8 +34,8 @@ def found_math(experts: nn.Module) -> ExpertMath:
 
 
 def matrices_of(module: Any, parts: Mapping[str, Tensor]) -> list[Tensor]:
-    """An expert's gate [I, H], unless ungated, up [I, H] and down [H, I], then the biases [1, I] of gate and up, from
-    its parts of the module's parameters."""
+    """An expert's gate [I, H], unless ungated, up [I, H] and down [H, I], then the biases [1, I] of gate and
+    up, from its parts of the module's parameters."""
     wide, down = parts["gate_up_proj" if module.has_gate else "up_proj"], parts["down_proj"]
     if module.is_transposed:
         wide, down = wide.T, down.T
