@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.models.shapes import PREFIX, is_shape
+from pipeline.models.shapes import is_shape
 
 SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -85,8 +85,6 @@ def model_path(text: str) -> Path:
             f"{text}: GGUF files are not read yet; give the folder of the Hugging Face checkpoint that it was"
             " made from (safetensors), or ORG/NAME for one of the Hub"
         )
-    if is_shape(text) and path.suffix == ".json":  # it means the same in every process
-        return Path(f"{PREFIX}{Path(text.removeprefix(PREFIX)).absolute()}")
     return path.absolute() if is_shape(path) and not is_shape(text) else path
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -31,7 +32,9 @@ from pipeline.backbone.step import Attended, OwnStep, answers
 from pipeline.backbone.weights import Weights
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.device.base import Device
+from pipeline.models.facts import facts_of
 from pipeline.models.registry import architecture_of
+from pipeline.models.routing import Router, Scored
 from pipeline.models.spec import GroupedQuery, ModelSpec
 from workers.kernels.c_types import Kept
 
@@ -39,7 +42,9 @@ READERS = 2  # threads that load layers: one reads while the other converts
 
 
 class Backbone:
-    """A model's weights outside its routed experts, on a device."""
+    """A model's weights outside its routed experts, on a device: an AnyBackbone."""
+
+    several = chunks = True
 
     def __init__(
         self,
@@ -51,7 +56,7 @@ class Backbone:
     ) -> None:
         """`context`: positions that the rotary tables cover. `progress` is called in this thread with the
         bytes loaded so far. Raises ModelError, as Weights."""
-        self.spec = spec
+        self.spec, self.facts = spec, facts_of(source.config)
         self.dtype = precision.dtype
         self._precision = precision
         self._scratch = Kept()  # of the layers' kernels on the host
@@ -73,6 +78,7 @@ class Backbone:
                 layers.append(layer)
                 progress(sum(part.bytes for part in (outer, *weights)))
             self._rope = rope.result()
+            self.router_math = _complete(spec.router, [weights[i] for i in spec.moe_layers])
             self.bytes = sum(part.bytes for part in (outer, *weights))
         matrices = [t for layer_specs in specs for t in layer_specs.values() if t.kind == "matrix"]
         self._largest_matrix = max(t.shape[0] * t.shape[1] for t in matrices)  # in numbers
@@ -101,6 +107,10 @@ class Backbone:
             attention = GroupedQueryAttention(spec.attention, weights, window, eps, *shared)
         else:
             attention = LatentAttention(spec.attention, weights, self._precision)
+
+        def vector(role: str) -> Tensor | None:
+            return weights.vector(role) if role in weights else None
+
         return DecoderLayer(
             index,
             attention_norm=Norm("attention_norm", weights, spec.norm_eps, device),
@@ -108,7 +118,9 @@ class Backbone:
             mlp_norm=Norm("mlp_norm", weights, spec.norm_eps, device),
             dense=SwiGLU.load("dense", weights),
             shared=SwiGLU.load("shared", weights),
-            router=weights.vector("router") if "router" in weights else None,
+            router=vector("router"),
+            router_bias=vector("router_bias"),
+            expert_biases=vector("expert_biases"),
             precision=self._precision,
             scratch=self._scratch,
         )
@@ -117,6 +129,12 @@ class Backbone:
     def device(self) -> Device:
         """Where it lies."""
         return self._precision.device
+
+    def check_probes(self, policy: str) -> None:
+        """Return: every router can be applied to any layer's input."""
+
+    def check_choices(self, policy: str) -> None:
+        """Return: every router gives weights for any experts."""
 
     @property
     def differentiable(self) -> bool:
@@ -203,6 +221,13 @@ class Backbone:
         for layer in layers:
             h = layer.dense(h, batch)
         return h
+
+
+def _complete(router: Router, weights: Sequence[Weights]) -> Router:
+    """The router with its arrays by layer. `weights`: of the layers with experts."""
+    if not isinstance(router, Scored) or "choice_bias" not in weights[0]:
+        return router
+    return replace(router, bias=np.stack([of_layer.on_host("choice_bias") for of_layer in weights]))
 
 
 class EagerLayers:

@@ -41,10 +41,14 @@ class Weights:
     def vector(self, role: str) -> Tensor:
         """A norm or a router: float32, on the device. Raises ModelError where it is not finite: a router's
         NaN chooses experts silently, and these are few numbers."""
+        return self._keep(torch.from_numpy(self.on_host(role)), torch.float32)
+
+    def on_host(self, role: str) -> Float32:
+        """The same on the host, for the router's formula."""
         numbers = self._float32(role)
         if not np.isfinite(numbers).all():
             raise ModelError(f"the tensor {self._specs[role].name} holds numbers that are not finite")
-        return self._keep(torch.from_numpy(numbers), torch.float32)
+        return numbers
 
     def dense(self, *roles: str) -> Tensor:
         """Matrices that are never quantized, stacked by rows, on the device."""

@@ -25,7 +25,7 @@ from shm.store import Store
 from workers.kernels.reference import dequantize, int8_steps
 
 Counts = NDArray[np.int64]
-Router = Callable[[FloatArray], Routing]
+Router = Callable[[FloatArray, int], Routing]
 Up = Callable[[int, int, FloatArray], FloatArray]  # layer, expert, x [n, H] -> u [n, channels]
 PREDICTORS = ("raw", "residual", "first")
 
@@ -118,8 +118,8 @@ class ValidationPass(StepObserver):
         first_gate: FloatArray | None,
         mlps: GateMlps | None = None,
     ) -> None:
-        """`router`: the model's own rule, from logits [R, E] to a routing; `residual_logits` [L - 1, E];
-        `first_gate` [E, H]; `mlps` correct the next gate's predictions of the first layers."""
+        """`router`: the model's own rule, from a layer's logits [R, E] to a routing; `residual_logits`
+        [L - 1, E]; `first_gate` [E, H]; `mlps` correct the next gate's predictions of the first layers."""
         super().__init__(shape)
         self.weights: list[list[FloatArray]] = [[] for _ in range(shape.layers)]  # [R, k] of decode, by layer
         self._router, self._residual_logits, self._first_gate = router, residual_logits, first_gate
@@ -170,7 +170,7 @@ class ValidationPass(StepObserver):
         return shares
 
     def _check(self, name: str, layer: int, logits: FloatArray, routing: Routing) -> None:
-        named = self._router(logits)
+        named = self._router(logits, layer)
         used = np.where(routing.weights != 0, routing.experts, -1)
         named_too = (used[:, :, None] == named.experts[:, None, :]).any(axis=2)
         self._hits[name][layer] += np.count_nonzero(named_too)

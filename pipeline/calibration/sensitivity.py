@@ -127,8 +127,10 @@ class _Model:
         """The hidden states after a layer, from those before it."""
         attended = self.backbone.attend(layer, h, batch)
         h, x, shared = attended.h, attended.x, attended.shared()
-        routing = self._routing(attended.logits())
+        routing = self._routing(attended.logits(), layer)
         h = h if shared is None else h + shared
+        bias = attended.expert_bias(routing.experts, routing.weights)
+        h = h if bias is None else h + bias
         for expert, rows, places in _used(routing):
             weights = torch.from_numpy(routing.weights[rows, places]).to(x.device)
             at = torch.from_numpy(rows).to(x.device)
@@ -154,9 +156,12 @@ class _Model:
         h = h.to(gradient.device).detach().requires_grad_()
         attended = self.backbone.attend(layer, h, batch)
         x, logits = attended.x, attended.logits()
-        routing = self._routing(logits)
-        weights = self.backbone.spec.router.differentiable(logits, routing)
+        routing = self._routing(logits, layer)
+        weights = self.backbone.router_math.differentiable(logits, routing, layer)
         of_x, of_weights = self._through_experts(layer, x.detach(), routing, gradient)
+        if (biases := attended.layer.expert_biases) is not None:
+            experts = torch.from_numpy(routing.experts).to(gradient.device, torch.int64)
+            of_weights += (gradient @ biases.T).gather(1, experts)
         ends = [(attended.h, gradient), (x, of_x), (weights, of_weights)]
         shared = attended.shared()
         if shared is not None:
@@ -181,9 +186,9 @@ class _Model:
                 of_weights[at, place] += (y.detach() * of_sum).sum(dim=1)
         return of_x, of_weights
 
-    def _routing(self, logits: Tensor) -> Routing:
+    def _routing(self, logits: Tensor, layer: int) -> Routing:
         (on_host,) = self.device.to_host(logits.detach())
-        return self.backbone.spec.router(on_host)
+        return self.backbone.router_math(on_host, layer)
 
     def _tiles(self, layer: int, expert: int) -> Iterator[Tile]:
         """An expert's tiles, one after the other."""
@@ -227,6 +232,6 @@ def _used(routing: Routing) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np
 
 def _through(tile: Tile, x: Tensor) -> Tensor:
     """A tile's output for x [n, H]: [n, H]."""
-    biases = tile.biases or [None] * len(tile.wide)
+    biases: Sequence[Tensor | None] = tile.biases or [None] * len(tile.wide)
     *gate, up = (functional.linear(x, w, bias) for w, bias in zip(tile.wide, biases, strict=True))
     return activated(tile.math, gate[0] if gate else None, up) @ tile.down

@@ -253,8 +253,8 @@ def _check_found(needed: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> N
         if like.is_floating_point() and made.dtype not in BITS:
             kinds = ", ".join(BITS.values())
             raise ModelError(
-                f"the parameter {name} would get {made.dtype}; only {kinds} are read, where config.json has no"
-                " quantization_config that says more"
+                f"the parameter {name} would get {made.dtype}; only {kinds} are read, where config.json has"
+                " no quantization_config that says more"
             )
 
 

@@ -4,9 +4,9 @@ random weights (`random_model.py`)."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 from pipeline.checkpoint.reader import RawTensor
 from pipeline.models.config_keys import Config
@@ -32,8 +32,9 @@ class ModelSource(ABC):
     config: Config
     kind: str  # the origin of its weights, for log lines
     filling: str  # the stage name of `fill`, for progress displays
-    note: str = ""  # a line for the user about parts that are not used
+    note: str = ""  # a line for the user: parts of the model that are left aside, tensors that are not read
     fused: bool  # the layout of its tensors, see `pipeline/models/architecture.py`
+    note: str = ""  # a line about tensors that are not read
 
     @abstractmethod
     def fingerprint(self, format_name: str, tile: int) -> str:
@@ -46,11 +47,6 @@ class ModelSource(ABC):
     @abstractmethod
     def tensors(self) -> AbstractContextManager[Tensors]:
         """Open its tensors outside the routed experts."""
-
-    @abstractmethod
-    def parameters(self) -> AbstractContextManager[Mapping[str, Any]]:
-        """Open the same as torch tensors, by the names that transformers gives its parameters and buffers,
-        for a family without a backbone of our own. Imports transformers."""
 
     @abstractmethod
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:

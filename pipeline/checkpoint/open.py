@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,9 +73,6 @@ class Checkpoint(ModelSource):
     def tensors(self) -> TensorReader:
         return TensorReader(self._index)
 
-    def parameters(self) -> AbstractContextManager[ConvertedTensors]:
-        return _converted(self._index)
-
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
         with TensorReader(self._index) as reader:
             encode_experts(reader, self._locate, builder, progress)
@@ -111,25 +108,20 @@ class ConvertedCheckpoint(ModelSource):
     def worth_keeping(self, format_name: str) -> bool:
         return True
 
-    def tensors(self) -> AbstractContextManager[ConvertedTensors]:
-        return _converted(self._index)
+    @contextmanager
+    def tensors(self) -> Iterator[ConvertedTensors]:
+        from pipeline.checkpoint.converted import ConvertedTensors, conversion_of
 
-    def parameters(self) -> AbstractContextManager[ConvertedTensors]:
-        return _converted(self._index)
+        headers = self._index.headers
+        with TensorReader(self._index) as reader:
+            yield ConvertedTensors(conversion_of(self.config, [*headers]), reader, headers)
 
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
         from pipeline.checkpoint.converted import ConvertedExperts, conversion_of
 
         with TensorReader(self._index) as reader:
-            conversion = conversion_of(self.config, [*self._index.tensors])
-            with ConvertedExperts(conversion, reader, self._index.headers) as experts:
+            headers = self._index.headers
+            conversion = conversion_of(self.config, [*headers])
+            with ConvertedExperts(conversion, reader, headers) as experts:
                 encode_experts(experts, experts.locate, builder, progress)
             return reader.bytes_read
-
-
-@contextmanager
-def _converted(index: CheckpointIndex) -> Iterator[ConvertedTensors]:
-    from pipeline.checkpoint.converted import ConvertedTensors, conversion_of
-
-    with TensorReader(index) as reader:
-        yield ConvertedTensors(conversion_of(index.config, [*index.tensors]), reader, index.headers)

@@ -15,11 +15,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import product
-from typing import Any
 
 import numpy as np
 from msgspec import msgpack
@@ -71,11 +70,6 @@ class RandomModel(ModelSource):
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             yield RandomTensors(self._shape, pool)
 
-    @contextmanager
-    def parameters(self) -> Iterator[RandomParameters]:
-        with self.tensors() as tensors:
-            yield RandomParameters(self.config, tensors)
-
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
         layout = builder.layout
         shape = layout.shape
@@ -109,8 +103,8 @@ class RandomTensors:
         self._pool = pool
 
     def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
-        """Ones for a norm, zeros for a bias, otherwise random numbers with mean 0."""
-        if len(shape) == 1:
+        """Ones for a norm, zeros for biases, otherwise random numbers with mean 0."""
+        if name.endswith("bias") or len(shape) == 1:
             return np.full(shape, 0 if name.endswith("bias") else 1, np.float32)
         return widen_bf16(self.stacked([(name, shape)]).bits.view(np.uint16))
 
@@ -132,32 +126,6 @@ class RandomTensors:
             fill_bf16(_generator(self._shape, name, block), inputs**-0.5, part)
 
         list(self._pool.map(draw, range(-(-len(out) // BLOCK_BYTES))))
-
-
-class RandomParameters(Mapping[str, Any]):
-    """The parameters and buffers, torch tensors, of a model as transformers makes it, drawn on each call."""
-
-    def __init__(self, config: Config, tensors: RandomTensors) -> None:
-        from pipeline.generic.describe import decoder_of, without_memory  # transformers, which takes seconds
-
-        self._state = without_memory(*decoder_of(config)).state_dict()
-        self._tensors = tensors
-
-    def __getitem__(self, name: str) -> Any:
-        import torch
-
-        like = self._state[name]
-        if like.is_floating_point() and like.dim():
-            return torch.from_numpy(self._tensors.float32(name, tuple(like.shape)))
-        # A table of choices gives different ones.
-        row = torch.arange(like.shape[-1] if like.dim() else 1).to(like.dtype)
-        return row.expand(like.shape).clone() if like.dim() else row[0]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
 
 
 def _draw_tile(

@@ -8,20 +8,20 @@ Everything that families differ in is found by evaluating their modules when a m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from pipeline.arrays import FloatArray
+from pipeline.arrays import FloatArray, IntArray
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.linear import FEW_ROWS, Precision
 from pipeline.backbone.protocol import Experts, Probe
 from pipeline.backbone.step import answers
 from pipeline.device.base import Device
-from pipeline.errors import ModelError, PolicyError
+from pipeline.errors import PolicyError
 from pipeline.generic import attention
 from pipeline.generic.caches import LayerKept, StepCache, rows_of
 from pipeline.generic.modules import OwnLinear, fuse_norms
@@ -29,6 +29,7 @@ from pipeline.generic.packing import Packing
 from pipeline.generic.routers import Tap, find_router
 from pipeline.generic.skeleton import IMPLEMENTATION, Skeleton
 from pipeline.generic.trial import Trial, observe
+from pipeline.models.facts import ModelFacts
 from pipeline.models.routing import Router
 
 TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 0.1}  # of trials, by the dtype of what is not quantized
@@ -47,6 +48,7 @@ class GenericBackbone:
 
     def __init__(
         self,
+        facts: ModelFacts,
         model_class: type[PreTrainedModel],
         config: PreTrainedConfig,
         weights: Mapping[str, Tensor],
@@ -55,28 +57,29 @@ class GenericBackbone:
     ) -> None:
         """`weights`: by parameters' names in the whole model; `progress` is called with the bytes loaded so
         far. Raises ModelError where the family cannot run here, or weights are missing."""
+        self.facts = facts
         self.dtype = precision.dtype
         self._precision = precision
         skeleton = Skeleton(model_class, config)
         self.bytes = skeleton.load(weights, precision, progress)
         self._model, self._decoder = skeleton.model, skeleton.decoder
-        if not skeleton.has_head:
-            raise ModelError(f"{model_class.__name__} has no head that gives logits")
+        self.has_head = skeleton.has_head  # without one there are no answers
         text = config.get_text_config(decoder=True)
         self.vocabulary: int = text.vocab_size
         observed = observe(skeleton, self.vocabulary)
+        self.layers = skeleton.layers  # those with routed experts
         self.kept: list[LayerKept] = observed.kept  # by layer of the cache
-        taps = [Tap(layer, seen) for layer, seen in zip(skeleton.layers, observed.routers, strict=True)]
+        taps = [Tap(layer, seen) for layer, seen in zip(self.layers, observed.routers, strict=True)]
         self._taps = taps
-        self.router_math: Router = find_router(skeleton.layers, taps, observed.routers)
-        fuse_norms(self._decoder, precision.device)
+        self.router_math: Router = find_router(self.layers, taps, observed.routers)
+        self.fused = fuse_norms(self._decoder, precision.device)  # modules computed in one pass
         self._packing = Packing(self._decoder)
         self._packing.cache = StepCache(observed.cache, self.kept)
-        self._calls = [
+        self.calls = [
             GenericCall(self, number, tap, [Sibling(*s) for s in siblings])
             for number, (tap, siblings) in enumerate(zip(taps, observed.siblings, strict=True))
         ]
-        for layer, call in zip(skeleton.layers, self._calls, strict=True):
+        for layer, call in zip(self.layers, self.calls, strict=True):
             bias = getattr(layer.experts, "down_proj_bias", None)
             call.down_bias = bias if isinstance(bias, Tensor) and bias.numel() else None
             vars(layer.experts)["tandem_call"] = call.run
@@ -84,7 +87,8 @@ class GenericBackbone:
         trial = Trial(skeleton, self._packing, observed, tolerance, self._device)
         self._experts: Experts = lambda call: 0.5 * call.x
         self._probe: Probe = self.router
-        self.chunks = trial.run()  # whether a prompt may come in parts
+        # whether a step may have several sequences, and whether a prompt may come in parts
+        self.several, self.chunks = trial.run()
         self._packing.cache.raw = self._raw_layers()
         linears = [m for m in self._decoder.modules() if isinstance(m, OwnLinear)]
         self._largest_matrix = max((m.in_features * m.out_features for m in linears), default=0)
@@ -102,15 +106,19 @@ class GenericBackbone:
         """The layers whose modules choose experts in a way that is not known."""
         return tuple(i for i, tap in enumerate(self._taps) if tap.form == "own")
 
-    def check_policy(self, name: str, exact: bool, probes: bool) -> None:
-        """Raise PolicyError where a policy needs what the routers of this family do not give: an inexact one
-        other choices of experts, and one with `probes` routers on other layers' inputs."""
-        needs = "chooses other experts" if not exact else "probes later layers' routers" if probes else ""
-        if (self.own_choices and not exact) or (probes and not all(tap.can_probe for tap in self._taps)):
-            raise PolicyError(
-                f"policy {name} {needs}, and {type(self._model).__name__} routes in a way of its own:"
-                " use all-host, on-demand, layerwise or fiddler"
-            )
+    def check_probes(self, policy: str) -> None:
+        if not all(tap.can_probe for tap in self._taps):
+            self._refuse(policy, "applies routers to other layers' inputs")
+
+    def check_choices(self, policy: str) -> None:
+        if self.own_choices:
+            self._refuse(policy, "chooses experts itself")
+
+    def _refuse(self, policy: str, what: str) -> NoReturn:
+        raise PolicyError(
+            f"policy {policy} {what}, and {type(self._model).__name__} routes in a way of its own: use all-host,"
+            " on-demand, layerwise or fiddler"
+        )
 
     def largest_product(self, rows: int) -> int:
         """Multiply-adds of the largest product of a layer that torch computes, for `rows` rows."""
@@ -129,7 +137,7 @@ class GenericBackbone:
     def head(self, h: Tensor) -> Tensor:
         """Logits float32 [R, vocabulary] of the last hidden states [R, H]: what the whole model's forward makes
         of them."""
-        output = _Output(last_hidden_state=h[None])
+        output = _Output(h[None])
         inner = self._model.base_model
         inner.forward = lambda *args, **kwargs: output
         try:
@@ -155,11 +163,17 @@ class GenericBackbone:
         return frozenset(i for i in ours if len(self.kept[i].streams) == 2)
 
 
-class _Output(dict[str, Any]):
-    """Stands for the output of a decoder."""
+class _Output:
+    """Stands for the output of a decoder: it has the last hidden states [1, R, H] alone."""
 
-    def __getattr__(self, name: str) -> Any:
-        return self.get(name)
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        """Whatever else a model may return."""
+
+    def __getitem__(self, place: Any) -> Any:
+        return (self.last_hidden_state,)[place]
 
 
 class GenericStep:
@@ -236,8 +250,10 @@ class GenericCall:
         for sibling in self._siblings:
             sibling.compute(self._tap.x)
 
-    def expert_bias(self, experts: Tensor, weights: Tensor) -> Tensor | None:
+    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Tensor | None:
         """The sum of the experts' down biases [R, H], for experts and weights [R, k]; None without any."""
         if self.down_bias is None:
             return None
-        return torch.einsum("rk,rkh->rh", weights, self.down_bias[experts.long()])
+        device = self._backbone.device
+        biases = self.down_bias[device.from_host(experts).long()]
+        return torch.einsum("rk,rkh->rh", device.from_host(weights), biases)

@@ -17,6 +17,7 @@ from torch.nn import functional
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
+    DynamicCache,
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
@@ -41,7 +42,7 @@ def kept_by(cache: Cache, tokens: int) -> list[LayerKept]:
     tokens: fewer than any window, and another number than heads or widths."""
     linear = getattr(cache, "linear_cache", [])
     kept = []
-    for number, layer in enumerate(cache.layers):
+    for number, layer in enumerate([*cache.layers, *[None] * (len(linear) - len(cache.layers))]):
         if number < len(linear) and isinstance(linear[number], Tensor):
             kept.append(LayerKept((), (tuple(linear[number].shape[1:]),)))
             continue
@@ -106,6 +107,7 @@ class _Steps:
         self.is_sliding = window is not None
         self.updated = 0  # the cache's `turn` of the latest update
         self.keys: Any = None  # what the latest update gave
+        self._axes: torch.Size | None = None  # of positions, before that of tokens
 
     def get_seq_length(self) -> int:
         """Tokens of the sequence, with the new ones once they are written."""
@@ -121,6 +123,18 @@ class _Steps:
     def first_key(self, rows: Rows) -> int:
         """The first key that the rows can attend to."""
         return 0 if self.window is None else max(0, rows.start - self.window + 1)
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """The positions [..., N] of the tokens that an indexer has seen."""
+        (rows,) = self._cache.visible
+        if rows.start == 0 or self._axes is None:
+            return None
+        return torch.arange(rows.start, device=rows.kv.layers[self._index][0].device).expand(*self._axes, -1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        self._axes = positions.shape[:-1]
 
     def update_index(self, keys: Tensor) -> Tensor:
         """Append to an indexer's keys, [1, T, numbers] or [1, heads, T, numbers]; returns all of them."""
@@ -145,8 +159,13 @@ class StepCache(Cache):
     def __init__(self, like: Cache, kept: Sequence[LayerKept], raw: frozenset[int] = frozenset()) -> None:
         """`like`: a cache of the model that has been used; `raw`: layers whose attention takes keys and values
         in the dtype in which they are cached, the others get float32."""
+        own = type(like)
+        if (
+            not issubclass(own, StepCache) and own is not DynamicCache
+        ):  # a family asks for its own kind of cache
+            self.__class__ = type(f"Step{own.__name__}", (StepCache, own), {})
         layers = [self._layer(n, layer, kept[n]) for n, layer in enumerate(like.layers)]
-        super().__init__(layers=layers)
+        Cache.__init__(self, layers=layers)
         self.raw = raw
         self.visible: Sequence[Rows] = ()
         self.turn = 0
@@ -252,6 +271,9 @@ class StepCache(Cache):
         (rows,) = self.visible
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         return layer.get_seq_length() if isinstance(layer, _Steps) else rows.start
+
+    def __len__(self) -> int:
+        return len(self.layers)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False

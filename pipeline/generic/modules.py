@@ -3,8 +3,7 @@ our kernels, embeddings in the backbone's dtype, RMS norms in one pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import inspect
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +19,15 @@ class OwnLinear(nn.Module):
     """In place of an nn.Linear."""
 
     def __init__(
-        self, matrix: DenseLinear | QuantizedLinear, shape: tuple[int, int], bias: Tensor | None
+        self,
+        matrix: DenseLinear | QuantizedLinear,
+        shape: tuple[int, int],
+        bias: Tensor | None,
+        device: torch.device,
     ) -> None:
         """`shape`: outputs, inputs; `bias`: float32, on the device."""
         super().__init__()
+        self._device = device
         self.out_features, self.in_features = shape
         self.bias = bias
         self._matrix = matrix
@@ -40,8 +44,11 @@ class OwnLinear(nn.Module):
         """The matrix in float32, for the few modules that read it themselves; kept from then on. float32 even
         where it is stored in another dtype: a module may convert its activations to that."""
         if self._weight is None:
-            unit = torch.eye(self.in_features, device=self._matrix_device())
-            self._weight = self._matrix(unit).T.contiguous()
+            matrix = self._matrix
+            if isinstance(matrix, DenseLinear):
+                self._weight = matrix.weight.float()
+            else:  # its products with unit vectors, which are exact
+                self._weight = matrix(torch.eye(self.in_features, device=self._device)).T.contiguous()
         return self._weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,24 +80,26 @@ class OwnEmbedding(nn.Module):
         return functional.embedding(ids, self.weight).float()
 
 
-def fuse_norms(model: nn.Module, device: Device) -> int:
-    """Let every module of the model that is found to be an RMS norm compute it in one pass; returns how many
-    they are. A norm's weight may be stored less 1, or there may be none."""
-    found = 0
+def fuse_norms(model: nn.Module, device: Device) -> list[nn.Module]:
+    """Let every module of the model that is found to be an RMS norm compute it in one pass; returns these
+    modules. A norm's weight may be stored less 1."""
+    found = []
     for module in model.modules():
         fused = _fused(module, device)
         if fused is not None:
             module.forward = fused  # type: ignore[method-assign]
-            found += 1
+            found.append(module)
     return found
 
 
-def _fused(module: nn.Module, device: Device) -> Callable[[Tensor], Tensor] | None:
+def _fused(module: nn.Module, device: Device) -> FusedNorm | None:
     """What computes the same, if the module is an RMS norm."""
     if next(module.children(), None) is not None or next(module.buffers(recurse=False), None) is not None:
         return None
     parameters = list(module.parameters(recurse=False))
-    if len(parameters) != 1 or parameters[0].dim() != 1 or isinstance(module, OwnEmbedding):
+    if len(parameters) != 1 or parameters[0].dim() != 1:
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:
         return None
     (weight,) = parameters
     eps = [v for v in vars(module).values() if isinstance(v, float) and 0 < v < 1e-2]
@@ -107,20 +116,23 @@ def _fused(module: nn.Module, device: Device) -> Callable[[Tensor], Tensor] | No
         for number in dict.fromkeys(eps):
             found = functional.rms_norm(x, (len(weight),), scale, number)
             if torch.allclose(found, wanted, rtol=1e-4, atol=1e-5):
-                return _rms_norm(scale.detach().float().contiguous(), number, device)
+                return FusedNorm(scale.detach().float().contiguous(), number, device)
     return None
 
 
-def _rms_norm(weight: Tensor, eps: float, device: Device) -> Callable[..., Tensor]:
-    width = len(weight)
-    if device.library is None:
-        return lambda x, *_: functional.rms_norm(x, (width,), weight, eps)
-    kernel, address = RMSNorm(device.library, weight.data_ptr(), width, eps), torch.empty_like
+class FusedNorm:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
 
-    def norm(x: Tensor, *_: Any, kept: Tensor = weight) -> Tensor:
+    def __init__(self, weight: Tensor, eps: float, device: Device) -> None:
+        self._weight, self._eps, self._width = weight, eps, len(weight)
+        self._kernel = None
+        if device.library is not None:
+            self._kernel = RMSNorm(device.library, weight.data_ptr(), self._width, eps)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._kernel is None:
+            return functional.rms_norm(x, (self._width,), self._weight, self._eps)
         x = x.contiguous()
-        out = address(x)
-        kernel(x.data_ptr(), x.numel() // width, out.data_ptr())
+        out = torch.empty_like(x)
+        self._kernel(x.data_ptr(), x.numel() // self._width, out.data_ptr())
         return out
-
-    return norm

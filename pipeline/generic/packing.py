@@ -6,8 +6,8 @@ that looks at other tokens through the cache, is called in one of two ways:
 - *split*: once for each sequence, with that sequence's rows, cache and mask;
 - *rows*: once for all: only the cache's `update` and the attention function see sequences.
 
-`trial.py` finds the mixers for which rows gives the same. Masks are made by the model's own calls of
-transformers.masking_utils, for each sequence. A step of one sequence is the model's own forward.
+`trial.py` finds the mixers for which rows gives the same. Functions that take the cache, such as those that make
+masks, are called for each sequence. A step of one sequence is the model's own forward.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import masking_utils
 
 from pipeline.generic import attention
 from pipeline.generic.caches import PerSequence, Rows, StepCache
 
 CACHE = "cache"  # the argument of what takes one
-MASK_MAKERS = [n for n in vars(masking_utils) if n.startswith("create_") and n.endswith("_mask")]
 # modules of transformers whose wrappers of a forward do nothing here: old argument names, gradient checkpoints
 WRAPPERS = ("transformers.utils.deprecation", "transformers.modeling_layers")
 
@@ -51,7 +49,7 @@ class Packing:
                     attention.keep_latents(module)
         for module in {sys.modules[type(m).__module__] for m in decoder.modules()}:
             if "modeling_" in module.__name__:
-                _wrap_masks(module)
+                _wrap_functions(module)
 
     def __call__(self, decoder: nn.Module, tokens: Sequence[int], rows: Sequence[Rows]) -> Tensor:
         """The last hidden states float32 [R, H] of the rows' tokens, in order."""
@@ -93,17 +91,13 @@ class Packing:
 
         return split
 
-    def masks(self, maker: Callable[..., Any], named: dict[str, Any]) -> Any:
-        """A mask for each sequence, by the maker that the model calls."""
+    def for_each(self, function: Callable[..., Any], named: dict[str, Any]) -> Any:
+        """What a function of the model that takes the cache gives for each sequence."""
         cache, made = self.cache, []
         assert cache is not None
-        for rows in self._step:
+        for i, rows in enumerate(self._step):
             cache.show((rows,))
-            own = {k: named[k] for k in ("inputs_embeds", "position_ids") if named.get(k) is not None}
-            for key, value in own.items():
-                axis = 1 if key == "inputs_embeds" else value.dim() - 1
-                own[key] = value.narrow(axis, rows.first, rows.count)
-            made.append(maker(**{**named, **own, "attention_mask": None}))
+            made.append(function(**{k: _part(v, i, rows, self._step[-1].end) for k, v in named.items()}))
         cache.show(self._step)
         return None if all(mask is None for mask in made) else PerSequence(made, self._step)
 
@@ -158,23 +152,23 @@ def _unwrap(module: nn.Module) -> None:
         module.forward = MethodType(inner, module)  # type: ignore[method-assign]
 
 
-def _wrap_masks(modeling: Any) -> None:
-    """Let a family's module make masks for each sequence in our steps."""
-    for name in MASK_MAKERS:
-        maker = getattr(modeling, name, None)
-        if maker is not None and not hasattr(maker, "tandem"):
-            setattr(modeling, name, _masks(maker))
+def _wrap_functions(modeling: Any) -> None:
+    """Let the functions with a cache that a family's modules call, such as those that make masks, be called for
+    each sequence in our steps."""
+    for name, function in list(vars(modeling).items()):
+        if isinstance(function, FunctionType) and not hasattr(function, "tandem"):
+            signature = inspect.signature(function)
+            if CACHE in signature.parameters:
+                setattr(modeling, name, _each(function, signature))
 
 
-def _masks(maker: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(maker)
-
-    def masks(*args: Any, **kwargs: Any) -> Any:
+def _each(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+    def each(*args: Any, **kwargs: Any) -> Any:
         packing = Packing.several()
         if packing is None:
-            return maker(*args, **kwargs)
+            return function(*args, **kwargs)
         named = dict(signature.bind(*args, **kwargs).arguments)
-        return packing.masks(maker, {**named, **named.pop("kwargs", {})})
+        return packing.for_each(function, {**named, **named.pop("kwargs", {})})
 
-    masks.tandem = True  # type: ignore[attr-defined]
-    return masks
+    each.tandem = True  # type: ignore[attr-defined]
+    return each

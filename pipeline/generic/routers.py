@@ -21,12 +21,14 @@ from torch.nn import functional
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.errors import PolicyError
 from pipeline.generic.skeleton import MoeLayer
-from pipeline.models.routing import Router, Scored, Softmax, SparseMixer
+from pipeline.models.routing import GroupScore, Layer, Router, Score, Scored, Softmax, SparseMixer
 from pipeline.policies.view import Routing
 
 Form = Literal["linear", "first", "log first", "own"]  # where logits come from; own: no logits
+Product = tuple[Tensor, Tensor | None]  # matrix [E, H] and bias of a linear product
 CLOSE = 1e-4  # relative, of weights
-SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+SCORES: tuple[Score, ...] = ("softmax", "sigmoid", "sqrtsoftplus")
+RANDOM_ROWS = 48  # for which routers are evaluated beside those of a forward
 
 
 @dataclass
@@ -52,24 +54,27 @@ class Tap:
     def __init__(self, layer: MoeLayer, seen: Seen) -> None:
         self.name, self.form = layer.name, "own"
         self._seen, self._count = seen, layer.count
-        self._own = layer.router.forward
-        self._product: tuple[Tensor, Tensor | None] | None = None  # matrix and bias of the logits
+        self._module, self._own = layer.router, layer.router.forward
+        self._product: Product | None = None  # matrix and bias of the logits
         self._logits: Tensor | None = None  # of the latest call, where the module was run
         self._blank: dict[int, tuple[Any, ...]] = {}  # outputs without numbers, by rows
-        self._dims = seen.x.dim()
         layer.router.forward = self._called  # type: ignore[method-assign]
 
-    def use(self, form: Form, product: tuple[Tensor, Tensor | None] | None) -> None:
+    def use(self, form: Form, product: Product | None) -> None:
         """Compute logits in this form from now on."""
         self.form, self._product = form, product
 
     @property
     def can_probe(self) -> bool:
         """Whether it gives logits for another layer's input."""
+        return self.form == "linear" or (self.form != "own" and not self._depends_on_rows)
+
+    @property
+    def _depends_on_rows(self) -> bool:
+        """Whether it is given more than its input for each row."""
         more, named = self._seen.more
         tensors = [t for t in (*more, *named.values()) if isinstance(t, Tensor)]
-        of_rows = any(self._seen.rows in t.shape for t in tensors)
-        return self.form == "linear" or (self.form != "own" and not of_rows)
+        return any(self._seen.rows in t.shape for t in tensors)
 
     def _called(self, x: Tensor, *more: Any, **named: Any) -> tuple[Any, ...]:
         self.x = x
@@ -122,57 +127,77 @@ class Tap:
         self._blank[rows] = made = tuple(map(blank, self._seen.outputs))
         return made
 
-    def candidates(self) -> Iterator[tuple[Form, tuple[Tensor, Tensor | None] | None, FloatArray]]:
-        """Forms of logits that it may have, with those of the input that was seen, [R, E]."""
-        seen, module = self._seen, self._own.__self__  # type: ignore[attr-defined]
-        own = list(module.parameters())
+    def candidates(self, seen: Seen) -> Iterator[tuple[Form, Product | None, FloatArray]]:
+        """The forms of logits that it may have, with the logits [R, E] of what was seen."""
+        own = list(self._module.parameters())
         x = seen.x.reshape(-1, seen.x.shape[-1])
-        biases = [None, *(p for p in own if p.shape == (self._count,))]
-        for matrix, bias in itertools.product(
-            (p for p in own if p.shape == (self._count, x.shape[1])), biases
-        ):
-            product = matrix.detach().float(), None if bias is None else bias.detach().float()
+        biases = [None, *(p.detach() for p in own if p.shape == (self._count,))]
+        matrices = (p.detach() for p in own if p.shape == (self._count, x.shape[1]))
+        for product in itertools.product(matrices, biases):
             yield "linear", product, functional.linear(x, *product).cpu().numpy()
         first = seen.outputs[0]
         if isinstance(first, Tensor) and first.numel() == seen.rows * self._count:
-            logits = first.detach().reshape(-1, self._count).float().cpu()
+            logits = first.reshape(-1, self._count).float().cpu()
             yield "first", None, logits.numpy()
             if bool((logits > 0).all()):
                 yield "log first", None, logits.log().numpy()
+
+    def at_random(self) -> Seen | None:
+        """What the module gives for random inputs, where what it returns is what reaches the experts."""
+        seen, outputs = self._seen, self._seen.outputs
+        places = [
+            next((i for i, o in enumerate(outputs) if isinstance(o, Tensor) and _equal(o, wanted)), None)
+            for wanted in (seen.experts, seen.weights)
+        ]
+        if None in places or self._depends_on_rows:
+            return None
+        x = seen.x
+        rows = (*(1,) * (x.dim() - 2), RANDOM_ROWS, x.shape[-1])
+        generator = torch.Generator(x.device).manual_seed(0)
+        random = torch.randn(rows, generator=generator, device=x.device) * x.std() + x.mean()
+        more, named = seen.more
+        found = tuple(self._own(random, *more, **named))
+        experts, weights = (found[i].reshape(RANDOM_ROWS, -1) for i in places if i is not None)
+        return Seen(random, seen.more, found, experts, weights)
+
+
+def _equal(output: Tensor, wanted: Tensor) -> bool:
+    return output.numel() == wanted.numel() and torch.equal(output.reshape(wanted.shape), wanted)
 
 
 @dataclass(frozen=True)
 class Formula:
     """A function of logits, with the names of its arrays by expert."""
 
-    score: str
+    score: Score
     rescaled: bool
     scale: float
     bias: str | None = None
     expert_scale: str | None = None
     groups: int = 1
     best_groups: int = 1
-    group_score: str = "max"
+    group_score: GroupScore = "max"
 
-    def router(self, k: int, arrays: Sequence[Mapping[str, FloatArray]]) -> Router:
-        """The layers' router; `arrays`: of each layer, by name."""
-        groups = {"groups": self.groups, "best_groups": self.best_groups}
+    def router(self, k: int, arrays: Sequence[Mapping[str, FloatArray]]) -> Router | None:
+        """The layers' router; `arrays`: of each layer, by name. None where a layer lacks one."""
+        if not all({self.bias, self.expert_scale} <= {None, *layer} for layer in arrays):
+            return None
         if self.score == "softmax" and not self.bias and not self.expert_scale and self.group_score == "max":
-            return Softmax(k=k, rescaled=self.rescaled, scale=self.scale, **groups)
-
-        def stacked(name: str | None) -> FloatArray | None:
-            return None if name is None else np.stack([a[name] for a in arrays])
-
-        bias, expert_scale = stacked(self.bias), stacked(self.expert_scale)
+            return Softmax(k, self.rescaled, self.scale, self.groups, self.best_groups)
+        bias, expert_scale = (
+            None if name is None else np.stack([layer[name] for layer in arrays])
+            for name in (self.bias, self.expert_scale)
+        )
         return Scored(
             score=self.score,
             k=k,
             rescaled=self.rescaled,
             scale=self.scale,
+            groups=self.groups,
+            best_groups=self.best_groups,
             group_score=self.group_score,
             bias=bias,
             expert_scale=expert_scale,
-            **groups,
         )
 
 
@@ -182,50 +207,75 @@ class OwnChoices(Router):
     -inf for experts that were not chosen."""
 
     k: int
-    layers: frozenset[int]
+    own: frozenset[int]  # these layers
     others: Router | None  # of the other layers
 
-    def __call__(self, logits: FloatArray, layer: int = 0) -> Routing:
-        if layer not in self.layers and self.others is not None:
-            return self.others(logits, layer)
-        experts = (-logits).argsort(axis=1, kind="stable")[:, : self.k]
-        weights = np.exp(np.take_along_axis(logits, experts, axis=1))
-        return Routing(experts.astype(np.int32), weights.astype(np.float32))
+    def __call__(self, logits: FloatArray, layer: Layer) -> Routing:
+        own = self._are_own(layer)
+        given = (-logits).argsort(axis=1, kind="stable")[:, : self.k].astype(np.int32)
+        weights = self._given(logits, given)
+        if self.others is None or own.all():
+            return Routing(given, weights)
+        found = self.others(logits, layer)
+        return Routing(np.where(own, given, found.experts), np.where(own, weights, found.weights))
 
-    def differentiable(self, logits: Tensor, routing: Routing, layer: int = 0) -> Tensor:
-        if layer not in self.layers and self.others is not None:
+    def scores(self, logits: FloatArray, layer: Layer) -> FloatArray:
+        own = self._are_own(layer)
+        given: FloatArray = np.exp(logits)
+        given /= given.sum(axis=1, keepdims=True)
+        if self.others is None or own.all():
+            return given
+        return np.where(own, given, self.others.scores(logits, layer))
+
+    def weights_of(self, logits: FloatArray, experts: IntArray, layer: Layer) -> FloatArray:
+        own = self._are_own(layer)
+        given = self._given(logits, experts)
+        if self.others is None or own.all():
+            return given
+        return np.where(own, given, self.others.weights_of(logits, experts, layer))
+
+    def differentiable(self, logits: Tensor, routing: Routing, layer: int) -> Tensor:
+        if self.others is not None and layer not in self.own:
             return self.others.differentiable(logits, routing, layer)
-        raise PolicyError("this model's routers choose in a way of their own, which has no gradient here")
+        raise PolicyError("a layer of this model chooses experts in a way of its own, which has no gradient")
+
+    def _are_own(self, layer: Layer) -> NDArray[np.bool_]:
+        """Of the layer [1, 1], or of each row's [R, 1]."""
+        return np.isin(layer, list(self.own)).reshape(-1, 1)
+
+    def _given(self, logits: FloatArray, experts: IntArray) -> FloatArray:
+        weights: FloatArray = np.exp(np.take_along_axis(logits, experts, axis=1))
+        return weights
 
 
 def find_router(layers: Sequence[MoeLayer], taps: Sequence[Tap], seen: Sequence[Seen]) -> Router:
     """Find what the routers compute, and let each tap compute its logits alone. Layers for which nothing is
-    found keep their own choice."""
+    found keep their own choice, and with them all whose routers are of the same class."""
     k = seen[0].experts.shape[-1]
+    evaluated = [[s, r] if (r := t.at_random()) is not None else [s] for t, s in zip(taps, seen, strict=True)]
     arrays = [_arrays(layer, s) for layer, s in zip(layers, seen, strict=True)]
-    best: tuple[list[int], Any, Any] = [], None, None
-    for form, _, logits in taps[-1].candidates():  # of the last layer, which is one like most
-        for formula in _fitting(logits, seen[-1], arrays[-1], _numbers(layers[-1])):
-            fits = [
-                i for i in range(len(taps)) if _fits(formula, form, taps[i], seen[i], arrays[i]) is not None
-            ]
-            if len(fits) > len(best[0]):
-                best = fits, form, formula
-            if len(fits) == len(taps):
+    kinds = [type(layer.router) for layer in layers]
+    best: dict[int, tuple[Form, Product | None]] = {}
+    chosen: Formula | SparseMixer | None = None
+    last = evaluated[-1][-1]  # of the last layer, which is one like most
+    for form, _, logits in taps[-1].candidates(last):
+        for formula in _fitting(logits, last, arrays[-1], _numbers(layers[-1])):
+            found = {i: _form(formula, form, taps[i], evaluated[i], arrays[i]) for i in range(len(taps))}
+            others = {kinds[i] for i, product in found.items() if product is None}
+            fits = {i: p for i, p in found.items() if p is not None and kinds[i] not in others}
+            if len(fits) > len(best):
+                best, chosen = fits, formula
+            if len(best) == len(taps):
                 break
-        if len(best[0]) == len(taps):
+        if len(best) == len(taps):
             break
-    fits, form, formula = best
-    for i in fits:
-        taps[i].use(form, _fits(formula, form, taps[i], seen[i], arrays[i])[0])  # type: ignore[index]
-    own = frozenset(range(len(taps))) - frozenset(fits)
-    if not own:
-        return formula if isinstance(formula, Router) else formula.router(k, arrays)
-    others = None
-    if fits:
-        whole = [arrays[i] if i in fits else arrays[fits[0]] for i in range(len(taps))]
-        others = formula if isinstance(formula, Router) else formula.router(k, whole)
-    return OwnChoices(k, own, others)
+    for i, how in best.items():
+        taps[i].use(*how)
+    router: Router | None = chosen if isinstance(chosen, Router) else None
+    if isinstance(chosen, Formula):
+        router = chosen.router(k, [arrays[i if i in best else len(taps) - 1] for i in range(len(taps))])
+    own = frozenset(range(len(taps))) - best.keys()
+    return OwnChoices(k, own, router) if own or router is None else router
 
 
 def _fitting(
@@ -236,80 +286,63 @@ def _fitting(
     integers, fractions = numbers
     count, k = logits.shape[1], experts.shape[1]
     names = [None, *own]
-    groups = [(1, 1, "max")]
-    groups += [
-        (g, b, s)
-        for g, b in itertools.product(sorted(integers), repeat=2)
-        for s in ("max", "top2")
-        if 1 < g < count and count % g == 0 and b < g
-    ]
-    for group, score, bias in itertools.product(groups, SCORES, names):
-        scores = _score(score, logits)
-        choice = scores if bias is None else scores + own[bias]
-        if not np.array_equal(_best(choice, k, *group), np.sort(experts, axis=1)):
+    groups: list[tuple[int, int, GroupScore]] = [(1, 1, "max")]
+    for number, best, score in itertools.product(sorted(integers), sorted(integers), ("max", "top2")):
+        if number > 1 and count % number == 0 and best < number and best * (count // number) >= k:
+            groups.append((number, best, "max" if score == "max" else "top2"))
+    for group, kind, bias in itertools.product(groups, SCORES, names):
+        plain = Formula(kind, False, 1.0, bias, None, *group).router(k, [own])
+        assert plain is not None
+        found = plain(logits, 0)
+        if not np.array_equal(np.sort(found.experts, axis=1), np.sort(experts, axis=1)):
             continue
-        chosen = np.take_along_axis(scores, experts, axis=1)
+        scores = plain.weights_of(logits, experts, 0)
         for factor, rescaled in itertools.product(names, (True, False)):
-            base = chosen / chosen.sum(axis=1, keepdims=True) if rescaled else chosen
+            base = scores / scores.sum(axis=1, keepdims=True) if rescaled else scores
             if factor is not None:
                 base = base * own[factor][experts]
+            if not base.all():  # no factors
+                continue
             scale = float(np.median(weights / base))
             if np.allclose(weights, base * scale, rtol=CLOSE, atol=1e-7):
-                yield Formula(score, rescaled, _plain(scale), bias, factor, *group)
+                yield Formula(kind, rescaled, _plain(scale), bias, factor, *group)
     if k == 2:
-        mixers = map(SparseMixer, fractions)
+        mixers = map(SparseMixer, sorted(fractions))
         yield from (m for m in mixers if _same(m, logits, experts, weights))
 
 
-def _fits(
-    formula: Formula | SparseMixer, form: Form, tap: Tap, seen: Seen, arrays: Mapping[str, FloatArray]
-) -> tuple[tuple[Tensor, Tensor | None] | None] | None:
-    """The product of a layer's logits, in a tuple, where the formula gives the layer's choice; else None."""
-    experts, weights = _choice(seen)
-    for kind, product, logits in tap.candidates():
-        if kind != form:
-            continue
-        router = formula if isinstance(formula, Router) else formula.router(experts.shape[1], [arrays])
-        if _same(router, logits, experts, weights):
-            return (product,)
+def _form(
+    formula: Formula | SparseMixer,
+    form: Form,
+    tap: Tap,
+    evaluated: Sequence[Seen],
+    arrays: Mapping[str, FloatArray],
+) -> tuple[Form, Product | None] | None:
+    """The form of a layer's logits with which the formula gives its choice, each time it was evaluated."""
+    k = evaluated[0].experts.shape[-1]
+    router = formula if isinstance(formula, Router) else formula.router(k, [arrays])
+    if router is None:
+        return None
+    for candidates in zip(*(list(tap.candidates(seen)) for seen in evaluated), strict=False):
+        choices = (_choice(seen) for seen in evaluated)
+        logits = (numbers for _, _, numbers in candidates)
+        kind, product, _ = candidates[0]
+        if kind == form and all(_same(router, n, *c) for n, c in zip(logits, choices, strict=True)):
+            return kind, product
     return None
 
 
 def _same(router: Router, logits: FloatArray, experts: IntArray, weights: FloatArray) -> bool:
+    """Whether the router makes this choice, in any order."""
     found = router(logits, 0)
-    a, b = np.argsort(found.experts, axis=1), np.argsort(experts, axis=1)
-    ours, theirs = (np.take_along_axis(*p, axis=1) for p in ((found.experts, a), (experts, b)))
-    if not np.array_equal(ours, theirs):
-        return False
-    ours, theirs = (np.take_along_axis(*p, axis=1) for p in ((found.weights, a), (weights, b)))
-    return np.allclose(ours, theirs, rtol=CLOSE, atol=1e-6)
+    ours, theirs = np.argsort(found.experts, axis=1), np.argsort(experts, axis=1)
+    pairs = [(found.experts, experts), (found.weights, weights)]
+    same = [(np.take_along_axis(a, ours, axis=1), np.take_along_axis(b, theirs, axis=1)) for a, b in pairs]
+    return np.array_equal(*same[0]) and np.allclose(*same[1], rtol=CLOSE, atol=1e-6)
 
 
-def _choice(seen: Seen) -> tuple[NDArray[np.int64], FloatArray]:
-    return seen.experts.cpu().numpy().astype(np.int64), seen.weights.detach().float().cpu().numpy()
-
-
-def _score(name: str, logits: FloatArray) -> FloatArray:
-    wide = torch.from_numpy(logits)
-    match name:
-        case "softmax":
-            scores = wide.softmax(1)
-        case "sigmoid":
-            scores = wide.sigmoid()
-        case _:
-            scores = functional.softplus(wide).sqrt()
-    return scores.numpy()
-
-
-def _best(choice: FloatArray, k: int, groups: int, best: int, group_score: str) -> NDArray[np.int64]:
-    """The k largest of the best groups, in ascending order of their numbers [R, k]."""
-    scores = choice.reshape(len(choice), groups, -1)
-    if groups > 1:
-        top = np.sort(scores, axis=2)[:, :, -1 if group_score == "max" else -2 :].sum(axis=2)
-        limit = np.sort(top, axis=1)[:, -best, None]
-        scores = np.where((top < limit)[:, :, None], -np.inf, scores)
-    flat = scores.reshape(choice.shape)
-    return np.sort(np.argsort(-flat, axis=1, kind="stable")[:, :k], axis=1)
+def _choice(seen: Seen) -> tuple[IntArray, FloatArray]:
+    return seen.experts.cpu().numpy().astype(np.int32), seen.weights.float().cpu().numpy()
 
 
 def _plain(scale: float) -> float:
@@ -324,10 +357,9 @@ def _arrays(layer: MoeLayer, seen: Seen) -> dict[str, FloatArray]:
     found = {f"argument {i}": a for i, a in enumerate((*more, *named.values())) if isinstance(a, Tensor)}
     for owner, module in (("router", layer.router), ("owner", layer.owner)):
         own = itertools.chain(module.named_parameters(), module.named_buffers())
-        found |= {f"{owner} {name}": tensor for name, tensor in own if "experts" not in name.split(".")[0]}
-    return {
-        n: t.detach().float().flatten().cpu().numpy() for n, t in found.items() if t.numel() == layer.count
-    }
+        found |= {f"{owner} {name}": tensor for name, tensor in own if tensor.is_floating_point()}
+    own_numbers = {n: t for n, t in found.items() if t.numel() == layer.count}
+    return {n: t.float().flatten().cpu().numpy() for n, t in own_numbers.items()}
 
 
 def _numbers(layer: MoeLayer) -> tuple[set[int], set[float]]:

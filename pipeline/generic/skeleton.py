@@ -101,7 +101,7 @@ class _Loader:
             used.append(head)
         self._modules = {names[m]: m for top in used for m in top.modules()}
         self._dense = {m for router in skeleton.routers for m in router.modules()}
-        # The expansion of latents is read as a matrix, see `attention.py`.
+        # The expansion of latents is multiplied as a matrix, see `attention.py`.
         self._dense |= {m.kv_b_proj for m in self._modules.values() if hasattr(m, "expand_kv")}
         tied = getattr(self._model, "all_tied_weights_keys", None) or {}
         self._source = dict(tied)  # of a parameter that has the weights of another one
@@ -130,7 +130,7 @@ class _Loader:
         else:
             matrix = DenseLinear(self._stored(weight, linear.weight), precision.device)
         bias = None if linear.bias is None else self._kept(f"{name}.bias", linear.bias)
-        return OwnLinear(matrix, shape, bias)
+        return OwnLinear(matrix, shape, bias, precision.device.torch_device)
 
     def _fill(self, name: str, module: nn.Module) -> None:
         """Its own parameters and buffers, float32."""

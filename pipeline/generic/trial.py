@@ -24,7 +24,8 @@ from pipeline.generic.skeleton import MoeLayer, Skeleton
 
 TOKENS = 7  # of the trial's sequences: fewer than any window
 DECODING = ((4, 0, 0), (1, 0, 0), (1, 5, 0), (1, 1, 4), (0, 1, 1))  # new tokens of three sequences, by step
-CHUNKS = ((3, 0, 0), (4, 0, 0))
+ALONE = ((4,), (1,), (1,), (1,))
+CHUNKS = ((3,), (4,))
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,8 @@ def observe(skeleton: Skeleton, vocabulary: int) -> Observed:
     """Run the decoder as transformers does, on the first few tokens of a sequence."""
     tokens = [(5 * i + 3) % (vocabulary - 3) + 3 for i in range(TOKENS)]
     watched = [_Watched(layer) for layer in skeleton.layers]
-    cache = _new_cache(skeleton.decoder)
+    cache = new_cache(skeleton.decoder)
+    check_layers(cache)
     ids = torch.tensor([tokens], device=next(skeleton.decoder.parameters()).device)
     try:
         positions = torch.arange(TOKENS, device=ids.device)[None]
@@ -61,6 +63,9 @@ def observe(skeleton: Skeleton, vocabulary: int) -> Observed:
     finally:
         for layer in watched:
             layer.restore()
+    # Others belong to parts for images.
+    skeleton.layers = [layer for layer, w in zip(skeleton.layers, watched, strict=True) if w.called]
+    watched = [layer for layer in watched if layer.called]
     return Observed(
         tokens,
         out.last_hidden_state[0],
@@ -71,12 +76,21 @@ def observe(skeleton: Skeleton, vocabulary: int) -> Observed:
     )
 
 
-def _new_cache(decoder: nn.Module) -> Cache:
+def new_cache(decoder: nn.Module) -> Cache:
     """A cache for one sequence, of the family's own class where it has one."""
     modeling = sys.modules[type(decoder).__module__]
     own = [c for c in vars(modeling).values() if isinstance(c, type) and issubclass(c, DynamicCache)]
     own = [c for c in own if c.__module__ == modeling.__name__]
     return own[0]() if own else DynamicCache(config=decoder.config)
+
+
+def check_layers(cache: Cache) -> None:
+    """Raise ModelError for a cache whose layers keep tokens in a way of their own, which a few tokens would not
+    show."""
+    for layer in {type(layer) for layer in cache.layers}:
+        own = (c for c in layer.__mro__ if c.__module__.startswith("transformers.models."))
+        if any({"update", "get_mask_sizes", "lazy_initialization"} & vars(c).keys() for c in own):
+            raise ModelError(f"{layer.__name__} keeps the cache in a way of its own: this family cannot run here")
 
 
 class _Watched:
@@ -85,7 +99,7 @@ class _Watched:
     def __init__(self, layer: MoeLayer) -> None:
         self._layer = layer
         self._seen: Seen | None = None
-        self._after = False
+        self.called = False  # the experts
         self.siblings: list[tuple[nn.Module, int]] = []
         self._own: list[tuple[nn.Module, Any]] = []
         vars(layer.experts)["tandem_call"] = self._experts
@@ -105,13 +119,13 @@ class _Watched:
         return outputs
 
     def _experts(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        self._after = True
+        self.called = True
         seen = self.seen()
         seen.experts, seen.weights = index.reshape(len(x), -1), weights.reshape(len(x), -1)
         return output_of(x)
 
     def _sibling(self, module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._after and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+        if self.called and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             (x,) = args
             if x.data_ptr() == self.seen().x.data_ptr() and x.numel() == self.seen().x.numel():
                 self.siblings.append((module, x.dim()))
@@ -141,36 +155,36 @@ class Trial:
         self._tolerance = tolerance * float(observed.hidden.std())
         self._device = device
 
-    def run(self) -> bool:
-        """Choose how attention and mixers compute; returns whether a prompt may come in chunks. Raises
-        ModelError where no way gives what the model's own forward gives."""
+    def run(self) -> tuple[bool, bool]:
+        """Choose how attention and mixers compute; returns whether a step may have several sequences, and whether
+        a prompt may come in chunks. Raises ModelError where no way gives what the model's own forward gives."""
         mixers = self._packing.mixers.values()
         kinds = [*dict.fromkeys(map(type, mixers))]
         modules = [m for mixer in mixers for m in mixer.modules()]
         self._choose_attention(modules)
         self._packing.rows = set(kinds)
-        if not self._same(DECODING):
+        several = self._same(DECODING)
+        if not several:
             self._packing.rows = set()
-            if not self._same(DECODING):
-                raise ModelError(
-                    f"{type(self._decoder).__name__} does not compute the same with our caches:"
-                    " this family cannot run here"
-                )
-            for kind in kinds if len(kinds) > 1 else ():
+            several = self._same(DECODING)
+            for kind in kinds if several and len(kinds) > 1 else ():
                 self._packing.rows.add(kind)
                 if not self._same(DECODING):
                     self._packing.rows.discard(kind)
-        return self._same(CHUNKS)
+        if not several and not self._same(ALONE):
+            raise ModelError(
+                f"{type(self._decoder).__name__} computes something else with our caches: this family cannot run here"
+            )
+        return several, self._same(CHUNKS)
 
     def _choose_attention(self, modules: Sequence[nn.Module]) -> None:
         """Use our attention where that gives the same: all kinds of modules at once, or one by one."""
-        alone = [(counts[0],) for counts in DECODING if counts[0]]
         candidates = [(m, "latent" if hasattr(m, "expand_kv") else "grouped") for m in modules]
         for kind in dict.fromkeys(type(m) for m, _ in candidates):
             chosen = [(m, name) for m, name in candidates if type(m) is kind and _may_attend(m)]
             for module, name in chosen:
                 setattr(module, attention.KIND, name)
-            if chosen and not self._same(alone):
+            if chosen and not self._same(ALONE):
                 for module, _ in chosen:
                     delattr(module, attention.KIND)
 

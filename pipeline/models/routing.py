@@ -1,11 +1,14 @@
 """The routing functions of model families: router logits to experts and weights, on the host. Of equal
-scores, the expert with the lower index is chosen."""
+scores, the expert with the lower index is chosen.
+
+`layer` is everywhere the layer of the logits, of those with experts; or the layer of each row, [R].
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,17 +21,29 @@ if TYPE_CHECKING:
 
 
 PACKED = 8  # rows from which numbers are sorted with their places
+TINY = np.float32(1e-20)  # added to sums by which is divided, as in transformers
+
+Layer = int | NDArray[np.intp]
 
 
 class Router(ABC):
     """Chooses the experts of each token and their weights."""
 
     @abstractmethod
-    def __call__(self, logits: FloatArray) -> Routing:
+    def __call__(self, logits: FloatArray, layer: Layer) -> Routing:
         """logits float32 [R, E]: experts int32 [R, k] and weights float32 [R, k]."""
 
     @abstractmethod
-    def differentiable(self, logits: Tensor, routing: Routing) -> Tensor:
+    def scores(self, logits: FloatArray, layer: Layer) -> FloatArray:
+        """How much each expert is asked for, float32 [R, E]: by these the best are chosen. None is negative,
+        and a row's sum is 1."""
+
+    @abstractmethod
+    def weights_of(self, logits: FloatArray, experts: IntArray, layer: Layer) -> FloatArray:
+        """The weights float32 [R, k] that the router would give these experts [R, k] as its choice."""
+
+    @abstractmethod
+    def differentiable(self, logits: Tensor, routing: Routing, layer: int) -> Tensor:
         """The weights [R, k] of `routing`, which these logits gave, as a differentiable function of the
         logits. The choice of experts is constant, and the gradient of a weight of 0 is 0."""
 
@@ -47,18 +62,22 @@ class Softmax(Router):
     groups: int = 1
     best_groups: int = 1
 
-    def __call__(self, logits: FloatArray) -> Routing:
-        scores = logits if self.groups == 1 else self._limit_to_best_groups(logits)
+    def __call__(self, logits: FloatArray, layer: Layer) -> Routing:
+        scores = logits
+        if self.groups > 1:
+            scores = _limited(logits, self.groups, self.best_groups, "max")
         experts = _largest(scores, self.k)
         chosen = _chosen(scores, experts)
-        weights: FloatArray = np.exp(chosen - chosen[:, :1])
-        shared = weights if self.rescaled else np.exp(logits - chosen[:, :1])
-        weights /= np.add.reduce(shared, axis=1, keepdims=True)
-        if self.scale != 1.0:
-            weights *= np.float32(self.scale)
-        return Routing(experts.astype(np.int32), weights)
+        return Routing(experts.astype(np.int32), self._weights(logits, chosen, chosen[:, :1]))
 
-    def differentiable(self, logits: Tensor, routing: Routing) -> Tensor:
+    def scores(self, logits: FloatArray, layer: Layer) -> FloatArray:
+        return softmax(logits)
+
+    def weights_of(self, logits: FloatArray, experts: IntArray, layer: Layer) -> FloatArray:
+        chosen = _chosen(logits, experts)
+        return self._weights(logits, chosen, (chosen if self.rescaled else logits).max(axis=1, keepdims=True))
+
+    def differentiable(self, logits: Tensor, routing: Routing, layer: int) -> Tensor:
         import torch
 
         unused = torch.from_numpy(routing.weights == 0).to(logits.device)
@@ -66,13 +85,105 @@ class Softmax(Router):
         every = chosen if self.rescaled else logits
         return (chosen - every.logsumexp(dim=1, keepdim=True)).exp() * self.scale
 
-    def _limit_to_best_groups(self, logits: FloatArray) -> FloatArray:
-        """The logits, with -inf for experts outside the best groups."""
-        grouped = logits.reshape(len(logits), self.groups, -1)
-        best = _largest(grouped.max(axis=2), self.best_groups)
-        penalty = np.full((len(logits), self.groups, 1), -np.inf, np.float32)
-        np.put_along_axis(penalty, best[:, :, None], 0, axis=1)
-        return (grouped + penalty).reshape(logits.shape)
+    def _weights(self, logits: FloatArray, chosen: FloatArray, top: FloatArray) -> FloatArray:
+        """The weights of chosen logits [R, k]; `top` [R, 1] is among the largest."""
+        weights: FloatArray = np.exp(chosen - top)
+        shared = weights if self.rescaled else np.exp(logits - top)
+        weights /= np.add.reduce(shared, axis=1, keepdims=True)
+        if self.scale != 1.0:
+            weights *= np.float32(self.scale)
+        return weights
+
+
+Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+GroupScore = Literal["max", "top2"]
+
+
+@dataclass(frozen=True, eq=False)
+class Scored(Router):
+    """The k experts with the greatest scores, weighted by their scores times `scale`. Arrays by layer are
+    loaded with the model; without them a router describes the family.
+
+    With `groups`, only experts of the `best_groups` groups can be chosen; they must have k.
+    """
+
+    score: Score  # of each logit, or of the row
+    k: int
+    rescaled: bool  # whether the weights of a token sum to `scale`
+    scale: float = 1.0
+    groups: int = 1
+    best_groups: int = 1
+    group_score: GroupScore = "top2"  # a group's greatest score, or the sum of its two greatest
+    bias: FloatArray | None = None  # [L, E], added to the scores for the choice alone
+    expert_scale: FloatArray | None = None  # [L, E], factors of the weights
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scored) and all(
+            map(np.array_equal, vars(self).values(), vars(other).values())
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.score, self.k, self.rescaled, self.scale, self.groups, self.best_groups))
+
+    def __call__(self, logits: FloatArray, layer: Layer) -> Routing:
+        scores = self._scores(logits)
+        choice = scores if self.bias is None else scores + self.bias[layer]
+        if self.groups > 1:
+            choice = _limited(choice, self.groups, self.best_groups, self.group_score)
+        experts = _largest(choice, self.k)
+        return Routing(experts.astype(np.int32), self._weights(_chosen(scores, experts), experts, layer))
+
+    def scores(self, logits: FloatArray, layer: Layer) -> FloatArray:
+        scores = self._scores(logits)
+        if self.bias is not None:
+            scores += self.bias[layer]
+            scores -= scores.min(axis=1, keepdims=True)  # a bias may be large, and negative
+        scores /= scores.sum(axis=1, keepdims=True) + TINY
+        return scores
+
+    def weights_of(self, logits: FloatArray, experts: IntArray, layer: Layer) -> FloatArray:
+        return self._weights(_chosen(self._scores(logits), experts), experts, layer)
+
+    def differentiable(self, logits: Tensor, routing: Routing, layer: int) -> Tensor:
+        import torch
+
+        if self.score == "softmax":
+            scores = logits.softmax(dim=1)
+        elif self.score == "sigmoid":
+            scores = logits.sigmoid()
+        else:
+            scores = torch.nn.functional.softplus(logits).sqrt()
+        weights = scores.gather(1, _indices(routing, logits))
+        if self.rescaled:
+            weights = weights / (weights.sum(dim=1, keepdim=True) + TINY.item())
+        if self.expert_scale is not None:
+            factors = self.expert_scale[layer][routing.experts]
+            weights = weights * torch.from_numpy(factors).to(logits.device)
+        return weights * self.scale
+
+    def _scores(self, logits: FloatArray) -> FloatArray:
+        if self.score == "softmax":
+            return softmax(logits)
+        if self.score == "sqrtsoftplus":
+            roots: FloatArray = np.sqrt(np.logaddexp(logits, np.float32(0)))
+            return roots
+        scores: FloatArray = np.negative(logits)
+        with np.errstate(over="ignore"):  # 1 / inf is the score
+            np.exp(scores, out=scores)
+        scores += 1
+        np.reciprocal(scores, out=scores)
+        return scores
+
+    def _weights(self, weights: FloatArray, experts: NDArray[np.integer], layer: Layer) -> FloatArray:
+        """The weights of the chosen experts [R, k], from their scores, which are overwritten."""
+        if self.rescaled:
+            weights /= np.add.reduce(weights, axis=1, keepdims=True) + TINY
+        if self.scale != 1.0:
+            weights *= np.float32(self.scale)
+        if self.expert_scale is not None:
+            factors = np.broadcast_to(self.expert_scale[layer], (len(experts), self.expert_scale.shape[1]))
+            weights *= np.take_along_axis(factors, experts, axis=1)
+        return weights
 
 
 @dataclass(frozen=True)
@@ -82,36 +193,71 @@ class SparseMixer(Router):
 
     jitter: float
 
-    def __call__(self, logits: FloatArray) -> Routing:
-        first, first_weights = self._best(logits, logits)
-        others = logits.copy()
-        np.put_along_axis(others, first, -np.inf, axis=1)
-        second, second_weights = self._best(logits, others)
-        return Routing(np.hstack((first, second)), np.hstack((first_weights, second_weights)))
+    def __call__(self, logits: FloatArray, layer: Layer) -> Routing:
+        first = logits.argmax(axis=1).astype(np.int32)[:, None]
+        second = _without(logits, first).argmax(axis=1).astype(np.int32)[:, None]
+        experts = np.hstack((first, second))
+        return Routing(experts, self.weights_of(logits, experts, layer))
 
-    def differentiable(self, logits: Tensor, routing: Routing) -> Tensor:
+    def scores(self, logits: FloatArray, layer: Layer) -> FloatArray:
+        return softmax(logits)
+
+    def weights_of(self, logits: FloatArray, experts: IntArray, layer: Layer) -> FloatArray:
+        first, second = experts[:, :1], experts[:, 1:]
+        pairs = ((logits, first), (_without(logits, first), second))
+        return np.hstack([self._weight(logits, candidates, best) for candidates, best in pairs])
+
+    def differentiable(self, logits: Tensor, routing: Routing, layer: int) -> Tensor:
         import torch
 
         first, second = torch.split(_indices(routing, logits), 1, dim=1)
         others = logits.scatter(1, first, -np.inf)
         pairs = ((logits, first), (others, second))
-        return torch.cat([self._weight(logits, candidates, best) for candidates, best in pairs], dim=1)
+        return torch.cat([self._torch_weight(logits, candidates, best) for candidates, best in pairs], dim=1)
 
-    def _weight(self, logits: Tensor, candidates: Tensor, best: Tensor) -> Tensor:
-        """The weight that `_best` computes for the expert `best` [R, 1], in torch."""
+    def _torch_weight(self, logits: Tensor, candidates: Tensor, best: Tensor) -> Tensor:
+        """The weight that `_weight` computes, in torch."""
         top = candidates.gather(1, best)
         far = (top - logits) / logits.abs().maximum(top) > 2 * self.jitter
         return candidates.masked_fill(far, -np.inf).softmax(dim=1).gather(1, best)
 
-    def _best(self, logits: FloatArray, candidates: FloatArray) -> tuple[IntArray, FloatArray]:
-        """The best candidate and its weight, both [R, 1]; the logits of experts that are none are -inf."""
-        best = candidates.argmax(axis=1).astype(np.int32)[:, None]
+    def _weight(self, logits: FloatArray, candidates: FloatArray, best: IntArray) -> FloatArray:
+        """The weight [R, 1] of the expert `best` [R, 1]; the logits of experts that are no candidates are
+        -inf."""
         top = np.take_along_axis(candidates, best, axis=1)
         with np.errstate(invalid="ignore"):  # 0 / 0 is not far
             far = (top - logits) / np.maximum(np.abs(logits), top) > 2 * self.jitter
         near = np.where(far, -np.inf, candidates)
-        weight = 1 / np.exp(near - top).sum(axis=1, keepdims=True)
-        return best, weight.astype(np.float32)
+        weight: FloatArray = (1 / np.exp(near - top).sum(axis=1, keepdims=True)).astype(np.float32)
+        return weight
+
+
+def softmax(logits: FloatArray) -> FloatArray:
+    """The softmax of each row."""
+    shares: FloatArray = np.subtract(logits, np.maximum.reduce(logits, axis=1, keepdims=True))
+    np.exp(shares, out=shares)
+    shares /= np.add.reduce(shares, axis=1, keepdims=True)
+    return shares
+
+
+def _without(logits: FloatArray, first: IntArray) -> FloatArray:
+    """The logits with -inf for the expert `first` [R, 1]."""
+    others = logits.copy()
+    np.put_along_axis(others, first, -np.inf, axis=1)
+    return others
+
+
+def _limited(scores: FloatArray, groups: int, best_groups: int, by: GroupScore) -> FloatArray:
+    """The scores, with -inf for experts outside the best groups."""
+    grouped = scores.reshape(len(scores), groups, -1)
+    if by == "max":
+        of_groups = grouped.max(axis=2)
+    else:
+        of_groups = np.partition(grouped, -2, axis=2)[:, :, -2:].sum(axis=2)
+    best = _largest(of_groups, best_groups)
+    penalty = np.full((len(scores), groups, 1), -np.inf, np.float32)
+    np.put_along_axis(penalty, best[:, :, None], 0, axis=1)
+    return (grouped + penalty).reshape(scores.shape)
 
 
 def _indices(routing: Routing, logits: Tensor) -> Tensor:
@@ -136,7 +282,7 @@ def _largest(scores: FloatArray, k: int) -> NDArray[np.intp]:
     return best
 
 
-def _chosen(scores: FloatArray, places: NDArray[np.intp]) -> FloatArray:
+def _chosen(scores: FloatArray, places: NDArray[np.integer]) -> FloatArray:
     """scores[r, places[r, i]] [R, k]: np.take_along_axis, in a third of its time."""
     if len(scores) > 1:
         places = places + np.arange(0, scores.size, scores.shape[1])[:, None]

@@ -1,7 +1,6 @@
-"""Shapes of well-known models, for `--model shape:NAME[/LAYERS]`, and of any other by its config,
-`shape:PATH/config.json[/LAYERS]`: a config.json without weights, so that a model's speed can be measured
-before it is downloaded (`pipeline/checkpoint/random_model.py`). To add one, add its config to
-`pipeline/assets/shapes.json`, with the keys that its family reads. That of phi-3.5-moe lacks
+"""Shapes of well-known models, for `--model shape:NAME[/LAYERS]`: a config.json without weights, so that a
+model's speed can be measured before it is downloaded (`pipeline/checkpoint/random_model.py`). To add one, add
+its config to `pipeline/assets/shapes.json`, with the keys that its family reads. That of phi-3.5-moe lacks
 the factors of its rotary embedding, which do not change its speed."""
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import assets
-from pipeline.checkpoint.index import read_fields
 from pipeline.errors import ModelError
 from pipeline.models.config_keys import Config
 
@@ -40,36 +38,13 @@ def short_name(model: str | Path) -> str:
 
 def shape_config(model: str) -> tuple[str, Config]:
     """Name and config, from shape:NAME or shape:NAME/N (its first N layers). Raises ModelError, one line."""
-    written = model.removeprefix(PREFIX)
-    if ".json" in written:
-        path, slash, layers = written.partition(".json/") if ".json/" in written else (written, "", "")
-        name = f"{path}.json" if slash else path
-        config: Config = read_fields(Path(name))
-    else:
-        name, slash, layers = written.partition("/")
-        if name not in SHAPES:
-            known = f"supported: {', '.join(SHAPES)}, and the path of a config.json"
-            raise ModelError(f"{model}: unknown shape {name!r} ({known})")
-        config = SHAPES[name]
+    name, slash, layers = model.removeprefix(PREFIX).partition("/")
+    if name not in SHAPES:
+        raise ModelError(f"{model}: unknown shape {name!r} (supported: {', '.join(SHAPES)})")
+    config = SHAPES[name]
     if not slash:
         return name, config
-    most = _text(config).get(LAYERS)
-    if not isinstance(most, int) or not re.fullmatch("[1-9][0-9]{0,8}", layers) or int(layers) > most:
+    most = config[LAYERS]
+    if not re.fullmatch("[1-9][0-9]{0,8}", layers) or int(layers) > most:
         raise ModelError(f"{model}: write it as {PREFIX}{name}/N, with N layers from 1 to {most}")
-    return name, _cut(config, int(layers))
-
-
-def _text(config: Config) -> Config:
-    """The part about the decoder of text."""
-    text = config.get("text_config")
-    return text if isinstance(text, dict) else config
-
-
-def _cut(config: Config, layers: int) -> Config:
-    """The same with its first layers; lists with an entry for each layer become as short."""
-    text = _text(config)
-    cut = {
-        key: value[:layers] if isinstance(value, list) and len(value) == text[LAYERS] else value
-        for key, value in text.items()
-    } | {LAYERS: layers}
-    return cut if text is config else {**config, "text_config": cut}
+    return name, config | {LAYERS: int(layers)}

@@ -245,7 +245,7 @@ class PreGated(Composed):
         if not self._decides(layer, view):
             return None
         assert view.router is not None
-        routing = view.router(signals.probes[layer + 1])
+        routing = view.router(signals.probes[layer + 1], layer + 1)
         cut = self.parts.assignment.cut(layer + 1, routing, view)
         self._next = routing, cut
         return Ahead(Gated(routing, routing, predicted=True), cut, early=False)

@@ -3,19 +3,20 @@ layer ahead of the device."""
 
 from __future__ import annotations
 
-from math import exp
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray, IntArray
+from pipeline.models.routing import Router
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.options import Choice, Number, Option
 from pipeline.policies.parts import Placement, cacheable, require_calibration, whole_room
 from pipeline.policies.placements import Calibrated, Known, Popular
 from pipeline.policies.view import Ahead, Gated, Plan, Policy, Routing, Signals, Target, View
 
+SMALLEST = 1e-30  # sum of weights by which is divided
 PLACEMENTS: dict[str, type[Placement]] = {part.name: part for part in (Calibrated, Popular, Known)}
 
 
@@ -124,11 +125,10 @@ class Daop(Policy):
             return None
         assert view.router is not None
         logits = signals.probes[following]
-        predicted = view.router(logits)
+        predicted = view.router(logits, following)
         cut = np.minimum(view.residency[following], view.target[following])
-        return Ahead(
-            Gated(degrade(predicted, logits, cut, view.shape.tiles), predicted, True), cut, self._early
-        )
+        kept = degrade(predicted, view.router, following, logits, cut, view.shape.tiles)
+        return Ahead(Gated(kept, predicted, True), cut, self._early)
 
     def _predicts(self, layer: int, view: View) -> bool:
         return self._predict and view.phase == "decode" and self._first_layer <= layer < view.shape.layers
@@ -160,14 +160,15 @@ def swaps(counts: list[int], target: list[int], ratio: float) -> list[tuple[int,
     ]
 
 
-def degrade(predicted: Routing, logits: FloatArray, cut: IntArray, tiles: int) -> Routing:
-    """Graceful degradation of a predicted routing, row by row. Of the experts that are not wholly on the
-    device (cut [E] below `tiles`), the best max(1, k // 2) stay. Each of the others, the lowest-scored first,
-    is replaced by the best-scored expert (logits [R, E]) that is on the device and not chosen yet; it stays
-    where no such expert is left.
+def degrade(
+    predicted: Routing, router: Router, layer: int, logits: FloatArray, cut: IntArray, tiles: int
+) -> Routing:
+    """Graceful degradation of a layer's predicted routing, row by row. Of the experts that are not wholly on
+    the device (cut [E] below `tiles`), the best max(1, k // 2) stay. Each of the others, the lowest-scored
+    first, is replaced by the best-scored expert (by the router, from logits [R, E]) that is on the device and
+    not chosen yet; it stays where no such expert is left.
 
-    A slot's new weight is its old one times the ratio of the two experts' softmax probabilities; then all of
-    the row's weights are scaled to their old sum."""
+    The weights of such a row are those that the router gives its new experts, scaled to their old sum."""
     keep = max(1, predicted.experts.shape[1] // 2)
     resident = [expert for expert, kept in enumerate(cut.tolist()) if kept == tiles]
     here = set(resident)
@@ -179,7 +180,8 @@ def degrade(predicted: Routing, logits: FloatArray, cut: IntArray, tiles: int) -
         if len(away) <= keep:
             continue
         away.sort(key=lambda slot: (-weights[slot], slot))
-        scores = logits[row].tolist()
+        own = logits[row : row + 1]
+        scores = router.scores(own, layer)[0].tolist()
         taken = set(chosen)
         best = sorted((e for e in resident if e not in taken), key=lambda e: (-scores[e], e))
         best = best[: len(away) - keep]
@@ -187,11 +189,8 @@ def degrade(predicted: Routing, logits: FloatArray, cut: IntArray, tiles: int) -
             continue
         if experts is None:
             experts, new_weights = predicted.experts.copy(), predicted.weights.copy()
-        total = sum(weights)
         for slot, expert in zip(away[len(away) - len(best) :], best, strict=True):
-            weights[slot] *= exp(scores[expert] - scores[chosen[slot]])
-            chosen[slot] = expert
-        scale = total / sum(weights)
-        experts[row] = chosen
-        new_weights[row] = [weight * scale for weight in weights]
+            experts[row, slot] = expert
+        given = router.weights_of(own, experts[row : row + 1], layer)[0] * (predicted.weights[row] != 0)
+        new_weights[row] = given * (sum(weights) / max(float(given.sum()), SMALLEST))
     return predicted if experts is None else Routing(experts, new_weights)

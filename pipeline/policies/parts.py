@@ -112,7 +112,7 @@ class Gate(Part):
         """The routing of the layer from its own router's logits."""
         assert signals.logits is not None
         assert view.router is not None
-        routing = view.router(signals.logits)
+        routing = view.router(signals.logits, layer)
         return Gated(self.apply_gate(layer, routing, view), routing)
 
     def limits(self, view: View) -> Sequence[float]:

@@ -55,7 +55,7 @@ def _needed(layer: int, logits: FloatArray, view: View, apply_gate: ApplyGate) -
     """The experts that a router names and the layer's gate keeps, without those that a target keeps
     whole already."""
     assert view.router is not None
-    routing = view.router(logits)
+    routing = view.router(logits, layer)
     if view.target[layer].take(routing.experts).min(initial=view.shape.tiles) == view.shape.tiles:
         return []  # also without the gate
     return _not_kept(layer, by_probability(apply_gate(layer, routing)), view)
@@ -115,7 +115,7 @@ class NextChannels(NextGate):
         if logits is None:
             return None
         assert view.router is not None
-        return view.router(logits if added is None else logits + added)
+        return view.router(logits if added is None else logits + added, layer + 1)
 
     def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
         return []
@@ -179,7 +179,7 @@ class Residual(Prediction):
         assert view.calibration is not None
         assert view.router is not None
         logits = signals.probes[following] + view.calibration.residual_logits[layer]
-        most = by_probability(apply_gate(following, view.router(logits)))[: self._most(view)]
+        most = by_probability(apply_gate(following, view.router(logits, following)))[: self._most(view)]
         return _not_kept(following, most, view)
 
 
@@ -241,7 +241,7 @@ class Impact(Prediction):
         for later in self.probes(layer, view):
             if later not in signals.probes:
                 continue
-            active = apply_gate(later, view.router(signals.probes[later])).active
+            active = apply_gate(later, view.router(signals.probes[later], later)).active
             # what a target keeps will have landed by then
             missing = (tiles - view.target[later][active.indices]).tolist()
             if any(missing):

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import ArrayLike, NDArray
 
-from pipeline.arrays import FloatArray, IntArray
+from pipeline.arrays import IntArray
 from pipeline.policies.calibration import at_limits
 from pipeline.policies.options import Choice, Number
 from pipeline.policies.parts import STAY, Expert, Moves, Parts, Replacement, Room, evenly, whole_room
@@ -186,7 +186,8 @@ class Score(Replacement):
     def observe(self, layer: int, signals: Signals, view: View) -> None:
         if signals.logits is None:
             return
-        mean = _probabilities(signals.logits)
+        assert view.router is not None
+        mean = view.router.scores(signals.logits, layer).mean(axis=0)
         scores = self._scores[layer]
         self._unit[layer] = unit = 2 * self._unit[layer]
         best = mean.argpartition(-self._p)[-self._p :]
@@ -226,19 +227,6 @@ class Score(Replacement):
             held.add(expert)
             into.append((layer, expert))
         return Moves(out, into)
-
-
-def _probabilities(logits: FloatArray) -> FloatArray:
-    """The mean over the rows of the probabilities of router logits [R, E], float32 [E]."""
-    if len(logits) == 1:
-        row = logits[0]
-        shares: FloatArray = np.exp(row - row.max())
-        shares /= shares.sum()
-        return shares
-    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
-    shares /= shares.sum(axis=1, keepdims=True)
-    mean: FloatArray = shares.mean(axis=0)
-    return mean
 
 
 # weight of a size's square, added to its loads: of equal loads the more even sizes win. Without prefetch the

@@ -99,7 +99,8 @@ class Tandem(Policy):
     def placement(self, view: View) -> IntArray:
         known = view.calibration
         counts = view.popularity if known is None else known.decode_counts
-        self._worth = Worth(view.shape, view.capacity, counts)
+        assert view.router is not None
+        self._worth = Worth(view.shape, view.capacity, counts, view.router)
         self._host_alone = Plan(np.zeros(view.shape.experts, np.int32))
         # by layer: missing tiles that could have landed before the next layer, when it was planned last
         self._ahead = [1] * view.shape.layers
@@ -181,7 +182,7 @@ class Tandem(Policy):
         if not left or following not in signals.probes:
             return ()
         assert view.router is not None
-        named = by_probability(view.router(signals.probes[following]))
+        named = by_probability(view.router(signals.probes[following], following))
         targets, self.no_room = self._worth.ahead(following, named, left, layer)
         return tuple(targets)
 

@@ -11,10 +11,10 @@ Tiles [r, p) are fetched first. A *target* is the residency that the policy sets
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,9 @@ from numpy.typing import NDArray
 from pipeline.arrays import FloatArray, IntArray, Phase, one_row
 from pipeline.policies.calibration import Calibration, Sparsity
 from pipeline.policies.costs import Costs
+
+if TYPE_CHECKING:
+    from pipeline.models.routing import Router
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ class View:
     popularity: NDArray[np.int64]  # [L, E]: rows routed to each expert by the counted steps
     step: int  # engine steps since the policy was set; one step visits every layer once
     costs: Costs | None  # in force: may change between steps; None unless the policy's `needs_costs`
-    router: Callable[[FloatArray], Routing] | None = None  # the model's own: logits [R, E] to a routing
+    router: Router | None = None  # the model's own: logits [R, E] of a layer to a routing
     calibration: Calibration | None = None  # None where the model has not been calibrated
     sequences: tuple[int, ...] = ()  # [R]: the sequence of each of the step's rows
     live: frozenset[int] = frozenset()  # the sequences that have begun and not ended; these and others
@@ -208,7 +211,7 @@ class Policy(ABC):
         """Decide which experts each row uses."""
         assert signals.logits is not None
         assert view.router is not None
-        return Gated.from_router(view.router(signals.logits))
+        return Gated.from_router(view.router(signals.logits, layer))
 
     @abstractmethod
     def plan(self, layer: int, routing: Routing, view: View) -> Plan:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import PHASES, FloatArray, IntArray, Phase
+from pipeline.models.routing import Router
 from pipeline.policies.division import move
 from pipeline.policies.view import ModelShape, Target
 
@@ -33,8 +34,9 @@ class Worth:
     """The tiles to keep, and how much each is expected to be used. All of an expert's tiles are worth the
     same, so of the least valuable expert the last tiles leave, and a part of it stays."""
 
-    def __init__(self, shape: ModelShape, capacity: int, counts: NDArray[np.int64]) -> None:
+    def __init__(self, shape: ModelShape, capacity: int, counts: NDArray[np.int64], router: Router) -> None:
         """`counts` [L, E]: rows that used each expert so far, by which the first targets are set."""
+        self._scores = router.scores
         rows = counts.sum(axis=1, keepdims=True)
         share = (counts / np.maximum(rows, 1)).astype(np.float32)
         self._averages: FloatArray = np.stack((share, share), axis=1)  # [L, 2, E], fresh and lasting
@@ -74,8 +76,8 @@ class Worth:
         if not layer or single != self._single or phase != self._phase:
             self._observe_all()
             self._phase, self._single = phase, single
-        # one row's softmax is computed with those of the other layers
-        self._noted[layer] = logits[0] if single else _softmax(logits).mean(axis=0)
+        # one row's scores are computed with those of the other layers
+        self._noted[layer] = logits[0] if single else self._scores(logits, layer).mean(axis=0)
         self._waiting[layer] = True
 
     def observe(self, layer: int) -> None:
@@ -90,14 +92,16 @@ class Worth:
 
     def _observe(self, layers: list[int]) -> None:
         # one layer is a slice, which is quicker and needs no copies
-        part = slice(layers[0], layers[0] + 1) if len(layers) == 1 else np.array(layers)
-        share = self._noted[part, None]
+        several = np.array(layers)
+        one = len(layers) == 1
+        part = slice(layers[0], layers[0] + 1) if one else several
+        share = self._noted[part]
         if self._single:
-            share = _softmax(share)
+            share = self._scores(share, several)
         kept, weights = _WEIGHTS[self._phase]
         averages = self._averages[part]
         averages *= kept
-        averages += weights * share
+        averages += weights * share[:, None]
         value = averages[:, 1] * _LASTING_WEIGHT
         if self._phase == "decode":
             value += averages[:, 0]
@@ -196,11 +200,3 @@ class Worth:
             self._empty[key] = 0.0 if tiles else inf
             if not tiles:
                 self._rank[key] = inf
-
-
-def _softmax(logits: FloatArray) -> FloatArray:
-    """Returns the softmax over the last axis."""
-    shares = np.subtract(logits, np.maximum.reduce(logits, axis=-1, keepdims=True))
-    np.exp(shares, out=shares)
-    shares /= np.add.reduce(shares, axis=-1, keepdims=True)
-    return shares

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from math import nan
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,7 @@ from pipeline.errors import PlanError, TraceError
 from pipeline.experts.cache import ExpertCache
 from pipeline.experts.mover import Landed, Mover, Wanted
 from pipeline.memory.needs import STAGING_TILES
+from pipeline.models.routing import Layer, Router
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import Active, Ahead, Policy, Routing, Signals, Target, View
@@ -42,6 +43,9 @@ from pipeline.replay.link import ClockedLink
 from pipeline.replay.steps import inputs_of
 from pipeline.traces.trace import Header, TracedStep
 from shm.mask import DENSE, Mask
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CHANNELS = 256  # of a tile, where channels are left out: so fine are the shares
 # As measured with `floe` on the embedded model at a sparsity of 0.8; 0.69 at 0.9, 0.80 at 0.5.
@@ -117,7 +121,7 @@ class Replay:
             popularity=counted if popularity is None else counted + popularity,
             step=0,
             costs=self._costs if policy.needs_costs else None,
-            router=self._route,
+            router=_Recorded(self, header.router),
             calibration=calibration,
             staging=STAGING_TILES if policy.uses_device else 0,
             up=header.up,
@@ -255,12 +259,9 @@ class Replay:
         self._link.now += seconds
         self._counters.seconds[part][self._layer] += seconds
 
-    def _route(self, logits: FloatArray) -> Routing:
-        """The model's router. For a layer's own logits it returns the recorded routing: the logits are
-        recorded as float16, and their rounding could exchange two experts that are nearly equal."""
-        if logits is self._logits:
-            return self._traced.router_routing
-        return self._choices.get(id(logits)) or self._header.router(logits)
+    def recorded(self, logits: FloatArray) -> Routing | None:
+        """The routing of these logits, where they are the layer's own or a probe's: known already."""
+        return self._traced.router_routing if logits is self._logits else self._choices.get(id(logits))
 
     def _checked(self, cut: IntArray, active: Active) -> list[int]:
         """Returns the active experts' cuts. Raises PlanError."""
@@ -343,3 +344,23 @@ class Replay:
                 f" is not in the trace: it has {self._header.depth} layers ahead"
             )
         return first.astype(np.float32)
+
+
+class _Recorded(Router):
+    """The model's router. For a layer's own logits it returns the recorded routing: the logits are recorded
+    as float16, and their rounding could exchange two experts that are nearly equal."""
+
+    def __init__(self, replay: Replay, router: Router) -> None:
+        self._replay, self._router = replay, router
+
+    def __call__(self, logits: FloatArray, layer: Layer) -> Routing:
+        return self._replay.recorded(logits) or self._router(logits, layer)
+
+    def scores(self, logits: FloatArray, layer: Layer) -> FloatArray:
+        return self._router.scores(logits, layer)
+
+    def weights_of(self, logits: FloatArray, experts: IntArray, layer: Layer) -> FloatArray:
+        return self._router.weights_of(logits, experts, layer)
+
+    def differentiable(self, logits: Tensor, routing: Routing, layer: int) -> Tensor:
+        return self._router.differentiable(logits, routing, layer)

@@ -67,7 +67,7 @@ def inputs_of(step: TracedStep, router: Router) -> StepInputs:
     """The inputs of a step, those of an earlier replay where they were kept."""
     kept = vars(step)
     inputs: StepInputs | None = kept.get("inputs")
-    if inputs is None or inputs.router != router:
+    if inputs is None or inputs.router is not router:
         inputs = StepInputs(step, router)
         if len(step.sequences) <= KEPT_ROWS:
             kept["inputs"] = inputs
@@ -97,7 +97,8 @@ class StepInputs:
         if not traced:
             return []
         logits = np.array([predictions[distance - 1] for predictions in traced], np.float32)  # [l, R, E]
-        routed = self.router(logits.reshape(-1, logits.shape[2]))
+        layers = np.arange(distance, distance + len(logits)).repeat(logits.shape[1])
+        routed = self.router(logits.reshape(-1, logits.shape[2]), layers)
         parts = (each.reshape(*logits.shape[:2], -1) for each in (routed.experts, routed.weights))
         routings = [Routing(*part) for part in zip(*parts, strict=True)]
         return list(zip(logits, routings, strict=True))

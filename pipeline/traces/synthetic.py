@@ -64,9 +64,8 @@ class SyntheticText:
         """The rows [L, E] that use each expert in a text of so many tokens."""
         shape = self._header.shape
         logits = self._logits(tokens, 1)[:, 0].transpose(1, 0, 2)  # [L, tokens, E]
-        return np.stack([self._header.router(layer).workload(shape.experts) for layer in logits]).astype(
-            np.int64
-        )
+        routed = [self._header.router(own, layer) for layer, own in enumerate(logits)]
+        return np.stack([routing.workload(shape.experts) for routing in routed]).astype(np.int64)
 
     def _logits(self, tokens: int, sequences: int) -> FloatArray:
         """[tokens, sequences, L, E]"""
@@ -83,7 +82,7 @@ class SyntheticText:
         header, rows = self._header, len(sequences)
         layers, experts = logits.shape[1:]
         by_layer = np.ascontiguousarray(logits.transpose(1, 0, 2))  # [L, R, E]
-        routed = header.router(by_layer.reshape(layers * rows, experts))
+        routed = header.router(by_layer.reshape(layers * rows, experts), np.arange(layers).repeat(rows))
         chosen = routed.experts.reshape(layers, rows, -1)
         weights = routed.weights.reshape(layers, rows, -1)
         own, ahead, noise = halves(by_layer), [], np.zeros_like(by_layer)

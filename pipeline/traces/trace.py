@@ -12,7 +12,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -23,15 +23,18 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import PHASES, Phase
 from pipeline.errors import TraceError
-from pipeline.models.routing import Router, Softmax, SparseMixer
+from pipeline.models.routing import Router, Scored, Softmax, SparseMixer
 from pipeline.policies.view import ModelShape, Routing
 from protocol.files import open_regular
 
 MAGIC = b"TANDEMTR"
-VERSION = 2
+VERSION = 3
 PREFIX = struct.Struct("<8sII")  # magic, version, bytes of the JSON object that follows
 MAX_JSON = 1 << 16
-ROUTERS: dict[str, type[Softmax] | type[SparseMixer]] = {"softmax": Softmax, "sparse-mixer": SparseMixer}
+MAX_ARRAY = 1 << 26  # bytes
+Described = Softmax | SparseMixer | Scored
+ROUTERS: dict[str, type[Described]] = {"softmax": Softmax, "sparse-mixer": SparseMixer, "scored": Scored}
+ARRAYS = ("bias", "expert_scale")  # of a Scored, float32 [L, E]
 
 Fingerprint = Annotated[str, Meta(pattern=r"\A[0-9a-f]{8,128}\Z")]  # it names files
 Bytes = Annotated[int, Meta(ge=0, le=1 << 40)]
@@ -77,18 +80,24 @@ class Header:
         kinds = [kind for kind, router in ROUTERS.items() if type(self.router) is router]
         if not kinds:
             raise TraceError(f"a trace cannot describe the router {type(self.router).__name__}")
-        fields = vars(self) | asdict(self.shape) | {"router": {"kind": kinds[0]} | vars(self.router)}
+        router = {"kind": kinds[0]} | vars(self.router)
+        arrays = {name: router.pop(name) for name in ARRAYS if name in router}
+        arrays = {name: array for name, array in arrays.items() if array is not None}
+        if arrays:
+            router["arrays"] = list(arrays)
+        fields = vars(self) | asdict(self.shape) | {"router": router}
         del fields["shape"]
         text = json.dumps(msgspec.to_builtins(PlainHeader(**fields))).encode()
-        return PREFIX.pack(MAGIC, VERSION, len(text)) + text
+        numbers = [array.astype("<f4").tobytes() for array in arrays.values()]
+        return b"".join((PREFIX.pack(MAGIC, VERSION, len(text)), text, *numbers))
 
     @classmethod
-    def decode(cls, text: bytes) -> Header:
-        """The JSON object. Raises TraceError."""
+    def decode(cls, text: bytes, file: BinaryIO) -> Header:
+        """The JSON object, and the arrays that follow it in the file. Raises TraceError."""
         try:
             fields = msgspec.structs.asdict(msgspec.json.decode(text, type=PlainHeader))
             shape = ModelShape(**{name: fields.pop(name) for name in ModelShape.__dataclass_fields__})
-            router = _router(fields.pop("router"), shape)
+            router = _router(fields.pop("router"), shape, file)
         except (ValueError, RecursionError) as e:
             raise TraceError(f"its header is damaged: {e}") from None
         # the model's name is shown in a terminal
@@ -96,20 +105,44 @@ class Header:
         return cls(model=model, shape=shape, router=router, **fields)
 
 
-def _router(plain: dict[str, Any], shape: ModelShape) -> Router:
+def _router(plain: dict[str, Any], shape: ModelShape, file: BinaryIO) -> Router:
     """Raises ValueError where these are not the numbers of a router that fits the shape."""
-    kind = plain.get("kind")
+    kind, arrays = plain.get("kind"), plain.pop("arrays", [])
     if not isinstance(kind, str) or kind not in ROUTERS:
         raise ValueError("unknown router")
-    router = msgspec.convert(plain, ROUTERS[kind])
+    named = arrays == [name for name in ARRAYS if name in arrays] if isinstance(arrays, list) else False
+    if not named or not plain.keys().isdisjoint(ARRAYS):
+        raise ValueError("unknown arrays of its router")
+    router: Described = msgspec.convert(plain, ROUTERS[kind])
     if isinstance(router, SparseMixer):
         fits = shape.top_k == 2 and 0 <= router.jitter < math.inf
     else:
         fits = router.k == shape.top_k <= shape.experts and 0 < router.scale < math.inf
         fits = fits and 1 <= router.best_groups <= router.groups and shape.experts % router.groups == 0
+    if isinstance(router, Scored):
+        of_group = shape.experts // router.groups
+        fits = fits and router.best_groups * of_group >= router.k
+        fits = fits and (router.groups == 1 or router.group_score == "max" or of_group > 1)
+        fits = fits and 4 * shape.layers * shape.experts <= MAX_ARRAY
+    else:
+        fits = fits and not arrays
     if not fits:
         raise ValueError("its router does not fit its shape")
-    return router
+    read = {name: _array(shape, file) for name in arrays}
+    if not isinstance(router, Scored):
+        return router
+    return replace(router, bias=read.get("bias"), expert_scale=read.get("expert_scale"))
+
+
+def _array(shape: ModelShape, file: BinaryIO) -> NDArray[np.float32]:
+    """The next numbers by layer, float32 [L, E]. Raises ValueError."""
+    size = 4 * shape.layers * shape.experts
+    if len(data := file.read(size)) < size:
+        raise ValueError("an array of its router is incomplete")
+    array = np.frombuffer(data, "<f4").reshape(shape.layers, shape.experts)
+    if not np.isfinite(array).all():
+        raise ValueError("an array of its router has numbers that are not finite")
+    return array
 
 
 # --- steps --------------------------------------------------------------------------------------------------
@@ -286,7 +319,7 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[Header, int]:
     if length > MAX_JSON or len(text := file.read(length)) < length:
         raise TraceError(f"{path}: its header is incomplete")
     try:
-        return Header.decode(text), PREFIX.size + length
+        return Header.decode(text, file), file.tell()
     except TraceError as e:
         raise TraceError(f"{path}: {e}") from None
 

@@ -36,7 +36,7 @@ class World:
         self.random = np.random.default_rng(seed)
         self.gates = self.random.standard_normal((layers, experts, HIDDEN)).astype(np.float32)
 
-    def route(self, logits: FloatArray) -> Routing:
+    def route(self, logits: FloatArray, layer: int = 0) -> Routing:
         experts = np.argsort(-logits, axis=1, kind="stable")[:, : self.shape.top_k].astype(np.int32)
         weights = np.maximum(np.take_along_axis(logits, experts, axis=1), 0)
         weights[:, 0] = 1

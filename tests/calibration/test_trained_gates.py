@@ -35,7 +35,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def router(logits: FloatArray) -> Routing:
+def router(logits: FloatArray, layer: int = 0) -> Routing:
     order = np.argsort(-logits, axis=1, kind="stable")[:, : SHAPE.top_k].astype(np.int32)
     return Routing(order, np.ones(order.shape, np.float32))
 

@@ -42,7 +42,7 @@ class SecondLayerAhead(Placed):
         if layer != 0:
             return None
         assert view.router is not None
-        routing = view.router(signals.probes[1])
+        routing = view.router(signals.probes[1], 1)
         cut = np.full(view.shape.experts, self._cut, np.int32)
         return Ahead(Gated(routing, routing, predicted=True), cut, self._early)
 
@@ -86,8 +86,8 @@ def by_hand(engine: Engine, store: Store, new: TokenSpan, cut: int, stale: bool)
         batch = model.batch([new])
         first = model.attend(0, model.embed(batch), batch)
         x0 = first.x
-        h = first.h + experts(0, model.spec.router(first.logits().numpy()), x0, x0)
-        predicted = model.spec.router(model.router(1, x0).numpy())
+        h = first.h + experts(0, model.router_math(first.logits().numpy(), 0), x0, x0)
+        predicted = model.router_math(model.router(1, x0).numpy(), 1)
         second = model.attend(1, h, batch)
         h = second.h + experts(1, predicted, second.x, x0 if stale else second.x)
         return model.head(model.finish(h, batch))[0].numpy()

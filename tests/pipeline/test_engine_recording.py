@@ -40,7 +40,7 @@ def test_trace_of_a_whole_engine(tiny_model: Path, tmp_path: Path) -> None:
             store=whole.config.fingerprint,
             shape=engine.shape,
             tile_bytes=engine.layout.tile_bytes,
-            router=engine.backbone.spec.router,
+            router=engine.backbone.router_math,
             depth=DEPTH,
         )
         after = engine.counters.phases["prefill"].seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,6 +12,7 @@ from pipeline.arrays import FloatArray, IntArray, Phase
 from pipeline.counters import LEAST
 from pipeline.engine.driver import LayerDecision, PolicyDriver
 from pipeline.errors import ShardFailed
+from pipeline.models.routing import Layer, Softmax
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import PRESETS
@@ -43,7 +44,7 @@ def make_view(
 ) -> View:
     empty = np.zeros((shape.layers, shape.experts), dtype=np.int32)
     counted = np.zeros(empty.shape, dtype=np.int64) if popularity is None else popularity.astype(np.int64)
-    router = softmax_router(shape.top_k)
+    router = LikelyExperts(shape.top_k)
     return View(shape, "decode", capacity, empty, empty, counted, 0, costs, router, staging=4, up="int2")
 
 
@@ -52,18 +53,29 @@ def policy(name: str, **options: str) -> Policy:
     return PRESETS[name].make(options, 0)
 
 
-def softmax_router(top_k: int) -> Callable[[FloatArray], Routing]:
+@dataclass(frozen=True)
+class LikelyExperts(Softmax):
     """The most probable experts by their probabilities, best first; the improbable ones get a weight of 0."""
 
-    def router(logits: FloatArray) -> Routing:
-        experts = np.argsort(-logits, axis=1, kind="stable")[:, :top_k].astype(np.int32)
-        exponents = np.exp(logits - logits.max(axis=1, keepdims=True))
-        shares = exponents / exponents.sum(axis=1, keepdims=True)
-        weights = np.take_along_axis(shares, experts, axis=1)
-        weights[weights < 0.01] = 0
-        return Routing(experts, weights.astype(np.float32))
+    rescaled: bool = False
 
-    return router
+    def __call__(self, logits: FloatArray, layer: Layer) -> Routing:
+        experts = np.argsort(-logits, axis=1, kind="stable")[:, : self.k].astype(np.int32)
+        weights = np.take_along_axis(self.scores(logits, layer), experts, axis=1)
+        weights[weights < 0.01] = 0
+        return Routing(experts, weights)
+
+
+@dataclass(frozen=True)
+class Given(LikelyExperts):
+    """Always the same routing."""
+
+    k: int = 1
+    routing: Routing | None = None
+
+    def __call__(self, logits: FloatArray, layer: Layer) -> Routing:
+        assert self.routing is not None
+        return self.routing
 
 
 def make_calibration(shape: ModelShape, rng: np.random.Generator) -> Calibration:
@@ -183,7 +195,7 @@ class Machine:
     def layer(self, layer: int, routing: Routing) -> LayerDecision[str]:
         """A layer with a router that returns this routing."""
         view = self.driver.view
-        self.driver.view = replace(view, router=lambda logits: routing)
+        self.driver.view = replace(view, router=Given(routing=routing))
         self.visit(layer, self.logits(len(routing.experts)))
         self.driver.view = replace(self.driver.view, router=view.router)
         return self._decision

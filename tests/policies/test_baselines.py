@@ -56,7 +56,7 @@ def test_each_layer_decides_the_next_one_which_is_fetched_meanwhile() -> None:
         if decision.layer:
             assert decision.signals.logits is None
             before = machine.decisions[place - 1].signals
-            expected = router(before.probes[decision.layer])
+            expected = router(before.probes[decision.layer], decision.layer)
             assert np.array_equal(decision.gated.routing.experts, expected.experts)
             assert np.array_equal(decision.gated.routing.weights, expected.weights)
             assert (machine.resident[place][decision.gated.routing.active.experts] == 2).all(), "all arrived"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_machine import Machine, make_calibration, make_view, policy, softmax_router
+from policy_machine import LikelyExperts, Machine, make_calibration, make_view, policy
 
 from pipeline.arrays import FloatArray
 from pipeline.policies.daop import degrade, swaps
@@ -191,8 +191,9 @@ def test_degradation_of_any_size(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 9999)))
     scores = (2 * rng.normal(size=(data.draw(st.integers(1, 4)), experts))).astype(np.float32)
     cut = np.where(rng.random(experts) < data.draw(st.sampled_from([0, 0.3, 0.7, 1])), 3, 1).astype(np.int32)
-    original = softmax_router(k)(scores)
-    routing = degrade(original, scores, cut, 3)
+    router = LikelyExperts(k)
+    original = router(scores, 0)
+    routing = degrade(original, router, 0, scores, cut, 3)
     assert np.allclose(routing.weights.sum(axis=1), original.weights.sum(axis=1), rtol=1e-5)
     for row in range(len(scores)):
         old, new = original.experts[row].tolist(), routing.experts[row].tolist()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_calibration import plain_calibration
-from policy_machine import make_view
+from policy_machine import Given, make_view
 
 from pipeline.arrays import FloatArray
 from pipeline.policies.calibration import Calibration
@@ -28,7 +28,7 @@ def a_view(top_k: int, sensitivity: list[float], threshold: float | None, weight
     experts = np.tile(np.arange(16)[:top_k][::-1], (len(weights), 1)).astype(np.int32)
     view = make_view(ModelShape(len(sensitivity), 16, 1, top_k), 8)
     known = calibration(sensitivity, threshold)
-    return replace(view, calibration=known, router=lambda logits: Routing(experts, weights))
+    return replace(view, calibration=known, router=Given(routing=Routing(experts, weights)))
 
 
 UNEVEN = np.array([[0.9, 0.1]], np.float32)

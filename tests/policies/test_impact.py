@@ -63,7 +63,7 @@ def test_the_expert_that_saves_most_is_fetched(data: st.DataObject) -> None:
     saved: dict[tuple[int, int], float] = {}
     assert view.router is not None
     for later, logits in probes.items():
-        routing = view.router(logits)
+        routing = view.router(logits, later)
         for expert in np.flatnonzero(routing.workload(6)).tolist():
             if not target[later, expert]:
                 with_it = target.copy()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from policy_machine import COSTS, Machine, make_view, policy
+from policy_machine import COSTS, LikelyExperts, Machine, make_view, policy
 
 from pipeline.models.routing import Softmax
 from pipeline.policies.costs import MACHINES, derived
@@ -37,7 +37,7 @@ def test_the_cache_is_filled_to_its_last_tile_with_the_most_used_experts() -> No
 
 def test_a_valuable_expert_takes_the_last_tiles_of_the_least_valuable() -> None:
     shape = ModelShape(layers=1, experts=3, tiles=4, top_k=1)
-    worth = Worth(shape, 8, np.array([[5, 4, 1]]))
+    worth = Worth(shape, 8, np.array([[5, 4, 1]]), LikelyExperts(1))
     assert worth.target.tolist() == [[4, 4, 0]]
     assert worth.grow(0, 2, 3, least=0.0, near=0) == []  # nothing is worth less
     assert worth.grow(0, 2, 3, least=9.0, near=0) == [(0, 1, 1), (0, 2, 3)]
@@ -48,7 +48,7 @@ def test_a_valuable_expert_takes_the_last_tiles_of_the_least_valuable() -> None:
 def test_a_value_is_a_fresh_and_a_lasting_average_of_router_probabilities(rows: int) -> None:
     """Of decode steps: both decay by their weights, and the lasting one counts half."""
     shape = ModelShape(layers=1, experts=4, tiles=1, top_k=1)
-    worth = Worth(shape, 2, np.array([[4, 3, 2, 1]]))
+    worth = Worth(shape, 2, np.array([[4, 3, 2, 1]]), LikelyExperts(1))
     averages = {0.2: np.array([0.4, 0.3, 0.2, 0.1]), 0.003: np.array([0.4, 0.3, 0.2, 0.1])}
     for step in range(5):
         logits = np.random.default_rng(step).normal(size=(rows, 4)).astype(np.float32)
@@ -60,7 +60,7 @@ def test_a_value_is_a_fresh_and_a_lasting_average_of_router_probabilities(rows: 
 
 
 def test_tiles_leave_layers_that_were_computed_last() -> None:
-    worth = Worth(SHAPE, 6 * 8 * 4, np.ones((6, 16), np.int64))
+    worth = Worth(SHAPE, 6 * 8 * 4, np.ones((6, 16), np.int64), LikelyExperts(1))
     missing = [(layer, expert) for layer, expert in np.argwhere(worth.target == 0).tolist() if layer == 3]
     left = {target.layer for key in missing for target in worth.grow(*key, 4, least=9.0, near=2)} - {3}
     assert left

@@ -114,7 +114,7 @@ class Scripted(Policy):
         if self._early is None or layer + 1 == view.shape.layers:
             return None
         assert view.router is not None
-        routing = view.router(signals.probes[layer + 1])
+        routing = view.router(signals.probes[layer + 1], layer + 1)
         return Ahead(Gated(routing, routing, predicted=True), self._cuts(view), self._early)
 
     def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:

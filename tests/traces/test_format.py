@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from trace_files import FINGERPRINT, drawn_steps, equal, make_header, write_trace
 
 from pipeline.errors import TraceError
-from pipeline.models.routing import Router, Softmax, SparseMixer
+from pipeline.models.routing import Router, Scored, Softmax, SparseMixer
 from pipeline.policies.view import ModelShape, Routing
 from pipeline.traces.trace import (
     FRAME,
@@ -34,6 +34,7 @@ from pipeline.traces.trace import (
 SMALL = make_header(ModelShape(layers=3, experts=5, tiles=2, top_k=2), depth=2)
 BEGUN = PREFIX.pack(MAGIC, VERSION, 2)
 SOFTMAX = {"kind": "softmax", "k": 2, "rescaled": True, "scale": 1.0, "groups": 1, "best_groups": 1}
+SCORED = SOFTMAX | {"kind": "scored", "score": "sigmoid", "group_score": "top2"}
 
 
 @st.composite
@@ -46,7 +47,15 @@ def headers(draw: st.DrawFn) -> Header:
     )
     if k == 2 and draw(st.booleans()):
         router = SparseMixer(draw(st.floats(0, 1)))
-    shape = ModelShape(draw(st.integers(1, 5)), experts, draw(st.integers(1, 9)), k)
+    layers = draw(st.integers(1, 5))
+    if draw(st.booleans()):
+        bias, scales = (
+            draw(st.sampled_from([None, np.full((layers, experts), x, np.float32)])) for x in (-1.5, 2)
+        )
+        router = Scored(
+            "sigmoid", k, draw(st.booleans()), draw(st.floats(0.1, 9)), bias=bias, expert_scale=scales
+        )
+    shape = ModelShape(layers, experts, draw(st.integers(1, 9)), k)
     depth = draw(st.integers(0, 4))
     return Header(draw(st.text(max_size=9)), FINGERPRINT, FINGERPRINT[::-1], shape, 4096, router, depth)
 
@@ -106,10 +115,14 @@ def test_written_steps_are_read_back(tmp_path_factory, made: tuple[Header, list[
 
 def test_header_restores_an_equal_router(tmp_path: Path) -> None:
     """The same logits give the same experts and weights."""
+    bias = np.random.default_rng(1).normal(size=(1, 8)).astype(np.float32)
+    biased = Scored("sigmoid", 2, True, 2.5, 4, 2, bias=bias)
     logits = np.random.default_rng(0).normal(size=(20, 8)).astype(np.float32)
-    for router in (Softmax(2, False, 2.5, 4, 2), Softmax(2, True), SparseMixer(0.01)):
+    for router in (Softmax(2, False, 2.5, 4, 2), Softmax(2, True), SparseMixer(0.01), biased):
         header = make_header(ModelShape(1, 8, 1, 2), router=router)
-        assert equal(Trace(write_trace(tmp_path / "f", header, [])).header.router(logits), router(logits))
+        assert equal(
+            Trace(write_trace(tmp_path / "f", header, [])).header.router(logits, 0), router(logits, 0)
+        )
 
 
 def test_truncated_file_ends_with_its_last_complete_step(tmp_path: Path) -> None:
@@ -185,6 +198,14 @@ def test_hostile_bodies_are_refused(body: bytes, begun: bool) -> None:
         {"router": SOFTMAX | {"groups": 2}},
         {"router": SOFTMAX | {"best_groups": 2}},
         {"router": {"kind": "sparse-mixer", "jitter": float("nan")}},
+        {"router": SOFTMAX | {"arrays": ["bias"]}},
+        {"router": SCORED | {"arrays": ["bias"]}},  # which does not follow
+        {"router": SCORED | {"arrays": ["scale"]}},
+        {"router": SCORED | {"arrays": "bias"}},
+        {"router": SCORED | {"bias": [[0] * 5] * 3}},
+        {"router": SCORED | {"score": "cosine"}},
+        {"router": SCORED | {"groups": 5, "best_groups": 2}},  # groups of one, whose two best are asked for
+        {"router": SCORED | {"arrays": ["bias"]}, "layers": 4096, "experts": 65535},
     ],
 )
 def test_hostile_headers_are_refused(tmp_path: Path, change: dict[str, object]) -> None:

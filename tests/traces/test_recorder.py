@@ -39,7 +39,7 @@ def show_step(
     for layer in range(3):
         logits = rng.normal(size=(rows, 5)).astype(np.float32)
         probes = {t: rng.normal(size=(rows, 5)).astype(np.float32) for t in recorder.probes(layer)}
-        own = HEADER.router(logits)
+        own = HEADER.router(logits, layer)
         done = own if layer == 0 else Routing(own.experts, own.weights * np.float32(layer == 1))
         gated = Gated(done, own, predicted=layer == 2)
         signals = Signals(None if layer == 2 else logits, probes)

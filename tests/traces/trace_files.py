@@ -28,7 +28,7 @@ def drawn_step(header: Header, rng: np.random.Generator, number: int, rows: int,
     layers = []
     for layer in range(shape.layers):
         logits = own[layer].astype(np.float16).astype(np.float32)
-        routing = header.router(logits)
+        routing = header.router(logits, layer)
         noise = rng.normal(scale=0.3, size=(header.predictions(layer), rows, shape.experts))
         predictions = tuple(
             halves((own[layer + 1 + ahead] + noise[ahead]).astype(np.float32))
@@ -56,7 +56,7 @@ def scripted_steps(
         logits = [halves(logits_for(header, chosen)) for chosen in experts]
         layers = []
         for layer, own in enumerate(logits):
-            routing = header.router(own.astype(np.float32))
+            routing = header.router(own.astype(np.float32), layer)
             following = tuple(logits[layer + 1 : layer + 1 + header.predictions(layer)])
             layers.append(LayerTrace(routing, own, following, None))
         made.append(TracedStep(number, phase, (0,), tuple(layers)))

@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 from shm.control import ControlLine
 from shm.descriptor import Descriptor, address_of
 from shm.errors import NotCompiled
-from shm.formats import Bytes, Float32
+from shm.formats import LINE, Bytes, Float32
 from shm.layout import StoreLayout
 from shm.mask import NOTHING, Tally
 from shm.store import Store
 from workers.kernels.c_types import (
     BF16_BITS,
-    LINE,
     POINTER,
     SIZE,
     SMALL_BUFFERS,
@@ -48,7 +47,7 @@ VARIANTS = {  # best first
     "avx2": "AVX2",
     "portable": "portable C",
 }
-VERSION = 18  # of the functions in c/kernels.h
+VERSION = 19  # of the functions in c/kernels.h
 OTHER_VERSION = "compiled from another version: install again"
 
 log = logging.getLogger(__name__)
