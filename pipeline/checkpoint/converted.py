@@ -1,9 +1,10 @@
 """A checkpoint of any family and layout, as transformers reads it: one expert at a time, and everything else.
 
-transformers says how names and layouts of a checkpoint become a model's parameters: by renamings, and by converters
-whose operations merge, concatenate, transpose or dequantize. What becomes a parameter of an experts module is an
-expert's. One expert is read by giving its converter that expert's tensors alone: those with its number, or place e of
-tensors that hold all of them. So no more than a few experts are in memory, whatever the layout.
+transformers says how names and layouts of a checkpoint become a model's parameters: by renamings, and by
+converters whose operations merge, concatenate, transpose or dequantize. What becomes a parameter of an
+experts module is an expert's. One expert is read by giving its converter that expert's tensors alone: those
+with its number, or place e of tensors that hold all of them. So no more than a few experts are in memory,
+whatever the layout.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -35,6 +36,7 @@ from transformers.quantizers import AutoHfQuantizer
 from pipeline.checkpoint.reader import RawTensor, TensorReader
 from pipeline.errors import ModelError
 from pipeline.generic.describe import decoder_of, experts_used, without_memory
+from pipeline.generic.found_math import matrices_of
 from pipeline.generic.skeleton import MATRICES
 from pipeline.models.architecture import ExpertRows, TensorRows
 from pipeline.models.config_keys import Config
@@ -82,6 +84,7 @@ class Conversion:
         modules = experts_used(model)
         self.modules: list[Any] = [*modules.values()]
         self.names = [*modules]  # of these modules
+        self.count = len(self.modules[0].down_proj)  # experts of each
         self.experts: list[dict[str, Place]] = [{} for _ in modules]  # by parameter of the module
         self.backbone: dict[str, Place] = {}  # by target
         settings = getattr(model.config, "quantization_config", None)
@@ -103,6 +106,9 @@ class Conversion:
             converter = None if pattern is None else by_pattern[pattern]
             place = places.setdefault(name if of_expert else target, Place(target, converter))
             place.keys[pattern or key].append(key)
+        for module in self.modules:  # operations that look at a parameter's shape are given one expert
+            for name, parameter in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(parameter[:1], requires_grad=False))
 
     def parameters(self, place: Place, read: Read) -> dict[str, Tensor]:
         """Whole parameters, by name."""
@@ -116,15 +122,14 @@ class Conversion:
         return {name: self._expert(place, layer, expert, read) for name, place in self.experts[layer].items()}
 
     def _expert(self, place: Place, layer: int, expert: int, read: Read) -> Tensor:
-        count = len(self.modules[layer].down_proj)
         parts = {}
         for pattern, keys in place.keys.items():
-            if len(keys) == count:  # a tensor for each
-                parts[pattern] = [read(keys[expert], None)]
-            elif len(keys) == 1:  # all in one
+            if len(keys) == 1:  # all in one
                 parts[pattern] = [read(keys[0], expert)]
+            elif len(keys) % self.count == 0:  # a tensor for each; those of other modules' experts may follow
+                parts[pattern] = [read(key, None) for key in keys[expert :: self.count]]
             else:
-                raise ModelError(f"{len(keys)} tensors like {keys[0]}, for {count} experts: {WRONG}")
+                raise ModelError(f"{len(keys)} tensors like {keys[0]}, for {self.count} experts: {WRONG}")
         return self._converted(place, parts, _OfOneExpert(self.model))[place.target][0]
 
     def _converted(
@@ -149,8 +154,8 @@ class Conversion:
         return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
 
     def _fitted(self, pattern: str, scales: list[Tensor], parts: dict[str, list[Tensor]]) -> list[Tensor]:
-        """Scales of blocks that cover more than a matrix [.., rows, columns], as one for each row, or column: the
-        operation takes the blocks' size from how many there are."""
+        """Scales of blocks that cover more than a matrix [.., rows, columns], as one for each row, or column:
+        the operation takes the blocks' size from how many there are."""
         weights = parts.get(pattern.removesuffix(SCALES)) if pattern.endswith(SCALES) else None
         if weights is None:
             return scales
@@ -183,8 +188,8 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _dequantizer(settings: Any) -> Any:
-    """The quantizer of a quantized checkpoint, which adds its dequantizing operation to each converter. Raises
-    ModelError for one that has none."""
+    """The quantizer of a quantized checkpoint, which adds its dequantizing operation to each converter.
+    Raises ModelError for one that has none."""
     if settings is None:
         return None
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
@@ -194,34 +199,12 @@ def _dequantizer(settings: Any) -> Any:
     return quantizer
 
 
-def matrices_of(module: Any, parts: Mapping[str, Tensor]) -> list[Tensor]:
-    """An expert's gate [I, H], unless ungated, up [I, H] and down [H, I], then the biases [1, I] of gate and up, from
-    its parts of the module's parameters."""
-    wide, down = parts["gate_up_proj" if module.has_gate else "up_proj"], parts["down_proj"]
-    if module.is_transposed:
-        wide, down = wide.T, down.T
-    matrices = [*_halves(module, wide), down]
-    if module.has_bias:
-        biases = parts["gate_up_proj_bias" if module.has_gate else "up_proj_bias"]
-        matrices += [half[None] for half in _halves(module, biases)]
-    return matrices
-
-
-def _halves(module: Any, both: Tensor) -> tuple[Tensor, ...]:
-    """Gate and up of a stacked matrix or bias, along its first axis; up alone without a gate."""
-    if not module.has_gate:
-        return (both,)
-    if module.is_concatenated:
-        return both[: len(both) // 2], both[len(both) // 2 :]
-    return both[::2], both[1::2]
-
-
-# --- from headers ---------------------------------------------------------------------------------------------
+# --- from headers ----------------------------------------------------------------------------------------
 
 
 def check_headers(model: PreTrainedModel, headers: Headers) -> str:
-    """Raises ModelError, one line, where a parameter is missing or would get another shape; a line about tensors that
-    are not read."""
+    """Raises ModelError, one line, where a parameter is missing or would get another shape; a line about
+    tensors that are not read."""
 
     for name, (dtype, _) in headers.items():
         if dtype not in DTYPES:
@@ -236,9 +219,9 @@ def check_headers(model: PreTrainedModel, headers: Headers) -> str:
         else:
             unread.append(place.first)
     for layer, name in enumerate(conversion.names):
-        _check_alike(conversion.experts[layer].values(), headers)
+        _check_alike(conversion.experts[layer].values(), conversion.count, headers)
         for part, made in conversion.expert(layer, 0, read).items():
-            found[f"{name}.{part}"] = made.expand(len(conversion.modules[layer].down_proj), *made.shape)
+            found[f"{name}.{part}"] = made.expand(conversion.count, *made.shape)
     _check_found(_needed(conversion), found)
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     unread = [name for name in unread if not any(re.search(pattern, name) for pattern in ignored)]
@@ -249,12 +232,13 @@ def check_headers(model: PreTrainedModel, headers: Headers) -> str:
     )
 
 
-def _check_alike(places: Any, headers: Headers) -> None:
-    """Raises ModelError unless each expert has tensors like the first's."""
+def _check_alike(places: Iterable[Place], count: int, headers: Headers) -> None:
+    """Raises ModelError unless each of `count` experts has tensors like the first's."""
     for keys in (keys for place in places for keys in place.keys.values()):
-        for key in keys:
-            if headers[key] != headers[keys[0]]:
-                raise ModelError(f"the tensors {keys[0]} and {key} differ in shape or dtype: {WRONG}")
+        for n, key in enumerate(keys):
+            first = keys[n // count * count]
+            if headers[key] != headers[first]:
+                raise ModelError(f"the tensors {first} and {key} differ in shape or dtype: {WRONG}")
 
 
 def _needed(conversion: Conversion) -> dict[str, Tensor]:
@@ -285,12 +269,12 @@ def _check_found(needed: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> N
         if like.is_floating_point() and made.dtype not in BITS:
             kinds = ", ".join(BITS.values())
             raise ModelError(
-                f"the parameter {name} would get {made.dtype}; only {kinds} are read, where config.json has no"
-                " quantization_config that says more"
+                f"the parameter {name} would get {made.dtype}; only {kinds} are read, where config.json has"
+                " no quantization_config that says more"
             )
 
 
-# --- from files -----------------------------------------------------------------------------------------------
+# --- from files ------------------------------------------------------------------------------------------
 
 
 def conversion_of(config: Config, names: Sequence[str]) -> Conversion:
@@ -299,8 +283,8 @@ def conversion_of(config: Config, names: Sequence[str]) -> Conversion:
 
 
 class ConvertedTensors(Mapping[str, Tensor]):
-    """The parameters and buffers of a model outside its routed experts, read from a checkpoint on each call, for any
-    number of threads: in the checkpoint's own dtype, or in float32 where they are dequantized."""
+    """The parameters and buffers of a model outside its routed experts, read from a checkpoint on each call,
+    for any number of threads: in the checkpoint's own dtype, or in float32 where they are dequantized."""
 
     def __init__(self, conversion: Conversion, reader: TensorReader, headers: Headers) -> None:
         self._conversion = conversion
@@ -341,8 +325,8 @@ class ConvertedTensors(Mapping[str, Tensor]):
 
 
 class ConvertedExperts:
-    """The experts of a checkpoint, for `encode_experts`. Each is read and converted once, by threads of its own, and
-    kept until the encoder has done with it. A context manager."""
+    """The experts of a checkpoint, for `encode_experts`. Each is read and converted once, by threads of its
+    own, and kept until the encoder has done with it. A context manager."""
 
     def __init__(self, conversion: Conversion, reader: TensorReader, headers: Headers) -> None:
         self._conversion = conversion
