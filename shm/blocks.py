@@ -35,12 +35,13 @@ that only pad have q = 0 (int2, int4) or u = 128 (int8); a kernel's activations 
 
     a tile of T channels (T a multiple of G):  | gate [T, H] | up [T, H] | down [H, T] |
 
+Ungated experts have no gate; biases follow as in `shm/formats.py`.
 Groups run along the axis that is summed over: hidden for gate and up, the tile's channels for down.
 """
 
 from __future__ import annotations
 
-from shm.formats import NO_HEAD, Bytes, Float32, TileFormat
+from shm.formats import NO_HEAD, Bytes, Float32, TileFormat, there
 from shm.quantize import HEAD_BYTES, LANES, encode_blocks
 
 __all__ = ["HEAD_BYTES", "LANES", "BlockFormat", "Int2", "Int4", "Int8"]
@@ -67,23 +68,19 @@ class BlockFormat(TileFormat):
         """Quantize w [n, k] (any strides) into out, uint8 [matrix_bytes(n, k)]. Raises WeightsUnusable."""
         encode_blocks(w, self.bits, self.group, out)
 
-    def tile_bytes(self, hidden: int, tile: int) -> int:
+    def matrices_bytes(self, hidden: int, tile: int, matrices: int = 3) -> int:
         if tile % self.group:
             raise ValueError(f"a tile of {self.name} needs a multiple of {self.group} channels, not {tile}")
-        return 2 * self.matrix_bytes(tile, hidden) + self.matrix_bytes(hidden, tile)
+        return (matrices - 1) * self.matrix_bytes(tile, hidden) + self.matrix_bytes(hidden, tile)
 
-    def encode(self, gate: Float32, up: Float32, down: Float32, out: Bytes, head: Bytes = NO_HEAD) -> None:
-        tile, hidden = gate.shape
-        parts = self._matrices(out, hidden, tile)
-        for w, part in zip((gate, up, down.T), parts, strict=True):
-            self.encode_matrix(w, part)
-
-    def _matrices(self, data: Bytes, hidden: int, tile: int) -> tuple[Bytes, Bytes, Bytes]:
-        """The parts of a tile: gate, up, down."""
-        if data.shape != (self.tile_bytes(hidden, tile),):
-            raise ValueError(f"a tile of {self.tile_bytes(hidden, tile)} bytes does not fit {data.shape}")
-        wide = self.matrix_bytes(tile, hidden)
-        return data[:wide], data[wide : 2 * wide], data[2 * wide :]
+    def encode(
+        self, gate: Float32 | None, up: Float32, down: Float32, out: Bytes, head: Bytes = NO_HEAD
+    ) -> None:
+        start = 0
+        for w in there(gate, up, down.T):
+            size = self.matrix_bytes(*w.shape)
+            self.encode_matrix(w, out[start : start + size])
+            start += size
 
 
 class Int8(BlockFormat):

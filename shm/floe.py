@@ -1,9 +1,9 @@
 """The formats whose channels are read one by one: all of up in few bits, gate and down channel by channel.
 
-What a channel adds to the output is silu(gate . x) * (up . x) times its column of down. So a kernel that has
-computed up . x of all channels can leave out the channels where it is small, and read gate's row and down's
-column of the others only (FloE, 2025). A tile of T channels is in two places of the store, its head and its
-body:
+What a channel adds to the output is f(gate . x, up . x) times its column of down (`shm/expert_math.py`). So
+a kernel that has computed up . x of all channels can leave out the channels where it is small, and read
+gate's row and down's column of the others only (FloE, 2025). A tile of T channels is in two places of the
+store, its head and its body:
 
     head:  up [T, H], a matrix of a block format (`shm/blocks.py`) with groups of 64 along H
     body:  | channel 0: gate's row | down's column | channel 1: gate's row | down's column | ...
@@ -11,6 +11,13 @@ body:
 Rows and columns are H numbers, records of a row format (`shm/floe.py`). T is a multiple of 16: a tile is the
 blocks of its head and the channels of its body, so any 16 of its channels are a smaller tile, and the tiles
 of an expert together are as one tile.
+
+With biases each channel has a line of 64 bytes more, gate's bias (float32) and zeros:
+
+    body:  | channel 0: gate's row | down's column | its bias | channel 1: ... |
+
+and up's biases, which are read with up, are behind the heads of all tiles of their expert. Ungated experts
+have no such tiles.
 
     floe[-u4|-u8][-int8|-int4]:  up in 2 bits (-u4: 4, -u8: 8), channels in bf16 (or int8, int4)
 
@@ -47,10 +54,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from shm.blocks import BlockFormat, Int2, Int4, Int8
-from shm.formats import ENCODED_ROWS, NO_HEAD, Bytes, Float32, TileFormat, round_to_bf16
+from shm.expert_math import SWIGLU, ExpertMath
+from shm.formats import ENCODED_ROWS, LINE, NO_HEAD, Bytes, Float32, TileFormat, round_to_bf16
 from shm.quantize import LANES, encode_rows, row_head_bytes, row_line_bytes
-
-LINE = 64  # bytes
 
 
 class RowFormat(ABC):
@@ -113,31 +119,44 @@ class FloeFormat(TileFormat):
     def granularity(self) -> int:
         return LANES
 
-    def channel_bytes(self, hidden: int) -> int:
-        """Bytes of one channel in the body: gate's row and down's column."""
-        return 2 * self.rows.row_bytes(hidden)
+    def channel_bytes(self, hidden: int, math: ExpertMath = SWIGLU) -> int:
+        """Bytes of one channel in the body: gate's row, down's column, and with biases gate's."""
+        return 2 * self.rows.row_bytes(hidden) + (LINE if math.bias else 0)
 
     def head_bytes(self, hidden: int, tile: int) -> int:
         return self.up.matrix_bytes(tile, hidden)
 
-    def tile_bytes(self, hidden: int, tile: int) -> int:
+    def matrices_bytes(self, hidden: int, tile: int, matrices: int = 3) -> int:
         if tile % LANES:
             raise ValueError(f"a tile of {self.name} needs a multiple of {LANES} channels, not {tile}")
-        return tile * self.channel_bytes(hidden)
+        if matrices != 3:
+            raise ValueError(f"the format {self.name} reads gate channel by channel: it needs gated experts")
+        return 2 * tile * self.rows.row_bytes(hidden)
 
-    def encode(self, gate: Float32, up: Float32, down: Float32, out: Bytes, head: Bytes = NO_HEAD) -> None:
-        tile, hidden = gate.shape
-        channels = self._channels(out, hidden, tile, head)
+    def tile_bytes(self, hidden: int, tile: int, math: ExpertMath = SWIGLU) -> int:
+        return self.matrices_bytes(hidden, tile, math.matrices) + (tile * LINE if math.bias else 0)
+
+    def beside_matrices(self, data: Bytes, hidden: int, tile: int, math: ExpertMath) -> Bytes:
+        return data.reshape(tile, -1)[:, 2 * self.rows.row_bytes(hidden) :]
+
+    def biases(self, data: Bytes, hidden: int, tile: int, math: ExpertMath) -> Float32:
+        return self.beside_matrices(data, hidden, tile, math)[:, :4].view("<f4").T
+
+    def encode(
+        self, gate: Float32 | None, up: Float32, down: Float32, out: Bytes, head: Bytes = NO_HEAD
+    ) -> None:
+        tile, hidden = up.shape
+        sizes = [self.tile_bytes(hidden, tile, ExpertMath(bias=bias)) for bias in (False, True)]
+        if gate is None or len(out) not in sizes or len(head) != self.head_bytes(hidden, tile):
+            raise ValueError(f"a gated tile of {sizes} bytes does not fit {out.shape} and {head.shape}")
         self.up.encode_matrix(up, head)
-        for part, w in enumerate((gate, down)):
-            self.rows.encode(w, channels[:, part])
+        for w, rows in zip((gate, down), self.rows_of(out, hidden, tile), strict=True):
+            self.rows.encode(w, rows)
 
-    def _channels(self, data: Bytes, hidden: int, tile: int, head: Bytes) -> Bytes:
-        """The rows of a body, [T, 2, row_bytes]. Raises ValueError where body or head have other sizes."""
-        sizes = self.tile_bytes(hidden, tile), self.head_bytes(hidden, tile)
-        if (data.shape, head.shape) != ((sizes[0],), (sizes[1],)):
-            raise ValueError(f"a tile of {sizes} bytes does not fit {data.shape} and {head.shape}")
-        return data.reshape(tile, 2, -1)
+    def rows_of(self, body: Bytes, hidden: int, tile: int) -> tuple[Bytes, Bytes]:
+        """Gate's and down's records in the channels of a body, [T, row_bytes] each."""
+        channels, row = body.reshape(tile, -1), self.rows.row_bytes(hidden)
+        return channels[:, :row], channels[:, row : 2 * row]
 
 
 FLOE_FORMATS = tuple(

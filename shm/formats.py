@@ -5,7 +5,13 @@
         byte 0               T*H*s                2*T*H*s              3*T*H*s
         | gate rows [T, H]   | up rows [T, H]     | down columns [T, H] |     s = bytes of one number
 
-    all row-major, down transposed so that the tile's part of y is `a @ D`, a = silu(gate x) * (up x).
+    all row-major, down transposed so that the tile's part of y is `a @ D`, a = f(gate x, up x) as
+    `shm/expert_math.py` says. Ungated experts have no gate rows.
+
+With biases every format but those of `shm/floe.py` has them behind the matrices, which are padded with zeros
+to whole lines of 64 bytes, and so are they:
+
+    | the tile's matrices | gate's biases [T], float32 (unless ungated) | up's biases [T], float32 |
 
 The quantized formats are in `shm/blocks.py`, those that are read by channel in `shm/floe.py`. The latter
 divide a tile: its head (all of up) and its body are in two places. Other formats have no heads.
@@ -22,11 +28,15 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
+from shm.expert_math import SWIGLU, ExpertMath
+
 ENCODED_ROWS = 8  # rounded at a time, so that the steps in between stay in the processor's cache
 RANDOM_TILES = 8  # of a shape
 POOL_BYTES = 1 << 22  # of random bfloat16 numbers
 POOL_PIECE = 1 << 16  # bytes that are next to each other in the pool, too
 UNIFORM = 3.0**0.5  # a uniform number from -UNIFORM to UNIFORM has the standard deviation 1
+
+LINE = 64  # bytes
 
 Float32 = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -45,17 +55,35 @@ class TileFormat(ABC):
         return 1
 
     @abstractmethod
-    def tile_bytes(self, hidden: int, tile: int) -> int:
-        """Bytes of one tile of `tile` channels. Raises ValueError for no multiple of the granularity."""
+    def matrices_bytes(self, hidden: int, tile: int, matrices: int = 3) -> int:
+        """Bytes of the matrices of a tile of `tile` channels: of gate, up and down, or with 2 `matrices` of
+        up and down. Raises ValueError for no multiple of the granularity."""
+
+    def tile_bytes(self, hidden: int, tile: int, math: ExpertMath = SWIGLU) -> int:
+        """Bytes of one tile. Raises as `matrices_bytes`, and where the format has no tiles of this kind."""
+        size = self.matrices_bytes(hidden, tile, math.matrices)
+        return whole_lines(size) + whole_lines(4 * math.biases * tile) if math.bias else size
 
     def head_bytes(self, hidden: int, tile: int) -> int:
         """Bytes of a tile's head, beside `tile_bytes`; 0 for a format without heads."""
         return 0
 
+    def beside_matrices(self, data: Bytes, hidden: int, tile: int, math: ExpertMath) -> Bytes:
+        """The bytes of a tile that are no matrix's, a view [.., n]."""
+        return data[None, self.matrices_bytes(hidden, tile, math.matrices) :]
+
+    def biases(self, data: Bytes, hidden: int, tile: int, math: ExpertMath) -> Float32:
+        """The biases in a tile uint8 [tile_bytes]: a view float32 [n, T] of gate's, unless ungated, and up's.
+        Of a format with heads only gate's: up's are in the head of the expert."""
+        start = whole_lines(self.matrices_bytes(hidden, tile, math.matrices))
+        return data[start : start + 4 * math.biases * tile].view("<f4").reshape(math.biases, tile)
+
     @abstractmethod
-    def encode(self, gate: Float32, up: Float32, down: Float32, out: Bytes, head: Bytes = NO_HEAD) -> None:
-        """Write one tile. gate and up [T, H], down [T, H] (already transposed), out uint8 [tile_bytes], head
-        uint8 [head_bytes]."""
+    def encode(
+        self, gate: Float32 | None, up: Float32, down: Float32, out: Bytes, head: Bytes = NO_HEAD
+    ) -> None:
+        """Write the matrices of one tile. gate (None: ungated) and up [T, H], down [T, H] (already
+        transposed), out uint8 [tile_bytes], head uint8 [head_bytes]. What is beside them stays."""
 
     def fill_random(
         self,
@@ -65,14 +93,15 @@ class TileFormat(ABC):
         scale: float,
         out: Bytes,
         head: Bytes = NO_HEAD,
+        math: ExpertMath = SWIGLU,
     ) -> None:
-        """Write a tile of random weights of mean 0 and standard deviation `scale`, at the speed of a copy.
-        out uint8 [tile_bytes], head uint8 [head_bytes]. Raises ValueError for other sizes."""
-        sizes = self.tile_bytes(hidden, tile), self.head_bytes(hidden, tile)
+        """Write a tile of random weights of mean 0 and standard deviation `scale` and without biases, at the
+        speed of a copy. out uint8 [tile_bytes], head uint8 [head_bytes]. Raises ValueError for others."""
+        sizes = self.tile_bytes(hidden, tile, math), self.head_bytes(hidden, tile)
         if (out.shape, head.shape) != ((sizes[0],), (sizes[1],)):
             raise ValueError(f"a tile of {sizes} bytes does not fit {out.shape} and {head.shape}")
         with _drawing:
-            bodies, heads = _random_tiles(self, hidden, tile, scale)
+            bodies, heads = _random_tiles(self, hidden, tile, scale, math)
         chosen = rng.integers(RANDOM_TILES)
         out[:], head[:] = bodies[chosen], heads[chosen]
 
@@ -82,11 +111,14 @@ class F32(TileFormat):
 
     name = "f32"
 
-    def tile_bytes(self, hidden: int, tile: int) -> int:
-        return 3 * tile * hidden * 4
+    def matrices_bytes(self, hidden: int, tile: int, matrices: int = 3) -> int:
+        return matrices * tile * hidden * 4
 
-    def encode(self, gate: Float32, up: Float32, down: Float32, out: Bytes, head: Bytes = NO_HEAD) -> None:
-        np.stack((gate, up, down), out=out.view("<f4").reshape(3, *gate.shape))
+    def encode(
+        self, gate: Float32 | None, up: Float32, down: Float32, out: Bytes, head: Bytes = NO_HEAD
+    ) -> None:
+        for part, values in zip(plain_matrices(out, gate, up, 4), there(gate, up, down), strict=True):
+            part.view("<f4")[:] = values
 
 
 class BF16(TileFormat):
@@ -94,25 +126,44 @@ class BF16(TileFormat):
 
     name = "bf16"
 
-    def tile_bytes(self, hidden: int, tile: int) -> int:
-        return 3 * tile * hidden * 2
+    def matrices_bytes(self, hidden: int, tile: int, matrices: int = 3) -> int:
+        return matrices * tile * hidden * 2
 
-    def encode(self, gate: Float32, up: Float32, down: Float32, out: Bytes, head: Bytes = NO_HEAD) -> None:
-        target = out.view("<u2").reshape(3, *gate.shape)
-        for part, values in zip(target, (gate, up, down), strict=True):
+    def encode(
+        self, gate: Float32 | None, up: Float32, down: Float32, out: Bytes, head: Bytes = NO_HEAD
+    ) -> None:
+        for part, values in zip(plain_matrices(out, gate, up, 2), there(gate, up, down), strict=True):
             for lo in range(0, len(values), ENCODED_ROWS):
-                part[lo : lo + ENCODED_ROWS] = round_to_bf16(values[lo : lo + ENCODED_ROWS])
+                part[lo : lo + ENCODED_ROWS].view("<u2")[:] = round_to_bf16(values[lo : lo + ENCODED_ROWS])
+
+
+def whole_lines(size: int) -> int:
+    """Rounded up to whole lines of bytes."""
+    return -(-size // LINE) * LINE
+
+
+def there(gate: Float32 | None, up: Float32, down: Float32) -> tuple[Float32, ...]:
+    """The matrices that a tile has, in their order."""
+    return (up, down) if gate is None else (gate, up, down)
+
+
+def plain_matrices(out: Bytes, gate: Float32 | None, up: Float32, size: int) -> Bytes:
+    """The matrices of a plain tile with numbers of so many bytes: [matrices, T, bytes of a row]."""
+    tile, row, number = len(up), up.shape[1] * size, 2 if gate is None else 3
+    return out[: number * tile * row].reshape(number, tile, row)
 
 
 @lru_cache(maxsize=8)  # a model has few shapes
-def _random_tiles(tile_format: TileFormat, hidden: int, tile: int, scale: float) -> tuple[Bytes, Bytes]:
+def _random_tiles(
+    tile_format: TileFormat, hidden: int, tile: int, scale: float, math: ExpertMath
+) -> tuple[Bytes, Bytes]:
     """Tiles [RANDOM_TILES, tile_bytes] and their heads; the same in every process."""
     rng = np.random.Generator(np.random.SFC64(1))
-    bodies = np.empty((RANDOM_TILES, tile_format.tile_bytes(hidden, tile)), np.uint8)
+    bodies = np.zeros((RANDOM_TILES, tile_format.tile_bytes(hidden, tile, math)), np.uint8)
     heads = np.empty((RANDOM_TILES, tile_format.head_bytes(hidden, tile)), np.uint8)
     for body, head in zip(bodies, heads, strict=True):
-        gate, up, down = random_numbers(rng, (3, tile, hidden), scale)
-        tile_format.encode(gate, up, down, body, head)
+        *gate, up, down = random_numbers(rng, (math.matrices, tile, hidden), scale)
+        tile_format.encode(gate[0] if gate else None, up, down, body, head)
     return bodies, heads
 
 

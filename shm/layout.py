@@ -1,13 +1,14 @@
 """The bytes of expert weights: tiles, formats, and where each tile lies in the store.
 
-An expert is a SwiGLU block: gate [I, H], up [I, H], down [H, I]; y = down @ (silu(gate x) * (up x)).
-Its intermediate axis I is padded to `tiles * tile` channels (zero weights: the result is exact) and cut
-into equal tiles. A tile is one contiguous range of bytes holding its channels' rows of gate and up and
-their columns of down. An expert is its tiles in order; in the store each expert starts on a page.
+An expert has gate [I, H], up [I, H] and down [H, I], or no gate, and perhaps biases of gate and up [I];
+`shm/expert_math.py` says what it computes. Its intermediate axis I is padded to `tiles * tile` channels (zero
+weights: the result is exact) and cut into equal tiles. A tile is one contiguous range of bytes holding its
+channels' rows of gate and up, their columns of down, and their biases. An expert is its tiles in order; in
+the store each expert starts on a page.
 
 A format may put a part of each tile, its head, elsewhere (`shm/floe.py`). Then a layer begins with the heads
-of all of its experts, one range that a device can keep as a whole; an expert's heads are its tiles' in order
-and start on a page:
+of all of its experts, one range that a device can keep as a whole; an expert's heads are its tiles' in order,
+then up's biases (float32 [tiles * tile]) if it has any, and start on a page:
 
     layer:  | heads of expert 0 | heads of expert 1 | ... | tiles of expert 0 | tiles of expert 1 | ...
 
@@ -19,13 +20,16 @@ kernel to `workers/kernels`.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import lcm
+from typing import Any
 
 import numpy as np
 
 from shm.blocks import BlockFormat, Int4, Int8
 from shm.errors import UnknownFormat
+from shm.expert_math import SWIGLU, ExpertMath, math_of
 from shm.floe import FLOE_FORMATS, FloeFormat
 from shm.formats import BF16, F32, NO_HEAD, Bytes, Float32, TileFormat
 
@@ -62,10 +66,16 @@ class ExpertShape:
     hidden: int  # H
     intermediate: int  # I, unpadded
     tile: int  # channels of one tile
+    math: ExpertMath = SWIGLU
 
     def __post_init__(self) -> None:
         if min(self.layers, self.experts, self.hidden, self.intermediate, self.tile) < 1:
             raise ValueError(f"an expert shape needs positive sizes, not {self}")
+
+    def plain(self) -> dict[str, Any]:
+        """A dict of plain values, for `shape_of`."""
+        sizes = {field.name: getattr(self, field.name) for field in fields(self)}
+        return sizes | {"math": self.math.plain()}
 
     @property
     def tiles(self) -> int:
@@ -76,6 +86,12 @@ class ExpertShape:
     def padded(self) -> int:
         """Returns I, an expert's channels, rounded up to whole tiles."""
         return self.tiles * self.tile
+
+
+def shape_of(plain: Mapping[str, Any]) -> ExpertShape:
+    """The shape that `ExpertShape.plain` describes. Raises KeyError, TypeError or ValueError for others."""
+    sizes = {name: int(value) for name, value in plain.items() if name != "math"}
+    return ExpertShape(**sizes, math=math_of(plain["math"]))
 
 
 DENSE: dict[str, TileFormat] = {f.name: f for f in (F32(), BF16(), Int8(), Int4(64), Int4(128))}  # no heads
@@ -90,14 +106,14 @@ def format_named(name: str) -> TileFormat:
         raise UnknownFormat(f"unknown format {name!r} (supported: {', '.join(FORMATS)})") from None
 
 
-def suitable_tile(hidden: int, intermediate: int, tile_format: TileFormat) -> int:
+def suitable_tile(hidden: int, intermediate: int, tile_format: TileFormat, math: ExpertMath = SWIGLU) -> int:
     """Channels of a tile that suit experts of H = hidden and I = intermediate: enough of them, up to three
     times as many or down to a third where that leaves less padding."""
 
     def nbytes(tile: int) -> int:
-        return tile_format.head_bytes(hidden, tile) + tile_format.tile_bytes(hidden, tile)
+        return tile_format.head_bytes(hidden, tile) + tile_format.tile_bytes(hidden, tile, math)
 
-    step = math.lcm(TILE_STEP, tile_format.granularity)
+    step = lcm(TILE_STEP, tile_format.granularity)
     if intermediate % (2 * step) == 0:
         half = nbytes(intermediate // 2)
         if HALF_BYTES <= half < TILE_BYTES // 2:
@@ -128,7 +144,7 @@ class StoreLayout:
     @property
     def tile_bytes(self) -> int:
         """Bytes of a tile, without its head."""
-        return self.format.tile_bytes(self.shape.hidden, self.shape.tile)
+        return self.format.tile_bytes(self.shape.hidden, self.shape.tile, self.shape.math)
 
     @property
     def head_bytes(self) -> int:
@@ -138,12 +154,22 @@ class StoreLayout:
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert without the padding between experts: its tiles and their heads."""
-        return (self.head_bytes + self.tile_bytes) * self.shape.tiles
+        return self.tile_bytes * self.shape.tiles + self.heads_bytes
+
+    @property
+    def heads_bytes(self) -> int:
+        """Bytes of an expert's heads and of up's biases behind them; 0 for a format without heads."""
+        return self.up_biases + (4 * self.shape.padded if self.head_bytes and self.shape.math.bias else 0)
+
+    @property
+    def up_biases(self) -> int:
+        """Where up's biases begin behind an expert's heads, in bytes from their beginning."""
+        return self.head_bytes * self.shape.tiles
 
     @property
     def head_stride(self) -> int:
         """Bytes from one expert's heads to the next's, in whole pages; 0 for a format without heads."""
-        return -(-self.head_bytes * self.shape.tiles // PAGE) * PAGE
+        return -(-self.heads_bytes // PAGE) * PAGE
 
     @property
     def expert_stride(self) -> int:
@@ -181,19 +207,41 @@ class StoreLayout:
             raise IndexError(f"no tile {tile} of expert {expert} in layer {layer}")
 
     def encode_expert(
-        self, gate: Float32, up: Float32, down: Float32, out: Bytes, heads: Bytes = NO_HEAD
+        self,
+        gate: Float32 | None,
+        up: Float32,
+        down: Float32,
+        out: Bytes,
+        heads: Bytes = NO_HEAD,
+        biases: Sequence[Float32] = (),
     ) -> None:
-        """Write all tiles of one expert. gate, up [I, H]; down [H, I]; out uint8 [expert_stride], heads uint8
-        [head_stride]."""
+        """Write all tiles of one expert. gate (None: ungated), up [I, H]; down [H, I]; out uint8
+        [expert_stride], heads uint8 [head_stride]; biases [I] of gate, unless ungated, and of up."""
         s = self.shape
+        if (gate is not None, len(biases)) != (s.math.gated, s.math.biases):
+            raise ValueError(f"these are no matrices of {s.math}")
         self.clear_padding(out, heads)
         for tile in range(s.tiles):
             lo, hi = tile * s.tile, min((tile + 1) * s.tile, s.intermediate)
-            parts = (gate[lo:hi], up[lo:hi], down[:, lo:hi].T)
-            if hi - lo < s.tile:
-                padding = ((0, s.tile - (hi - lo)), (0, 0))
-                parts = (np.pad(parts[0], padding), np.pad(parts[1], padding), np.pad(parts[2], padding))
-            self.format.encode(*parts, *self.tile_of(out, heads, tile))
+            padding = ((0, s.tile - (hi - lo)), (0, 0))
+            of_gate = None if gate is None else np.pad(gate[lo:hi], padding)
+            matrices = np.pad(up[lo:hi], padding), np.pad(down[:, lo:hi].T, padding)
+            self.format.encode(of_gate, *matrices, *self.tile_of(out, heads, tile))
+            for part, numbers in zip(self.biases_of(out, heads, tile), biases, strict=True):
+                part[: hi - lo] = numbers[lo:hi]
+
+    def biases_of(self, out: Bytes, heads: Bytes, tile: int) -> tuple[Float32, ...]:
+        """The biases of a tile's channels, gate's, unless ungated, and up's: views float32 [T] of an expert's
+        uint8 [expert_stride] and [head_stride]; none without biases."""
+        s = self.shape
+        if not s.math.bias:
+            return ()
+        body, _ = self.tile_of(out, heads, tile)
+        in_tile = tuple(self.format.biases(body, s.hidden, s.tile, s.math))
+        if not self.head_bytes:
+            return in_tile
+        up = heads[self.up_biases : self.heads_bytes].view("<f4")
+        return (*in_tile, up[tile * s.tile : (tile + 1) * s.tile])
 
     def tile_of(self, out: Bytes, heads: Bytes, tile: int) -> tuple[Bytes, Bytes]:
         """Returns a tile and its head, as views of an expert's uint8 [expert_stride] and [head_stride]."""
@@ -201,6 +249,11 @@ class StoreLayout:
         return out[begin : begin + self.tile_bytes], heads[head : head + self.head_bytes]
 
     def clear_padding(self, out: Bytes, heads: Bytes) -> None:
-        """Zero what follows an expert's tiles and their heads, up to the next expert's."""
-        out[self.tile_bytes * self.shape.tiles :] = 0
-        heads[self.head_bytes * self.shape.tiles :] = 0
+        """Zero what is no matrix's: the biases, and what follows an expert's tiles and their heads up to the
+        next expert's."""
+        s = self.shape
+        out[self.tile_bytes * s.tiles :] = 0
+        heads[self.head_bytes * s.tiles :] = 0
+        for tile in range(s.tiles if s.math.bias else 0):
+            body, _ = self.tile_of(out, heads, tile)
+            self.format.beside_matrices(body, s.hidden, s.tile, s.math)[:] = 0

@@ -2,7 +2,7 @@
 
     byte  bytes  field            all integers unsigned, little endian
        0      8  magic            "TANDEMST"
-       8      4  version          1
+       8      4  version          2
       12      4  state            0 building, 1 ready
       16      8  manifest length  M
       24      8  data offset      D: the first multiple of 4096 that is not below 4096 + M
@@ -21,7 +21,6 @@ left by a killed builder if no process holds the build lock or a lock on the seg
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 import zlib
 from dataclasses import dataclass
@@ -30,10 +29,10 @@ import msgspec
 import numpy as np
 
 from shm.errors import StoreInvalid, UnknownFormat
-from shm.layout import PAGE, Bytes, ExpertShape, StoreLayout, format_named
+from shm.layout import PAGE, Bytes, ExpertShape, StoreLayout, format_named, shape_of
 
 MAGIC = b"TANDEMST"
-VERSION = 1
+VERSION = 2
 BUILDING, READY = 0, 1
 STATE_OFFSET = 12
 MAX_MANIFEST = 1 << 20
@@ -44,8 +43,8 @@ _CHECKSUM = np.dtype("<u4")
 
 @dataclass(frozen=True)
 class StoreManifest:
-    """The content of a store. In msgpack: `fingerprint`, `format`, `source` as text; `shape` as the map of
-    ExpertShape's five integers; `checksums` as binary, 4 bytes for each layer: the crc32 of its bytes in a
+    """The content of a store. In msgpack: `fingerprint`, `format`, `source` as text; `shape` as the map that
+    `ExpertShape.plain` gives; `checksums` as binary, 4 bytes for each layer: the crc32 of its bytes in a
     file; in memory 0."""
 
     fingerprint: str
@@ -67,7 +66,7 @@ class StoreManifest:
                 "fingerprint": self.fingerprint,
                 "format": self.format,
                 "source": self.source,
-                "shape": dataclasses.asdict(self.shape),
+                "shape": self.shape.plain(),
                 "checksums": np.array(checksums, dtype=_CHECKSUM).tobytes(),
             }
         )
@@ -121,7 +120,7 @@ def _unpack(packed: bytes) -> StoreManifest:
     try:
         fields = msgspec.msgpack.decode(packed)
         checksums = np.frombuffer(fields["checksums"], dtype=_CHECKSUM)
-        shape = ExpertShape(**{key: int(value) for key, value in fields["shape"].items()})
+        shape = shape_of(fields["shape"])
         text = {key: str(fields[key]) for key in ("fingerprint", "format", "source")}
     except (msgspec.DecodeError, RecursionError, ValueError, KeyError, TypeError, AttributeError):
         raise StoreInvalid("its manifest cannot be read") from None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from shm.errors import SegmentEmpty, ShmError, StoreInvalid
-from shm.layout import PAGE, Bytes, StoreLayout
+from shm.layout import PAGE, Bytes, Float32, StoreLayout
 from shm.manifest import (
     BUILDING,
     MAX_MANIFEST,
@@ -126,6 +126,12 @@ class Store:
         self._check_tiles(lo, hi)
         start = self.layout.head_offset(layer, expert, lo)
         return data[start : start + (hi - lo) * self.layout.head_bytes]
+
+    def up_biases(self, layer: int, expert: int) -> Float32:
+        """Up's biases of an expert of a format with heads: float32 [padded], read-only; empty without any."""
+        layout, data = self.layout, self.all_tiles()
+        first = layout.head_offset(layer, expert)
+        return data[first + layout.up_biases : first + layout.heads_bytes].view(np.float32)
 
     def all_tiles(self) -> Bytes:
         """All layers, their heads and tiles: uint8 [total_bytes], read-only, the same array at every call.

@@ -18,7 +18,7 @@ LINES = {
     "protocol": 2_330,
     "shm": 3_620,
     "workers": 7_900,
-    "pipeline": 24_720,
+    "pipeline": 24_750,
     "launch": 11_060,
     "benchmarks": 4_340,
     "tests": 48_060,

@@ -21,7 +21,7 @@ import numpy as np
 
 from shm.descriptor import describe
 from shm.floe import FloeFormat
-from shm.layout import Bytes, ExpertShape, StoreLayout, format_named
+from shm.layout import Bytes, ExpertShape, StoreLayout, format_named, shape_of
 from shm.mask import DENSE, Mask
 from workers.kernels.native import WorkKernel, best
 from workers.lifetime import pin
@@ -44,9 +44,9 @@ class Work(NamedTuple):
 
 def main(config: dict[str, Any]) -> None:
     """Measure what `what` names, as above. For rates: `fd` and `size` of the buffer; `lo`, `hi`: the part to
-    use; `cores` to run on; `seconds` of measurement, of each kind; `experts`: (format, fields of its
-    ExpertShape) of each kind; `left_out`: the share of an expert's channels that formats with heads leave
-    out. Rates begin when "ready" was answered by a line."""
+    use; `cores` to run on; `seconds` of measurement, of each kind; `experts`: (format,
+    `ExpertShape.plain`) of each kind; `left_out`: the share of an expert's channels that formats with heads
+    leave out. Rates begin when "ready" was answered by a line."""
     if config["what"] == "gpu":
         _report(_torch)
         _report(_link)
@@ -58,7 +58,7 @@ def main(config: dict[str, Any]) -> None:
     size = min(BLOCK, len(part)) // 64 * 64
     works = [Work(best().read, size, size)]
     for name, shape in config["experts"]:
-        works.append(_expert(name, ExpertShape(*shape), len(part), 1 - config["left_out"]))
+        works.append(_expert(name, shape_of(shape), len(part), 1 - config["left_out"]))
     for work in works:
         work.compute(part[: work.size])  # allocates scratch, and imports what it needs
     _write("ready")
@@ -85,7 +85,7 @@ def _expert(name: str, shape: ExpertShape, most: int, share: float) -> Work:
     if isinstance(layout.format, FloeFormat):
         mask = Mask(share=share)
         kept = mask.number(shape.tile) if share < 1 else shape.tile
-        read = tiles * (layout.head_bytes + kept * layout.format.channel_bytes(shape.hidden))
+        read = tiles * (layout.head_bytes + kept * layout.format.channel_bytes(shape.hidden, shape.math))
     order = describe(0, [(0, 0, tiles)], [0, 1], [0], [1.0], 1, mask)
     return Work(lambda data: WorkKernel(best(), layout, data).compute(order, x, y), layout.total_bytes, read)
 

@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import astuple
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,7 +34,7 @@ from pipeline.checkpoint.open import open_config
 from pipeline.config import EngineConfig, FormatName
 from pipeline.errors import PipelineError
 from pipeline.memory.plan import AUTOMATIC
-from pipeline.models.registry import expert_shape
+from pipeline.models.facts import expert_shape
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from protocol.errors import ProtocolError
@@ -149,7 +148,7 @@ async def measure_speeds(
     here, load = Cores.here(), os.getloadavg()[0]
     cores = [core for cpus in here.for_workers(here.default_workers()) for core in cpus.cores]
     every = [*names, asked.backbone_dtype]
-    kinds = [(name, astuple(expert_shape(source.config, asked.tile, format_named(name)))) for name in every]
+    kinds = [(name, expert_shape(source.config, asked.tile, format_named(name)).plain()) for name in every]
     reads, *paces = await rates(cores, kinds, left_out(asked))
     tok_s = (await prove(options, interrupts, "cpu"))["decode_tok_s"]
     small = reads_of(model_dir())

@@ -39,21 +39,21 @@ class DenseLinear:
 
     def __init__(self, weight: Tensor, device: Device) -> None:
         self.weight = weight
-        self._host: HostMatrix | None = None
+        self.host: HostMatrix | None = None
         if device.library is not None and weight.dtype in (torch.float32, torch.bfloat16):
             self.weight = weight.contiguous()
             outputs, inputs = weight.shape
             data = self.weight.detach().view(torch.uint8).view(-1).numpy()
             plain = FORMATS["f32" if weight.dtype == torch.float32 else "bf16"]
-            self._host = HostMatrix(device.library, device.team, plain, (outputs, inputs), data)
+            self.host = HostMatrix(device.library, device.team, plain, (outputs, inputs), data)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._host is not None and len(x) <= FEW_ROWS and not x.requires_grad:
-            return torch.from_numpy(self._host.product(x.numpy()))
+        if self.host is not None and len(x) <= FEW_ROWS and not x.requires_grad:
+            return torch.from_numpy(self.host.product(x.numpy()))
         return functional.linear(x.to(self.weight.dtype), self.weight).float()
 
     def on_host(self) -> Projection | None:
-        return None if self._host is None else Projection(self._host)
+        return None if self.host is None else Projection(self.host)
 
 
 @dataclass(frozen=True)

@@ -346,6 +346,6 @@ def up_of(store: Store) -> Up | None:
         matrix = dequantize(kind.up, torch.from_numpy(heads.copy()), shape.padded, shape.hidden)
         steps = int8_steps(torch.from_numpy(x), kind.up.group)[:, : shape.hidden]
         u: FloatArray = (steps @ matrix[: shape.intermediate, : shape.hidden].T).numpy()
-        return u
+        return u + store.up_biases(layer, expert)[: shape.intermediate] if shape.math.bias else u
 
     return up

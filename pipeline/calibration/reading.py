@@ -140,6 +140,7 @@ class Lanes:
                 tokens = window.tokens[kv.length : min(kv.length + self._chunk, window.prefill)]
                 self._engine.step([StepInput(TokenSpan(kv, tokens), "none")], "prefill")
                 passed(len(tokens))
+            kv.snapshot()  # where the answers begin
 
     def read_answers(self, passed: Passed) -> None:
         """Decode from the end of the prompts; may be repeated."""

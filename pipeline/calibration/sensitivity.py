@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,8 +36,9 @@ from pipeline.backbone.protocol import AnyBackbone
 from pipeline.device.base import Device
 from pipeline.errors import UsageError
 from pipeline.policies.view import Routing
+from shm.expert_math import ExpertMath
 from shm.store import Store
-from workers.kernels.reference import tile_numbers
+from workers.kernels.reference import activated, tile_biases, tile_numbers
 
 ROWS = 512  # tokens computed together, in whole windows: with more, each expert is read less often
 HEAD_ROWS = 64  # rows of logits in memory at once
@@ -127,6 +129,8 @@ class _Model:
         h, x, shared = attended.h, attended.x, attended.shared()
         routing = self._routing(attended.logits(), layer)
         h = h if shared is None else h + shared
+        bias = attended.expert_bias(routing.experts, routing.weights)
+        h = h if bias is None else h + bias
         for expert, rows, places in _used(routing):
             weights = torch.from_numpy(routing.weights[rows, places]).to(x.device)
             at = torch.from_numpy(rows).to(x.device)
@@ -155,6 +159,9 @@ class _Model:
         routing = self._routing(logits, layer)
         weights = self.backbone.router_math.differentiable(logits, routing, layer)
         of_x, of_weights = self._through_experts(layer, x.detach(), routing, gradient)
+        if (biases := attended.layer.expert_biases) is not None:
+            experts = torch.from_numpy(routing.experts).to(gradient.device, torch.int64)
+            of_weights += (gradient @ biases.T).gather(1, experts)
         ends = [(attended.h, gradient), (x, of_x), (weights, of_weights)]
         shared = attended.shared()
         if shared is not None:
@@ -183,16 +190,37 @@ class _Model:
         (on_host,) = self.device.to_host(logits.detach())
         return self.backbone.router_math(on_host, layer)
 
-    def _tiles(self, layer: int, expert: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """An expert's tiles, one after the other: gate over up [2T, H] and down [T, H], float32."""
+    def _tiles(self, layer: int, expert: int) -> Iterator[Tile]:
+        """An expert's tiles, one after the other."""
         self.tick()
         layout = self.store.layout
         for tile in range(layout.shape.tiles):
             place = layer, expert, tile, tile + 1
             # Copies: torch warns of read-only memory.
             parts = (part(*place).copy() for part in (self.store.tiles, self.store.heads))
-            numbers = tile_numbers(layout, *(torch.from_numpy(p).to(self.device.torch_device) for p in parts))
-            yield numbers[:2].flatten(0, 1), numbers[2]
+            data, head = (torch.from_numpy(part).to(self.device.torch_device) for part in parts)
+            *wide, down = tile_numbers(layout, data, head)
+            yield Tile(layout.shape.math, wide, down, self._biases(data, *place[:3]))
+
+    def _biases(self, data: Tensor, layer: int, expert: int, tile: int) -> list[Tensor] | None:
+        """The biases of a tile's channels."""
+        layout, channels = self.store.layout, self.store.layout.shape.tile
+        if not layout.shape.math.bias:
+            return None
+        biases = list(tile_biases(layout, data))
+        if layout.head_bytes:
+            up = self.store.up_biases(layer, expert)[tile * channels : (tile + 1) * channels]
+            biases.append(torch.from_numpy(up.copy()).to(data.device))
+        return biases
+
+
+class Tile(NamedTuple):
+    """A tile's numbers, float32."""
+
+    math: ExpertMath
+    wide: list[Tensor]  # [T, H] each: gate, unless ungated, and up
+    down: Tensor  # [T, H]
+    biases: list[Tensor] | None  # [T] each, of `wide`
 
 
 def _used(routing: Routing) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
@@ -202,8 +230,8 @@ def _used(routing: Routing) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np
         yield expert, *np.nonzero(used & (routing.experts == expert))
 
 
-def _through(tile: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+def _through(tile: Tile, x: Tensor) -> Tensor:
     """A tile's output for x [n, H]: [n, H]."""
-    gate_up, down = tile
-    gate, up = functional.linear(x, gate_up).chunk(2, dim=1)
-    return (functional.silu(gate) * up) @ down
+    biases: Sequence[Tensor | None] = tile.biases or [None] * len(tile.wide)
+    *gate, up = (functional.linear(x, w, bias) for w, bias in zip(tile.wide, biases, strict=True))
+    return activated(tile.math, gate[0] if gate else None, up) @ tile.down

@@ -8,17 +8,19 @@ bytes as `StoreLayout.encode_expert`, in a small part of its memory.
 A quantized matrix consists of blocks of 16 outputs, so any multiple of 16 rows of gate, up or down can be
 encoded alone; such rows of down have records in every tile. A plain tile, and one that is read by channel,
 has down transposed: its rows are columns of the checkpoint's matrix, which is therefore held in memory as a
-whole.
+whole. Biases are a chunk of their own. Where the checkpoint has all matrices transposed (`architecture.py`,
+interleaved), so are all, once each, whatever the format.
 
 Memory beyond the store and the page cache: two `down` matrices, or READ_AHEAD_BYTES / 3 of smaller ones (none
-for formats of quantized blocks), and CHUNK_BYTES for each core, whatever the model's size.
+for formats of quantized blocks), or whole experts where they are transposed, and CHUNK_BYTES for each core,
+whatever the model's size.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -26,7 +28,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from pipeline.checkpoint.reader import Bits, RawTensor, TensorReader, to_float32
+from pipeline.checkpoint.reader import Bits, RawTensor, to_float32
 from pipeline.errors import ModelError
 from pipeline.models.architecture import ExpertRows, TensorRows
 from shm.errors import WeightsUnusable
@@ -56,7 +58,7 @@ class _Pending(NamedTuple):
 
 
 def encode_experts(
-    reader: TensorReader, locate: LocateExpert, builder: StoreBuilder, progress: Callable[[int], None]
+    reader: Experts, locate: LocateExpert, builder: StoreBuilder, progress: Callable[[int], None]
 ) -> None:
     """`progress` is called in this thread with the bytes of the store encoded so far. Raises ModelError where
     a tensor is missing, has another shape or weights that cannot be encoded, or its file changed."""
@@ -109,6 +111,13 @@ class Rows(Protocol):
         """See TensorReader.rows; for any thread."""
 
 
+class Experts(Rows, Protocol):
+    """A source of a checkpoint's experts."""
+
+    def advise(self, part: TensorRows, advice: int) -> int:
+        """See TensorReader.advise."""
+
+
 def expert_chunks(
     reader: Rows,
     downs: ThreadPoolExecutor,
@@ -121,29 +130,64 @@ def expert_chunks(
     uint8 [expert_stride], heads uint8 [head_stride]."""
     shape = layout.shape
     layout.clear_padding(out, heads)
+    if len(expert) != shape.math.matrices + shape.math.biases:
+        raise ValueError(f"{len(expert)} parts of an expert of {shape.math}")
+    if any(part.transposed for part in expert):
+        reader = Transposed(reader, downs, expert)
+    *wide, down = matrices = expert[: shape.math.matrices]
+    biases = expert[shape.math.matrices :]
+    chunks: list[Chunk] = [partial(_encode_biases, reader, layout, biases, out, heads)] if biases else []
     if isinstance(layout.format, BlockFormat):
-        sizes = ((shape.padded, shape.hidden), (shape.padded, shape.hidden), (shape.hidden, shape.padded))
-        return [
+        sizes = [(shape.padded, shape.hidden)] * len(wide) + [(shape.hidden, shape.padded)]
+        return chunks + [
             partial(_encode_blocks, reader, layout, layout.format, matrix, part, lo, hi, out)
-            for matrix, (part, (rows, columns)) in enumerate(zip(expert, sizes, strict=True))
+            for matrix, (part, (rows, columns)) in enumerate(zip(matrices, sizes, strict=True))
             for lo, hi in _ranges(rows, max(16, CHUNK_NUMBERS // columns // 16 * 16))
         ]
-    down = downs.submit(reader.rows, expert[2], 0, expert[2].rows)
+    whole_down = downs.submit(reader.rows, down, 0, down.height)
     step = max(1, CHUNK_NUMBERS // shape.hidden)
     if isinstance(layout.format, FloeFormat):  # the tiles of an expert are as one tile
-        return [
-            partial(_encode_channels, reader, layout, layout.format, expert, down, lo, hi, out, heads)
+        return chunks + [
+            partial(_encode_channels, reader, layout, layout.format, matrices, whole_down, lo, hi, out, heads)
             for lo, hi in _ranges(shape.padded, max(16, step // 16 * 16))
         ]
-    return [
-        partial(_encode_plain, reader, layout, expert, down, tile, lo, hi, out)
+    return chunks + [
+        partial(_encode_plain, reader, layout, wide, whole_down, tile, lo, hi, out)
         for tile in range(shape.tiles)
         for lo, hi in _ranges(shape.tile, step)
     ]
 
 
+class Transposed:
+    """Rows of an expert whose matrices a checkpoint has transposed. Each is read once, as a whole; matrices
+    with alternating columns lie in the same rows."""
+
+    def __init__(self, reader: Rows, readers: ThreadPoolExecutor, expert: ExpertRows) -> None:
+        """Begins to read, in the threads of `readers`."""
+        self._wholes = {
+            part.stored: readers.submit(reader.rows, part.stored, 0, part.rows)
+            for part in dict.fromkeys(part.stored for part in expert)
+        }
+
+    def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor:
+        dtype, _, bits = self._wholes[part.stored].result()
+        columns = bits[:, part.start :: part.step]
+        rows = _transposed(columns[:, lo:hi]) if part.transposed else columns[lo:hi]
+        return RawTensor(dtype, rows.shape, rows)
+
+
 def _ranges(rows: int, step: int) -> list[tuple[int, int]]:
     return [(lo, min(lo + step, rows)) for lo in range(0, rows, step)]
+
+
+def _encode_biases(reader: Rows, layout: StoreLayout, biases: ExpertRows, out: Bytes, heads: Bytes) -> None:
+    """Write an expert's biases, each one row of I numbers."""
+    shape = layout.shape
+    raw = [reader.rows(part, 0, 1) for part in biases]
+    numbers = [_padded(to_float32(one.dtype, one.bits), 1, shape.padded)[0] for one in raw]
+    for tile in range(shape.tiles):
+        for to, of_expert in zip(layout.biases_of(out, heads, tile), numbers, strict=True):
+            to[:] = of_expert[tile * shape.tile : (tile + 1) * shape.tile]
 
 
 def _encode_blocks(
@@ -156,10 +200,10 @@ def _encode_blocks(
     hi: int,
     out: Bytes,
 ) -> None:
-    """Encode rows [lo, hi) of gate (matrix 0), up (1) or down (2). Those of gate and up are channels, and
-    zero from I on; those of down are outputs, which have records in every tile."""
+    """Encode rows [lo, hi) of one of the expert's matrices, of which the last is down. Those of gate and up
+    are channels, and zero from I on; those of down are outputs, which have records in every tile."""
     shape = layout.shape
-    wide = matrix < 2
+    wide = matrix < shape.math.matrices - 1
     columns, tile_columns = (shape.hidden, shape.hidden) if wide else (shape.padded, shape.tile)
     raw = _rows(reader, part, lo, hi)
     numbers = _padded(to_float32(raw.dtype, raw.bits), hi - lo, columns)
@@ -186,8 +230,8 @@ def _naming(part: TensorRows) -> Iterator[None]:
 
 def _rows(reader: Rows, part: TensorRows, lo: int, hi: int) -> RawTensor:
     """Rows [lo, hi) of `part`; rows past its end are left out."""
-    lo = min(lo, part.rows)
-    return reader.rows(part, lo, max(lo, min(hi, part.rows)))
+    lo = min(lo, part.height)
+    return reader.rows(part, lo, max(lo, min(hi, part.height)))
 
 
 def _transposed(bits: Bits) -> Bits:
@@ -215,31 +259,33 @@ def _padded(numbers: Float32, rows: int, columns: int) -> Float32:
 def _encode_plain(
     reader: Rows,
     layout: StoreLayout,
-    expert: ExpertRows,
+    wide: Sequence[TensorRows],
     down: Future[RawTensor],
     tile: int,
     lo: int,
     hi: int,
     out: Bytes,
 ) -> None:
-    """Encode channels [lo, hi) of a tile, which is three matrices of whole rows. Where the format has the
+    """Encode channels [lo, hi) of a tile, which is matrices of whole rows. Where the format has the
     checkpoint's bits, they are copied; else the channels are encoded as a smaller tile, and its matrices are
     then copied to their places. `down`: the whole matrix, being read."""
     shape, tile_format = layout.shape, layout.format
     first, count = tile * shape.tile + lo, hi - lo
     last = max(first, min(first + count, shape.intermediate))
     start = tile * layout.tile_bytes
-    whole = out[start : start + layout.tile_bytes].reshape(3, shape.tile, -1)
-    matrices = _channels(reader, expert, down, first, last)
+    number = shape.math.matrices
+    size = tile_format.matrices_bytes(shape.hidden, shape.tile, number)
+    whole = out[start : start + size].reshape(number, shape.tile, -1)
+    matrices = _channels(reader, wide, down, first, last)
     if all(SAME_BITS.get(raw.dtype) == tile_format.name for raw in matrices):
         for target, raw in zip(whole, matrices, strict=True):
             target[lo : lo + last - first] = raw.bits.view(np.uint8)
             target[lo + last - first : hi] = 0
         return
-    scratch = np.empty(tile_format.tile_bytes(shape.hidden, count), np.uint8)
-    gate, up, columns = (_padded(to_float32(raw.dtype, raw.bits), count, shape.hidden) for raw in matrices)
-    tile_format.encode(gate, up, columns, scratch)
-    whole[:, lo:hi] = scratch.reshape(3, count, -1)
+    scratch = np.empty(tile_format.matrices_bytes(shape.hidden, count, number), np.uint8)
+    *gate, up, columns = (_padded(to_float32(raw.dtype, raw.bits), count, shape.hidden) for raw in matrices)
+    tile_format.encode(gate[0] if gate else None, up, columns, scratch)
+    whole[:, lo:hi] = scratch.reshape(number, count, -1)
 
 
 def _encode_channels(
@@ -258,22 +304,23 @@ def _encode_channels(
     first, last = (min(place, shape.intermediate) for place in (lo, hi))
     gate, up, columns = (
         _padded(to_float32(raw.dtype, raw.bits), hi - lo, shape.hidden)
-        for raw in _channels(reader, expert, down, first, last)
+        for raw in _channels(reader, expert[:2], down, first, last)
     )
     head, size = (tile_format.head_bytes(shape.hidden, channels) for channels in (lo, hi - lo))
-    channel = tile_format.channel_bytes(shape.hidden)
+    channel = tile_format.channel_bytes(shape.hidden, shape.math)
     with _naming(expert[1]):
         tile_format.up.encode_matrix(up, heads[head : head + size])
-    channels = out[lo * channel : hi * channel].reshape(hi - lo, 2, -1)
-    for n, (part, numbers) in enumerate(((expert[0], gate), (expert[2], columns))):
+    rows = tile_format.rows_of(out[lo * channel : hi * channel], shape.hidden, hi - lo)
+    for part, numbers, to in zip((expert[0], expert[2]), (gate, columns), rows, strict=True):
         with _naming(part):
-            tile_format.rows.encode(numbers, channels[:, n])
+            tile_format.rows.encode(numbers, to)
 
 
 def _channels(
-    reader: Rows, expert: ExpertRows, down: Future[RawTensor], first: int, last: int
-) -> tuple[RawTensor, RawTensor, RawTensor]:
-    """Channels [first, last) of gate, up and down, the last transposed: each [last - first, H]."""
+    reader: Rows, wide: Sequence[TensorRows], down: Future[RawTensor], first: int, last: int
+) -> list[RawTensor]:
+    """Channels [first, last) of gate, where there is one, of up and of down, transposed: each [last - first,
+    H]."""
     dtype, (hidden, _), bits = down.result()
     columns = RawTensor(dtype, (last - first, hidden), _transposed(bits[:, first:last]))
-    return _rows(reader, expert[0], first, last), _rows(reader, expert[1], first, last), columns
+    return [*(_rows(reader, part, first, last) for part in wide), columns]

@@ -26,6 +26,7 @@ from msgspec import msgpack
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.reader import RawTensor
 from pipeline.models.config_keys import Config
+from pipeline.models.facts import facts_of
 from pipeline.models.shapes import shape_config
 from shm.formats import Bytes, Float32, fill_bf16, random_numbers, widen_bf16
 from shm.layout import StoreLayout
@@ -56,6 +57,7 @@ class RandomModel(ModelSource):
             "config": json.dumps(self.config, sort_keys=True),
             "format": format_name,
             "tile": tile,
+            "math": facts_of(self.config).math.plain(),
         }
         return hashlib.blake2b(msgpack.encode(facts), digest_size=32).hexdigest()
 
@@ -101,8 +103,8 @@ class RandomTensors:
         self._pool = pool
 
     def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
-        """Ones for a norm, zeros for a bias, otherwise random numbers with mean 0."""
-        if len(shape) == 1:
+        """Ones for a norm, zeros for biases, otherwise random numbers with mean 0."""
+        if name.endswith("bias") or len(shape) == 1:
             return np.full(shape, 0 if name.endswith("bias") else 1, np.float32)
         return widen_bf16(self.stacked([(name, shape)]).bits.view(np.uint16))
 
@@ -132,11 +134,12 @@ def _draw_tile(
     shape, scale = layout.shape, layout.shape.hidden**-0.5
     used = shape.intermediate - tile * shape.tile
     if used >= shape.tile:
-        layout.format.fill_random(generator, shape.hidden, shape.tile, scale, out, head)
+        layout.format.fill_random(generator, shape.hidden, shape.tile, scale, out, head, shape.math)
         return
-    gate, up, down = random_numbers(generator, (3, shape.tile, shape.hidden), scale)
-    gate[used:] = up[used:] = down[used:] = 0  # channels that pad the last tile must have no effect
-    layout.format.encode(gate, up, down, out, head)
+    numbers = random_numbers(generator, (shape.math.matrices, shape.tile, shape.hidden), scale)
+    numbers[:, used:] = 0  # channels that pad the last tile must have no effect
+    *gate, up, down = numbers
+    layout.format.encode(gate[0] if gate else None, up, down, out, head)
 
 
 def _generator(*position: str | int) -> np.random.Generator:

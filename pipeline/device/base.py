@@ -109,15 +109,17 @@ class DeviceChannelKernel(Protocol):
     def activations(self, x: Tensor) -> Any:
         """The experts' input x, float32 [R, H], in the form that the others read."""
 
-    def up(self, heads: Tensor, x: Any, rows: Tensor) -> Tensor:
-        """u of all channels of consecutive heads for the rows x[rows] (int64 [n]): float32 [n, channels]."""
+    def up(self, heads: Tensor, x: Any, rows: Tensor, biases: Tensor | None = None) -> Tensor:
+        """u of all channels of consecutive heads for the rows x[rows] (int64 [n]): float32 [n, channels].
+        biases: up's, float32 [channels]; None: there are none."""
 
     def keeps(self, u: Tensor, mask: Mask) -> Tensor:
         """bool [n, channels]: `Mask.keeps` of each tile."""
 
     def channels(self, records: Tensor, u: Tensor, x: Any, rows: Tensor) -> Tensor:
-        """The sum over channels of silu(gate . x) * u * down: float32 [n, H], a new tensor. records: uint8
-        [channels * channel_bytes]; u: float32 [n, channels], 0 where a row leaves a channel out."""
+        """The sum over channels of f(gate . x, u) * down: float32 [n, H], a new tensor. records: uint8
+        [channels * channel_bytes]; u: float32 [n, channels], with its bias, 0 where a row leaves a channel
+        out."""
 
 
 class Device(ABC):

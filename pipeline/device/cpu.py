@@ -94,14 +94,15 @@ class CpuChannelKernel:
     """The expert workers' kernel of formats with heads, for tensors: the same u, bit by bit, as in a Work."""
 
     def __init__(self, library: Library, layout: StoreLayout, format: FloeFormat, team: Team | None) -> None:
-        self._kernel = ChannelKernel(library, format, layout.shape.hidden, team)
+        self._kernel = ChannelKernel(library, format, layout.shape.hidden, team, layout.shape.math)
         self.keeps = ReferenceChannels(layout).keeps  # the rule has no arithmetic
 
     def activations(self, x: Tensor) -> ChannelInputs:
         return self._kernel.activations(x.numpy())
 
-    def up(self, heads: Tensor, x: ChannelInputs, rows: Tensor) -> Tensor:
-        return torch.from_numpy(self._kernel.up(heads.numpy(), x, rows.to(torch.int32).numpy()))
+    def up(self, heads: Tensor, x: ChannelInputs, rows: Tensor, biases: Tensor | None = None) -> Tensor:
+        of_up = None if biases is None else biases.numpy()
+        return torch.from_numpy(self._kernel.up(heads.numpy(), x, rows.to(torch.int32).numpy(), of_up))
 
     def channels(self, records: Tensor, u: Tensor, x: ChannelInputs, rows: Tensor) -> Tensor:
         chosen = rows.to(torch.int32).numpy()

@@ -17,6 +17,7 @@ from pipeline.device.base import Device, DeviceChannelKernel, DeviceKernel, Laye
 from pipeline.device.tile_sums import TileByTile
 from pipeline.errors import UsageError
 from shm.blocks import BlockFormat
+from shm.expert_math import SWIGLU, ExpertMath
 from shm.floe import FloeFormat
 from shm.formats import Bytes, TileFormat
 from shm.layout import StoreLayout
@@ -72,12 +73,15 @@ class KernelDevice(Device):
             self._launchers[program] = CudaLauncher(program, *place, self.from_host)
         return self._launchers[program]
 
-    def _program(self, format: TileFormat) -> Program | None:
-        """Return the kernels of a format; None where torch computes it."""
-        return Program.of_format(format, fused=best().variant != "portable")
+    def _program(self, format: TileFormat, math: ExpertMath = SWIGLU) -> Program | None:
+        """Return the kernels of a format's tiles or matrices; None where torch computes them."""
+        return Program.of_format(format, best().variant != "portable", math)
 
     def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:
-        in_torch, program = TorchKernel(layout, self.from_host), self._program(layout.format)
+        in_torch, program = (
+            TorchKernel(layout, self.from_host),
+            self._program(layout.format, layout.shape.math),
+        )
         if program is None or self._in_torch:
             return in_torch
         try:

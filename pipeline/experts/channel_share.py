@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -108,7 +109,7 @@ class ChannelMemory(DeviceMemory):
         rows = rows_of(share, self.device)
         us, sums = [], []
         for expert, _, cut in share.items.tolist():
-            u = self.kernel.up(self._up(layer, expert, cut), inputs, rows[expert])
+            u = self._up(layer, expert, cut, inputs, rows[expert])
             kept, size = self.kernel.keeps(u, mask), u.abs()
             by_tile = (len(u), cut, self._tile)
             sums += [
@@ -131,9 +132,14 @@ class ChannelMemory(DeviceMemory):
             masked[expert] = MaskedExpert(chosen[i], tiles, masses[i], left[i], us[i], of_u)
         return masked
 
-    def _up(self, layer: int, expert: int, tiles: int) -> Tensor:
-        """The heads of an expert's first tiles."""
-        return self._heads[layer][expert, : tiles * self._layout.head_bytes]
+    def _up(self, layer: int, expert: int, tiles: int, inputs: Any, rows: Tensor) -> Tensor:
+        """u of an expert's first tiles, float32 [n, channels]."""
+        heads, layout = self._heads[layer][expert], self._layout
+        biases = None
+        if layout.shape.math.bias:
+            end = layout.up_biases + 4 * tiles * self._tile
+            biases = heads[layout.up_biases : end].view(torch.float32)
+        return self.kernel.up(heads[: tiles * layout.head_bytes], inputs, rows, biases)
 
     def begin_sum(self, work: DeviceWork, x: Tensor) -> TileSums:
         inputs, experts, share = self.kernel.activations(x), work.share.items[:, 0].tolist(), work.share
@@ -142,7 +148,7 @@ class ChannelMemory(DeviceMemory):
         if not masked:
             rows_by, cuts = rows_of(share, self.device), share.items[:, 2].tolist()
             for expert, cut in zip(experts, cuts, strict=True):
-                us[expert] = self.kernel.up(self._up(work.layer, expert, cut), inputs, rows_by[expert])
+                us[expert] = self._up(work.layer, expert, cut, inputs, rows_by[expert])
 
         def output(item: int, tile: int, data: Tensor, rows: Tensor) -> Tensor:
             expert = experts[item]

@@ -24,7 +24,7 @@ from math import ceil, floor
 
 from pipeline.config import DEFAULT_CACHE, KV_BLOCK, KV_CONTEXTS, EngineConfig, FormatName, ResolvedConfig
 from pipeline.device.base import SPARE_BYTES
-from pipeline.memory.needs import STAGING_SHARE, Needs, cache_tiles, choose_context, kv_budget
+from pipeline.memory.needs import STAGING_SHARE, Needs, cache_tiles, choose_context, kv_budget, kv_sequences
 
 FREE_BYTES = 2_000_000_000  # left for the rest of the machine
 MEMORY = "memory"  # the name of a pool
@@ -84,7 +84,8 @@ class Plan:
         tiles = cache_tiles(self.expert_cache, needs.tiles) + self.staging if self.slab else 0
         device = {
             "slab": tiles * needs.slot,
-            "KV cache": self.kv_tokens * needs.kv_token,
+            "KV cache": self.kv_tokens * needs.kv_token
+            + kv_sequences(self.kv_tokens, needs.max_sequences) * needs.states,
             "backbone": needs.backbone + self.context * needs.position,
         }
         if self.slab and needs.heads:
@@ -121,7 +122,7 @@ class Plan:
 def smallest(needs: Needs, requested: EngineConfig, slab: bool, least: int = LEAST_CONTEXT) -> Plan:
     """The smallest plan for this format, with `least` tokens of context if the model and --kv-tokens allow so
     many. Raises UsageError for a context beyond the model's or beyond --kv-tokens."""
-    most = choose_context(requested.context, needs.spec)
+    most = choose_context(requested.context, needs.facts)
     context = most if requested.context is not None else min(least, most, requested.kv_tokens or most)
     kv = context if requested.kv_tokens is None else kv_budget(requested.kv_tokens, context)
     return Plan(needs, slab, context, kv, requested.expert_cache or 0.0, needs.staging)
@@ -161,7 +162,7 @@ def plan_format(
         return replace(plan, expert_cache=steps / CACHE_STEPS)
 
     if requested.context is None:
-        most = choose_context(None, needs.spec)
+        most = choose_context(None, needs.facts)
         plan = grow(plan, min(most, requested.kv_tokens or most), KV_BLOCK, longer_context)
     usual = floor(DEFAULT_CACHE * CACHE_STEPS)
     if requested.expert_cache is None and slab:

@@ -2,7 +2,9 @@
 
 Checkpoints come in two layouts. transformers up to version 4 wrote one tensor for each matrix of an expert.
 Version 5 can also write the *fused* layout: all experts of a layer in two tensors, `gate_up_proj` [E, 2 I, H]
-(each expert's gate rows, then its up rows) and `down_proj` [E, H, I], with other names for some modules.
+(each expert's gate rows, then its up rows) and `down_proj` [E, H, I], with other names for some modules. A
+family whose experts are *interleaved* has only this one, with transposed matrices: `gate_up_proj` [E, H, 2
+I], in which gate's and up's columns alternate, and `down_proj` [E, I, H].
 
 A family is an object (`registry.py`) with only its differences from the names that most families share.
 """
@@ -30,15 +32,30 @@ class TensorSpec(NamedTuple):
 
 
 class TensorRows(NamedTuple):
-    """`rows` rows of a tensor from row `first` on; a row is its last axis."""
+    """`rows` rows of a tensor from row `first` on; a row is its last axis. Of an interleaved tensor every
+    `step`-th column from `start` on, and of a transposed one the columns are the rows that are meant."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
     first: int
     rows: int
+    start: int = 0
+    step: int = 1
+    transposed: bool = False
+
+    @property
+    def height(self) -> int:
+        """The rows that are meant."""
+        return len(range(self.start, self.shape[-1], self.step)) if self.transposed else self.rows
+
+    @property
+    def stored(self) -> TensorRows:
+        """All of the stored rows, as they are."""
+        return TensorRows(*self[:4])
 
 
-ExpertRows = tuple[TensorRows, TensorRows, TensorRows]  # gate [I, H], up [I, H], down [H, I]
+# gate [I, H] unless ungated, up [I, H], down [H, I]; then the biases that tiles have, gate's and up's [1, I]
+ExpertRows = tuple[TensorRows, ...]
 
 
 Tensors = dict[str, TensorSpec]  # by role
@@ -56,6 +73,7 @@ class Architecture:
     fused_router_name: str = "gate"
     matrix_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
     shared_name: str = "shared_expert"
+    interleaved: bool = False  # the experts
     choice_bias: str = ""  # within that module; "": the router has none
     known_as: str = ""  # the model_type of its config in transformers, where that is another
 
@@ -86,9 +104,15 @@ class Architecture:
             tensors |= latent(f"{at}.self_attn", spec.hidden, attention)
         if layer not in spec.moe_layers:
             return tensors | swiglu("dense", f"{at}.mlp", spec.hidden, spec.dense_intermediate)
-        moe, router = ("mlp", self.fused_router_name) if fused else (self.moe_name, "gate")
+        whole = fused or self.interleaved
+        moe, router = ("mlp", self.fused_router_name) if whole else (self.moe_name, "gate")
         shared = f"{at}.{moe}.{self.shared_name}"
         tensors["router"] = TensorSpec(f"{at}.{moe}.{router}.weight", (spec.experts, spec.hidden))
+        if spec.router_bias:
+            tensors["router_bias"] = TensorSpec(f"{at}.{moe}.{router}.bias", (spec.experts,))
+        if spec.math.bias:  # those of gate and up lie in the experts' tiles
+            name = f"{self._fused(layer)[1]}_bias"
+            tensors["expert_biases"] = TensorSpec(name, (spec.experts, spec.hidden))
         if self.choice_bias:
             tensors["choice_bias"] = TensorSpec(f"{at}.{moe}.{self.choice_bias}", (spec.experts,))
         if spec.shared_intermediate:
@@ -100,6 +124,8 @@ class Architecture:
     def expert(self, spec: ModelSpec, layer: int, expert: int, fused: bool) -> ExpertRows:
         """The location of a decoder layer's expert in the checkpoint."""
         wide, hidden = spec.intermediate, spec.hidden
+        if self.interleaved:
+            return interleaved(*self._fused(layer), spec, expert)
         if fused:
             gate_up, down = self._fused(layer)
             gate_up_shape = (spec.experts, 2 * wide, hidden)
@@ -119,7 +145,7 @@ class Architecture:
 
     def is_fused(self, names: Container[str], spec: ModelSpec) -> bool:
         """Returns whether a checkpoint with these tensors has the fused layout."""
-        return self._fused(spec.moe_layers[0])[0] in names
+        return self.interleaved or self._fused(spec.moe_layers[0])[0] in names
 
     def backbone(self, spec: ModelSpec, fused: bool) -> Iterator[TensorSpec]:
         """Every tensor but those of routed experts."""
@@ -152,6 +178,19 @@ class Architecture:
         return f"{at}.gate_up_proj", f"{at}.down_proj"
 
 
+def interleaved(gate_up: str, down: str, spec: ModelSpec, expert: int) -> ExpertRows:
+    """The location of an expert in tensors of these names, with the biases of its gate and up."""
+    number, wide, hidden = spec.experts, spec.intermediate, spec.hidden
+    both, biases = (number, hidden, 2 * wide), (number, 2 * wide)
+    return (
+        TensorRows(gate_up, both, hidden * expert, hidden, 0, 2, transposed=True),
+        TensorRows(gate_up, both, hidden * expert, hidden, 1, 2, transposed=True),
+        TensorRows(down, (number, wide, hidden), wide * expert, wide, transposed=True),
+        TensorRows(f"{gate_up}_bias", biases, expert, 1, 0, 2),
+        TensorRows(f"{gate_up}_bias", biases, expert, 1, 1, 2),
+    )
+
+
 def norm(role: str, name: str, spec: ModelSpec) -> Tensors:
     """A norm of hidden states, with its bias where it is a LayerNorm."""
     tensors = {role: TensorSpec(f"{name}.weight", (spec.hidden,))}
@@ -179,6 +218,8 @@ def grouped_query(name: str, hidden: int, a: GroupedQuery) -> Tensors:
     tensors |= matrix("key", f"{name}.k_proj", keys, hidden, a.bias)
     tensors |= matrix("value", f"{name}.v_proj", keys, hidden, a.bias)
     tensors |= matrix("output", f"{name}.o_proj", hidden, queries, a.output_bias)
+    if a.sinks:
+        tensors["sinks"] = TensorSpec(f"{name}.sinks", (a.heads,))
     if a.qk_norm:
         widths = (a.head_dim, a.head_dim) if a.qk_norm == "head" else (queries, keys)
         tensors["query_norm"] = TensorSpec(f"{name}.q_norm.weight", widths[:1])

@@ -108,6 +108,7 @@ def grouped_query(
     output_bias: bool = False,
     qk_norm: Literal["", "head", "all"] = "",
     clip: float | None = None,
+    sinks: bool = False,
     rotated: float | None = None,
 ) -> GroupedQuery:
     """`rotated`: where the family rotates a part of each head, its share unless the config says."""
@@ -121,6 +122,7 @@ def grouped_query(
         output_bias=output_bias,
         qk_norm=qk_norm,
         clip=clip,
+        sinks=sinks,
         rotated=None if rotated is None else _rotated(config, width, rotated),
     )
 

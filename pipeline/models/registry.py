@@ -1,10 +1,11 @@
-"""The model families: what each reads of config.json; a config's ModelSpec, and the shape of its experts."""
+"""The model families of our own: what each reads of config.json, and a config's ModelSpec."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from pipeline.errors import ModelError, UsageError
+from pipeline.errors import ModelError
 from pipeline.models.architecture import Architecture
 from pipeline.models.config_keys import (
     Config,
@@ -27,7 +28,7 @@ from pipeline.models.config_keys import (
 from pipeline.models.families import deepseek_v3, glm4_moe, glm4_moe_lite, minimax_m2
 from pipeline.models.routing import Softmax, SparseMixer
 from pipeline.models.spec import GroupedQuery, ModelSpec, Rope
-from shm.layout import ExpertShape, TileFormat, suitable_tile
+from shm.expert_math import ExpertMath, Glu
 
 
 def _mixtral(config: Config) -> dict[str, Any]:
@@ -113,6 +114,29 @@ def _deepseek_v2(config: Config) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(config: Config) -> dict[str, Any]:
+    bias, layers = flag(config, "attention_bias", True), bounded(config, "num_hidden_layers")
+    limit = float(optional(config, "swiglu_limit", float, 7.0))
+    alpha = float(optional(config, "swiglu_alpha", float, 1.702))
+    return {
+        "intermediate": required(config, "intermediate_size", int),
+        "experts": experts(config, "num_local_experts", "num_experts"),
+        "attention": grouped_query(config, bias=bias, output_bias=bias, sinks=True),
+        "windows": _typed_windows(config, [i % 2 == 0 for i in range(layers)]),
+        "rope": _stretched_rope(config),
+        "router": Softmax(required(config, "num_experts_per_tok", int), rescaled=True),
+        "router_bias": True,
+        "math": ExpertMath(Glu(alpha=alpha, gate_max=limit, up_limit=limit, offset=1.0), bias=True),
+    }
+
+
+def _stretched_rope(config: Config) -> Rope:
+    """gpt_oss's: YaRN where the config does not say, with numbers that transformers knows."""
+    plain = rope(config, theta=150000.0)
+    said = config.get("rope_scaling") or config.get("rope_parameters")
+    return plain if said else replace(plain, kind="yarn")
+
+
 def _same_window(config: Config) -> tuple[int | None, ...]:
     """One sliding window for all layers."""
     return (optional(config, "sliding_window", int),) * bounded(config, "num_hidden_layers")
@@ -123,14 +147,19 @@ def _windows(config: Config, layers: int) -> tuple[int | None, ...]:
     `max_window_layers`."""
     if not flag(config, "use_sliding_window", default=False):
         return (None,) * layers
-    types = config.get("layer_types")
-    if types is None:
-        end = optional(config, "max_window_layers", int, 28, zero=True)
-        sliding = [i % 2 == 0 and i < end for i in range(layers)]
-    elif isinstance(types, list) and len(types) == layers:
+    end = optional(config, "max_window_layers", int, 28, zero=True)
+    return _typed_windows(config, [i % 2 == 0 and i < end for i in range(layers)])
+
+
+def _typed_windows(config: Config, sliding: list[bool]) -> tuple[int | None, ...]:
+    """Sliding windows in the layers that `layer_types` names; `sliding`: where it is missing."""
+    types, layers = config.get("layer_types"), len(sliding)
+    if types is not None:
+        if not isinstance(types, list) or len(types) != layers:
+            raise ModelError(f"config.json: layer_types must name {layers} layers")
+        for kind in types:
+            expect({"layer_types": kind}, "layer_types", "sliding_attention", "full_attention")
         sliding = [kind == "sliding_attention" for kind in types]
-    else:
-        raise ModelError(f"config.json: layer_types must name {layers} layers")
     window = required(config, "sliding_window", int)
     return tuple(window if slides else None for slides in sliding)
 
@@ -177,6 +206,8 @@ FAMILIES = (
     Architecture("deepseek_v2", _deepseek_v2, shared_name="shared_experts"),
     # Queries and keys are normalised over all heads together and may be clipped.
     Architecture("olmoe", _olmoe),
+    # Attention sinks, windows in every second layer, biases everywhere, and experts with clamped gates.
+    Architecture("gpt_oss", _gpt_oss, fused_router_name="router", interleaved=True),
     *deepseek_v3.FAMILIES,
     glm4_moe.FAMILY,
     glm4_moe_lite.FAMILY,
@@ -230,24 +261,3 @@ def _check_sizes(spec: ModelSpec) -> None:
             raise ModelError(
                 f"config.json: a model whose {name} is {size} makes no sense (at most {MAX_SIZE})"
             )
-
-
-def expert_shape(config: Config, tile: int | None, tile_format: TileFormat) -> ExpertShape:
-    """The shape of the routed experts, in tiles of `tile` channels (at most a whole expert) or of a suitable
-    number. Raises UsageError where the format has no such tiles."""
-    spec = model_spec(config)
-    group = tile_format.granularity
-    if tile is None:
-        tile = suitable_tile(spec.hidden, spec.intermediate, tile_format)
-    elif tile % group:
-        raise UsageError(
-            f"--tile {tile}: --format {tile_format.name} has tiles of whole groups of {group} channels; "
-            f"use a multiple, like {_up(tile, group)}"
-        )
-    tile = min(tile, _up(spec.intermediate, group))
-    return ExpertShape(len(spec.moe_layers), spec.experts, spec.hidden, spec.intermediate, tile)
-
-
-def _up(number: int, step: int) -> int:
-    """Rounded up to a multiple of `step`."""
-    return -(-number // step) * step

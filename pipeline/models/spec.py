@@ -3,10 +3,12 @@ weights. Without torch, so that a command line is checked before a process is st
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.models.routing import Router
+from shm.expert_math import SWIGLU, ExpertMath
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class GroupedQuery:
     output_bias: bool = False
     qk_norm: Literal["", "head", "all"] = ""  # RMS norm of queries and keys: of each head, or of all together
     clip: float | None = None  # queries, keys and values are clamped to [-clip, clip]
+    sinks: bool = False  # each head has a score of its own beside its tokens', whose value is 0
     rotated: int | None = None  # leading numbers of a head that are rotated by position; None: all
 
     @property
@@ -75,6 +78,29 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class GatedDelta:
+    """Gated delta rule (GatedDeltaNet, arXiv:2412.06464): instead of keys and values a layer keeps a matrix
+    for each value head, which each token multiplies by a decay and corrects towards its value at its key.
+    Queries, keys and values go through a short causal convolution before."""
+
+    key_heads: int  # of queries and keys; each serves value_heads / key_heads heads
+    value_heads: int
+    key_dim: int  # numbers of a head's query and key
+    value_dim: int
+    taps: int  # of the convolution
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: all queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the convolution's last inputs, and of the matrices."""
+        return (self.taps - 1, self.channels), (self.value_heads, self.key_dim, self.value_dim)
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A decoder of pre-normalised attention and feed-forward blocks, dense or of experts."""
 
@@ -96,10 +122,36 @@ class ModelSpec:
     head_bias: bool = False
     dense_intermediate: int = 0  # I of the layers without experts
     shared_intermediate: int = 0  # I of all shared experts of a layer together; 0: none
+    router_bias: bool = False  # of the router's logits
     extra_layers: int = 0  # behind the last, in checkpoints: they predict further tokens, and are not read
     shared_gate: bool = False  # a sigmoid gate scales the shared experts' output for each token
+    math: ExpertMath = SWIGLU  # of the routed experts
+    recurrent: GatedDelta | None = None  # takes the place of attention in `recurrent_layers`
+    recurrent_layers: tuple[int, ...] = ()
+
+    @property
+    def kv_streams(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """By decoder layer, the streams that it caches: (heads, numbers a token) of each."""
+        layers = range(self.layers)
+        return tuple(() if i in self.recurrent_layers else self.attention.kv_streams for i in layers)
+
+    @property
+    def state_shapes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """By decoder layer, the shapes of its recurrent states."""
+        shapes = () if self.recurrent is None else self.recurrent.state_shapes
+        return tuple(shapes if i in self.recurrent_layers else () for i in range(self.layers))
+
+    @property
+    def rope_switch(self) -> int | None:
+        """As of `rope`."""
+        return self.rope.switch
 
     @property
     def kv_numbers_per_token(self) -> int:
         """Numbers that one token adds to the KV cache, over all layers."""
-        return self.layers * sum(heads * width for heads, width in self.attention.kv_streams)
+        return sum(heads * width for streams in self.kv_streams for heads, width in streams)
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers of a sequence's recurrent states, whatever its length."""
+        return sum(math.prod(shape) for layer in self.state_shapes for shape in layer)

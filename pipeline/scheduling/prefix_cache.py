@@ -38,12 +38,19 @@ class PrefixCache:
         """Tokens of capacity that are free once every kept sequence is evicted."""
         return self._kv.free + self.tokens
 
+    @property
+    def has_place(self) -> bool:
+        """Whether another sequence may exist then."""
+        return self._kv.places != 0 or len(self) > 0
+
     def allocate(self, capacity: int, key: PrefixKey | None, prompt: Sequence[int]) -> SequenceKV:
-        """Returns a sequence of this `available` capacity: the one kept under `key`, as `take`, else an empty
-        one."""
+        """Returns a sequence of this `available` capacity, where it `has_place`: the one kept under
+        `key`, as `take`, else an empty one."""
         kept = None if key is None else self.take(key, prompt)
         if kept is None:
             self.evict_for(capacity)
+            if self._kv.places == 0:
+                self._evict(next(iter(self._kept)))
             return self._kv.allocate(capacity)
         self.evict_for(capacity - kept.capacity)
         try:
@@ -71,12 +78,12 @@ class PrefixCache:
 
     def take(self, key: PrefixKey, prompt: Sequence[int]) -> SequenceKV | None:
         """Returns the sequence kept under this key, truncated to the prefix that it shares with `prompt`
-        without its last token, which must be computed for its logits. None where the shared prefix is
-        empty."""
+        without its last token, which must be computed for its logits; of a recurrent model to the longest
+        snapshot within it. None where nothing is left."""
         kept = self._remove(key)
         if kept is None:
             return None
-        common = common_prefix(kept.tokens, prompt[:-1])
+        common = kept.kv.reachable(common_prefix(kept.tokens, prompt[:-1]))
         if common == 0:
             self._kv.release(kept.kv)
             return None

@@ -174,12 +174,12 @@ class Scheduler:
                 self._preempt(heavy)
 
     def _allocate(self, job: Job) -> SequenceKV | None:
-        """Returns a sequence for the job; None without capacity beside what the running sequences need
-        next."""
+        """Returns a sequence for the job; None without a place or capacity beside what the running sequences
+        need next."""
         wanted = capacity_for(len(job.tokens) + 1, job.max_kv_tokens) if job.grows else job.max_kv_tokens
         growing = [(j, j.kv.capacity) for j in self._running if j.grows and j.kv is not None]
         growth = sum(min(KV_BLOCK, j.max_kv_tokens - capacity) for j, capacity in growing)
-        if wanted + growth > self._prefixes.available:
+        if wanted + growth > self._prefixes.available or not self._prefixes.has_place:
             return None
         first = job.admission < 0  # the prefix cache may hold a newer turn of a preempted job
         return self._prefixes.allocate(wanted, job.prefix_key if first else None, job.tokens)
@@ -258,6 +258,9 @@ class Scheduler:
     ) -> None:
         """Give the jobs of a step its logits, and end those that are complete or have failed."""
         failed: dict[Job, str] = {}
+        for job in jobs if phase == "prefill" else ():
+            if job.prefix_key is not None and job.kv is not None:
+                job.kv.snapshot()  # the next turn may begin with a part of this one's prompt
         for job, rows in zip(jobs, logits, strict=True):
             try:
                 job.take_logits(rows)

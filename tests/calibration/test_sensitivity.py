@@ -23,7 +23,8 @@ from pipeline.device import open_device
 from pipeline.device.base import Device
 from pipeline.device.cpu import CpuDevice
 from pipeline.errors import UsageError
-from pipeline.models.registry import expert_shape, model_spec
+from pipeline.models.facts import expert_shape
+from pipeline.models.registry import model_spec
 from shm.layout import format_named
 from shm.manifest import StoreManifest
 from shm.segment import unlink

@@ -1,5 +1,8 @@
 """The same weights give the same store in every layout, dtype and number of shards."""
 
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import tiny_checkpoint
@@ -8,8 +11,11 @@ from filled_store import Enough, Stop, filled, layout_of, new_store
 
 from pipeline.checkpoint import encode
 from pipeline.checkpoint.open import Checkpoint
+from pipeline.checkpoint.reader import RawTensor
+from pipeline.models.architecture import TensorRows
 from pipeline.models.registry import model_spec
-from shm.layout import FORMATS, StoreLayout
+from shm.expert_math import ExpertMath, Relu2
+from shm.layout import FORMATS, ExpertShape, StoreLayout, format_named
 
 # Odd sizes: padded in both directions, with tiles of 64 and more channels.
 MIXTRAL = tiny_checkpoint.config() | {"hidden_size": 72, "intermediate_size": 164, "head_dim": 16}
@@ -47,6 +53,15 @@ DEEPSEEK = OTHERS | {
     "v_head_dim": 8,
     "topk_method": "greedy",
 }
+GPT_OSS = OTHERS | {
+    "model_type": "gpt_oss",
+    "intermediate_size": 164,
+    "num_local_experts": 3,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 16,
+}
 FAMILIES = {"mixtral": MIXTRAL, "qwen2_moe": QWEN2, "deepseek_v2": DEEPSEEK}
 
 
@@ -68,7 +83,7 @@ def expert_tensors(config: dict, fused: bool, dtype: torch.dtype) -> dict[str, t
         if fused:
             at = f"model.layers.{layer}.mlp.experts"
             tensors[f"{at}.gate_up_proj"] = torch.cat((gate, up), dim=1)
-            tensors[f"{at}.down_proj"] = down
+            tensors[f"{at}.down_proj"] = down.contiguous()
             continue
         mixtral = config["model_type"] == "mixtral"
         moe, names = "mlp", ("gate_proj", "up_proj", "down_proj")
@@ -108,6 +123,48 @@ def test_both_layouts_give_the_store_of_its_definition(tmp_path, family, format_
     model = Checkpoint(tmp_path)
     assert model.fused == fused
     assert store_bytes(model, format_name) == expected(config, layout_of(config, format_name))
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_transposed_experts_with_alternating_columns(tmp_path, format_name, dtype, monkeypatch):
+    """They and their biases give the store of its definition, and two of them at most are held at a time."""
+    experts = numbers(GPT_OSS)
+    biases = experts[:, :, :2, :, 0].copy()  # [layer, expert, gate | up, I]
+    tensors = {}
+    for layer, (matrices, of_layer) in enumerate(zip(experts, biases, strict=True)):
+        at = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (torch.from_numpy(matrices[:, m]).to(dtype) for m in range(3))
+        both = torch.stack((gate.transpose(1, 2), up.transpose(1, 2)), dim=3)  # [E, H, I, 2]
+        tensors[f"{at}.gate_up_proj"] = both.flatten(2)
+        tensors[f"{at}.down_proj"] = down.contiguous()
+        of_both = torch.from_numpy(of_layer).to(dtype).transpose(1, 2)  # [E, I, 2]
+        tensors[f"{at}.gate_up_proj_bias"] = of_both.flatten(1)
+    tiny_checkpoint.write(tmp_path, tensors, shards=2, settings=GPT_OSS)
+    layout = layout_of(GPT_OSS, format_name)
+    store = np.full((layout.shape.layers, layout.layer_stride), 255, np.uint8)
+    for layer, matrices, of_layer in zip(store, experts, biases, strict=True):
+        heads = layer[: 3 * layout.head_stride].reshape(3, -1)
+        tiles = layer[3 * layout.head_stride :].reshape(3, -1)
+        for (gate, up, down), of_expert, out, head in zip(matrices, of_layer, tiles, heads, strict=True):
+            layout.encode_expert(gate, up, down.T, out, head, of_expert)
+
+    held: list[weakref.ref] = []
+    most = 0
+
+    class Counted(encode.Transposed):
+        def __init__(self, *arguments):
+            nonlocal most
+            super().__init__(*arguments)
+            held.append(weakref.ref(self))
+            most = max(most, sum(one() is not None for one in held))
+
+    monkeypatch.setattr(encode, "Transposed", Counted)
+    monkeypatch.setattr(encode, "CHUNK_NUMBERS", 1000)
+    monkeypatch.setattr(encode, "READ_AHEAD_BYTES", 0)
+    assert store_bytes(Checkpoint(tmp_path), format_name) == store.tobytes()
+    assert len(held) == 6
+    assert most <= 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -174,3 +231,43 @@ def test_exception_of_progress_ends_fill(tmp_path):
     for format_name in ("bf16", "int4", "floe"):
         with pytest.raises(Enough), filled(Checkpoint(tmp_path), format_name, Stop()):
             pass
+
+
+class Arrays:
+    """Tensors in memory, by name."""
+
+    def __init__(self, tensors: dict[str, np.ndarray]) -> None:
+        self._tensors = tensors
+
+    def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor:
+        numbers = self._tensors[part.name].reshape(-1, part.shape[-1])[part.first + lo : part.first + hi]
+        return RawTensor("F32", numbers.shape, numbers.copy().view(np.uint32))
+
+
+KINDS = (ExpertMath(bias=True), ExpertMath(Relu2()), ExpertMath(Relu2(), True))
+
+
+@pytest.mark.parametrize(
+    ("format_name", "math"),
+    [(name, math) for name in FORMATS for math in KINDS if math.gated or not name.startswith("floe")],
+)
+def test_experts_with_biases_or_without_a_gate_are_encoded_as_the_layout_says(format_name, math, monkeypatch):
+    monkeypatch.setattr(encode, "CHUNK_NUMBERS", 3000)
+    random, form = np.random.default_rng(3), format_named(format_name)
+    shape = ExpertShape(1, 1, 72, 164, max(64, form.granularity), math)
+    layout = StoreLayout(shape, form)
+    sizes = [(164, 72)] * (math.matrices - 1) + [(72, 164)] + [(1, 164)] * math.biases
+    arrays = {str(n): random.standard_normal(size).astype(np.float32) for n, size in enumerate(sizes)}
+    where = tuple(TensorRows(name, w.shape, 0, len(w)) for name, w in arrays.items())
+    found, wanted = (
+        (np.full(layout.expert_stride, 255, np.uint8), np.full(layout.head_stride, 255, np.uint8))
+        for _ in range(2)
+    )
+    with ThreadPoolExecutor(1) as downs:
+        for chunk in encode.expert_chunks(Arrays(arrays), downs, layout, where, *found):
+            chunk()
+    *gate, up, down = list(arrays.values())[: math.matrices]
+    biases = [bias[0] for bias in list(arrays.values())[math.matrices :]]
+    layout.encode_expert(gate[0] if gate else None, up, down, *wanted, biases)
+    for part, of_layout in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(part, of_layout)

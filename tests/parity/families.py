@@ -50,6 +50,7 @@ PLAIN: dict[str, Options] = {
         **GROUPS,
     },
     "olmoe": {"num_experts": 6},
+    "gpt_oss": {"num_local_experts": 6, "head_dim": 8, "sliding_window": 16},
     "glm4_moe": {"n_routed_experts": 6, "moe_intermediate_size": 40, "head_dim": 8, **GROUPS},
     "minimax_m2": {"num_local_experts": 6, "head_dim": 8},
     "glm4_moe_lite": {
@@ -70,6 +71,7 @@ PLAIN: dict[str, Options] = {
         **GROUPS,
     },
 }
+ALWAYS_FUSED = {"gpt_oss"}  # the experts, in every version of transformers
 
 # Options that say how large something is. A reader that gets one wrong finds tensors of another shape.
 SIZES = {

@@ -208,6 +208,34 @@ OPTIONS: dict[str, dict[str, Options]] = {  # family -> name of a case -> its op
         },
         "longrope": {**longrope(4, factor=2.0), "norm_topk_prob": True, "num_key_value_heads": 6},
     },
+    "gpt_oss": {
+        "yarn": {**yarn(**RAMP), "swiglu_limit": 0.5},
+        "odd-tied-linear": {
+            **ODD,
+            **TIED,
+            **scaled("linear"),
+            "intermediate_size": 50,
+            "head_dim": 10,
+            "attention_bias": False,
+            "sliding_window": 9,
+            "num_experts_per_tok": 3,
+        },
+        "named-windows-yarn": {
+            **yarn(attention_factor=0.7),
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "swiglu_alpha": 0.6,
+            "num_local_experts": 9,
+            "num_experts_per_tok": 4,
+        },
+        "wide-heads-llama3": {
+            **llama3(),
+            "head_dim": 16,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 4,
+            "sliding_window": 5,
+            "rms_norm_eps": 0.02,
+        },
+    },
     "glm4_moe": {
         "norms-bias": {
             "use_qk_norm": True,
@@ -335,6 +363,7 @@ EDGES = [  # compared in the tests' process only, but for the first
     Case("deepseek_v2", "no-stretch", yarn()),
     Case("qwen3_moe", "all-experts", {"num_experts_per_tok": 6, "norm_topk_prob": True}),
     Case("qwen2_moe", "one-of-six", {"num_experts_per_tok": 1}),
+    Case("gpt_oss", "rope-of-the-family", written={"rope_scaling": None}),
     Case(
         "qwen2_moe",
         "named-windows",
@@ -348,7 +377,7 @@ EDGES = [  # compared in the tests' process only, but for the first
 ]
 
 
-# Of these families `make test` compares all configurations in one process and few engines, `make survey` all.
+# Of these families `make test` compares all configurations in one process and few engines, `-m slow` runs all.
 SAMPLED = ("glm4_moe", "minimax_m2", "glm4_moe_lite", "deepseek_v3")
 ENGINES = {  # family and place
     *(("deepseek_v3", 0), ("minimax_m2", 0), ("glm4_moe", 1), ("glm4_moe_lite", 1)),

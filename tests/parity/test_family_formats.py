@@ -26,7 +26,7 @@ SEEDS = 16  # of noise
 BF16_NOISE = 2**-9  # relative: half a unit in the last place, as much as bfloat16 itself rounds
 BF16_SEEDS = 8
 
-KINDS = ("phimoe", "qwen2_moe", "deepseek_v2")  # between them every kind of tensor
+KINDS = ("phimoe", "qwen2_moe", "deepseek_v2", "gpt_oss")  # between them every kind of tensor
 ROUNDED = [*(case for case in CASES if place(case) == 2 and case.family in KINDS), WHOLE_GROUPS]
 
 FORMATS = {  # of experts and of the rest; no size of a model here is a whole number of their groups
@@ -40,6 +40,7 @@ FORMATS = {  # of experts and of the rest; no size of a model here is a whole nu
     "minimax_m2": ("int8", "int4"),
     "glm4_moe_lite": ("int4-g128", "int8"),
     "deepseek_v3": ("int4", "int4"),
+    "gpt_oss": ("int4", "int8"),
 }
 QUANTIZED = [  # a model, formats of experts and of the rest, workers, tile, policy
     *(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_models import GOOD
 
-from pipeline.backbone.kv_cache import KVCache, capacity_for
-from pipeline.config import KV_BLOCK
+from pipeline.backbone.kv_cache import KVCache, SequenceKV, capacity_for
+from pipeline.config import KV_BLOCK, SNAPSHOTS
 from pipeline.errors import RequestError
 from pipeline.models.registry import model_spec
+from pipeline.models.spec import GatedDelta
 
 
 @pytest.fixture
@@ -138,3 +141,81 @@ def test_without_a_rope_switch_nothing_is_dropped(cache) -> None:
     sequence.advance(9)
     assert sequence.select_rope(1000)
     assert (sequence.long, sequence.length) == (False, 9)
+
+
+RECURRENT = GatedDelta(key_heads=1, value_heads=2, key_dim=3, value_dim=5, taps=4)
+
+
+@pytest.fixture
+def recurrent() -> KVCache:
+    """Of a model whose first layer is recurrent, for two sequences."""
+    spec = replace(model_spec(GOOD), recurrent=RECURRENT, recurrent_layers=(0,))
+    return KVCache(spec, torch.float32, torch.device("cpu"), budget=100, sequences=2)
+
+
+def step(sequence: SequenceKV, tokens: int) -> None:
+    """A step whose states count the tokens."""
+    for now, then in zip(sequence.states[0], sequence.pending[0], strict=True):
+        then.copy_(now + tokens)
+    sequence.advance(tokens)
+
+
+def states_are(sequence: SequenceKV, number: int) -> bool:
+    return all(bool((state == number).all()) for state in sequence.states[0])
+
+
+def test_recurrent_layers_keep_states_instead_of_streams(recurrent) -> None:
+    sequence = recurrent.allocate(7)
+    assert [len(streams) for streams in sequence.layers] == [0, 2]
+    assert [[s.shape for s in layer] for layer in sequence.states] == [[(3, 16), (2, 3, 5)], []]
+    assert sequence.capacity == 7
+    assert states_are(sequence, 0)
+    table = torch.tensor(sequence.stream_addresses)
+    assert table[1].tolist() == [stream.data_ptr() for stream in sequence.layers[1]]
+    recurrent.resize(sequence, 9)
+    assert (sequence.capacity, recurrent.used) == (9, 9)
+
+
+def test_a_step_reads_states_and_writes_pending_ones(recurrent) -> None:
+    sequence = recurrent.allocate(7)
+    step(sequence, 2)
+    now, then = sequence.states[0], sequence.pending[0]
+    for state in then:
+        state.fill_(torch.nan)  # of a step that fails
+    assert states_are(sequence, 2)
+    step(sequence, 1)
+    assert states_are(sequence, 3)
+    assert sequence.states[0] is then
+    assert sequence.pending[0] is now
+
+
+def test_states_are_cut_back_only_to_a_snapshot_the_present_length_and_zero(recurrent) -> None:
+    sequence = recurrent.allocate(60)
+    for _ in range(SNAPSHOTS + 2):
+        step(sequence, 10)
+        sequence.snapshot()
+    step(sequence, 1)
+    ends = tuple(range(30, 10 * SNAPSHOTS + 21, 10))
+    assert sequence.snapshots == ends  # the shortest ones were dropped
+    assert not sequence.truncate(29)
+    assert [sequence.reachable(n) for n in (29, 30, 39, sequence.length, 1000)] == [0, 30, 30, 41, 41]
+    assert states_are(sequence, 41)
+    assert sequence.truncate(1000)
+    for _ in range(2):  # a snapshot serves more than once
+        assert sequence.truncate(30)
+        assert (sequence.length, sequence.snapshots) == (30, (30,))
+        assert states_are(sequence, 30)
+        step(sequence, 7)
+    assert sequence.truncate(0)
+    assert states_are(sequence, 0)
+    assert sequence.snapshots == ()
+
+
+def test_recurrent_sequences_are_as_many_as_there_are_places(recurrent, cache) -> None:
+    first = recurrent.allocate(1)
+    recurrent.allocate(1)
+    with pytest.raises(RequestError, match="no room for the states of another sequence"):
+        recurrent.allocate(1)
+    recurrent.release(first)
+    recurrent.allocate(1)
+    assert (recurrent.places, cache.places) == (0, None)

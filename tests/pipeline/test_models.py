@@ -16,10 +16,12 @@ from pipeline.assets import model_dir
 from pipeline.backbone.rope import RopeTables
 from pipeline.device import open_device
 from pipeline.errors import ModelError, UsageError
-from pipeline.models.registry import architecture_of, expert_shape, model_spec
+from pipeline.models.facts import check_kind, expert_shape
+from pipeline.models.registry import architecture_of, model_spec
 from pipeline.models.routing import Scored, Softmax, SparseMixer
 from pipeline.models.shapes import SHAPES
 from pipeline.models.spec import GroupedQuery, Latent, ModelSpec, Rope
+from shm.expert_math import ExpertMath, Relu2
 from shm.layout import FORMATS, HALF_BYTES, REACH, TILE_BYTES, TILES_PER_EXPERT, format_named
 
 BF16 = format_named("bf16")
@@ -90,6 +92,14 @@ def test_tiles_are_whole_groups_and_hold_the_expert(name, hidden, intermediate, 
     assert shape.tile % form.granularity == 0
     assert shape.tile <= shape.padded < intermediate + shape.tile
     form.tile_bytes(shape.hidden, shape.tile)  # raises where the format has no such tile
+
+
+def test_formats_that_read_gate_by_channel_refuse_ungated_experts() -> None:
+    text = r"--format floe streams gate's channels, and this model's experts have no gate \(ungated relu\^2\)"
+    with pytest.raises(UsageError, match=text):
+        check_kind(ExpertMath(Relu2()), format_named("floe"))
+    check_kind(ExpertMath(Relu2()), format_named("int4"))
+    check_kind(ExpertMath(bias=True), format_named("floe"))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_models import GOOD
 
 from pipeline.backbone.kv_cache import KVCache, SequenceKV
 from pipeline.models.registry import model_spec
+from pipeline.models.spec import GatedDelta
 from pipeline.scheduling.prefix_cache import PrefixCache
 
 BUDGET = 100
@@ -99,3 +102,26 @@ def test_allocate_without_a_kept_sequence_is_empty(kv) -> None:
         assert len(kept) == 1
     assert kept.allocate(40, None, [1, 2, 3]).length == 0  # evicts
     assert (len(kept), kv.free) == (0, 0)
+
+
+def test_recurrent_turn_starts_from_the_longest_snapshot_in_the_common_prefix() -> None:
+    """Places are freed by evicting, as tokens are."""
+    spec = replace(model_spec(GOOD), recurrent=GatedDelta(1, 1, 2, 2, 4), recurrent_layers=(1,))
+    kv = KVCache(spec, torch.float32, torch.device("cpu"), BUDGET, sequences=2)
+    kept = PrefixCache(kv)
+    prompt = list(range(9))
+    for common, reused in ((9, 8), (7, 6), (6, 6), (5, 3)):
+        sequence = kv.allocate(20)
+        for tokens in (3, 3, 2):
+            sequence.advance(tokens)
+            sequence.snapshot() if tokens == 3 else None
+        kept.keep((b"a", "x"), prompt, sequence)
+        found = kept.allocate(20, (b"a", "x"), [*prompt[:common], 77, 77])
+        assert (found is sequence, found.length, kept.has_place) == (True, reused, True)
+        kept.keep((b"a", "x"), prompt, found)
+        assert kept.take((b"a", "x"), [0, 1, 77]) is None  # shorter than every snapshot
+        assert kv.used == 0
+    kept.keep((b"a", "x"), prompt, kv.allocate(20))
+    running = [kept.allocate(20, None, prompt) for _ in range(2)]  # the second evicts
+    assert (kept.has_place, len(kept)) == (False, 0)
+    assert kept.grow(running[0], 40)

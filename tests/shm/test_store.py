@@ -161,11 +161,12 @@ def test_arbitrary_bytes_are_refused(data, size):
 
 def head_of(packed: bytes) -> np.ndarray:
     offset = -(-(PAGE + len(packed)) // PAGE) * PAGE
-    header = struct.pack("<8sIIQQI", b"TANDEMST", 1, READY, len(packed), offset, zlib.crc32(packed))
+    header = struct.pack("<8sIIQQI", b"TANDEMST", 2, READY, len(packed), offset, zlib.crc32(packed))
     return np.frombuffer(header.ljust(PAGE, b"\0") + packed, dtype=np.uint8)
 
 
 FIELDS = msgpack.decode(GOOD.pack())
+RELU2 = {"kind": "relu2", "bias": True}
 UNREADABLE = "its manifest cannot be read"
 
 
@@ -177,6 +178,12 @@ UNREADABLE = "its manifest cannot be read"
         (FIELDS | {"shape": [2, 3, 4]}, UNREADABLE),
         (FIELDS | {"shape": FIELDS["shape"] | {"tile": 0}}, UNREADABLE),
         (FIELDS | {"shape": FIELDS["shape"] | {"depth": 1}}, UNREADABLE),
+        (FIELDS | {"shape": FIELDS["shape"] | {"math": 1}}, UNREADABLE),
+        (
+            FIELDS | {"shape": FIELDS["shape"] | {"math": {"kind": "glu", "bias": False, "alpha": -1}}},
+            UNREADABLE,
+        ),
+        (FIELDS | {"shape": FIELDS["shape"] | {"math": RELU2}, "format": "floe"}, "it needs gated experts"),
         ({name: value for name, value in FIELDS.items() if name != "source"}, UNREADABLE),
         (list(FIELDS), UNREADABLE),
         (FIELDS | {"format": "int3"}, "unknown format 'int3'"),

@@ -47,7 +47,10 @@ def normed(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) ->
     return y if bias is None else y + bias
 
 
-def softmax(x: np.ndarray) -> np.ndarray:
+def softmax(x: np.ndarray, sink: float | None = None) -> np.ndarray:
+    """`sink`: one more score, whose weight is left out."""
+    if sink is not None:
+        return softmax(np.append(x, sink))[:-1]
     e = np.exp(x - x.max(axis=-1, keepdims=True))
     return e / e.sum(axis=-1, keepdims=True)
 

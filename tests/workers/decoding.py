@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shm.blocks import BlockFormat
+from shm.expert_math import SWIGLU, ExpertMath
 from shm.floe import RowFormat
 from shm.layout import NO_HEAD, Bytes, ExpertShape, Float32, StoreLayout, TileFormat
 from workers.kernels.reference import dequantize, row_numbers, tile_numbers
@@ -16,9 +17,16 @@ def tensor(data: Bytes) -> Tensor:
     return torch.from_numpy(np.array(data))
 
 
-def decode(format: TileFormat, data: Bytes, hidden: int, tile: int, head: Bytes = NO_HEAD) -> Float32:
-    """[3, T, H]: gate, up, down transposed."""
-    layout = StoreLayout(ExpertShape(1, 1, hidden, tile, tile), format)
+def decode(
+    format: TileFormat,
+    data: Bytes,
+    hidden: int,
+    tile: int,
+    head: Bytes = NO_HEAD,
+    math: ExpertMath = SWIGLU,
+) -> Float32:
+    """[matrices, T, H]: gate, unless ungated, up, down transposed."""
+    layout = StoreLayout(ExpertShape(1, 1, hidden, tile, tile, math), format)
     return tile_numbers(layout, tensor(data), tensor(head)).numpy()
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from quantized_cases import Case
 
+from shm.expert_math import SWIGLU, ExpertMath
 from shm.layout import Bytes, ExpertShape, Float32, StoreLayout, format_named
 from workers.kernels.c_types import Geometry
 from workers.kernels.native import Kernel, Library, Team
@@ -31,19 +32,29 @@ def plain_expert(
     random: np.random.Generator, hidden: int, tile: int, tiles: int, name: str = "bf16"
 ) -> tuple[StoreLayout, tuple[Float32, Float32, Float32], Bytes]:
     """A layout of one expert in a plain format; its gate, up and down in float32; its tiles' bytes."""
-    layout = StoreLayout(ExpertShape(1, 1, hidden, tiles * tile, tile), format_named(name))
+    layout, matrices, _, data = plain_kind(random, SWIGLU, hidden, tile, tiles, name)
+    assert matrices[0] is not None
+    return layout, (matrices[0], *matrices[1:]), data
+
+
+def plain_kind(
+    random: np.random.Generator, math: ExpertMath, hidden: int, tile: int, tiles: int, name: str = "bf16"
+) -> tuple[StoreLayout, tuple[Float32 | None, Float32, Float32], list[Float32], Bytes]:
+    """The same for any kind of experts, with their biases."""
+    layout = StoreLayout(ExpertShape(1, 1, hidden, tiles * tile, tile, math), format_named(name))
     wide = (tiles * tile, hidden)
     gate, up, down = (
         (random.standard_normal(s) * s[1] ** -0.5).astype(np.float32) for s in (wide, wide, wide[::-1])
     )
+    biases = [random.standard_normal(tiles * tile).astype(np.float32) for _ in range(math.biases)]
+    matrices = gate if math.gated else None, up, down
     data = np.zeros(layout.expert_stride, np.uint8)
-    layout.encode_expert(gate, up, down, data)
-    return layout, (gate, up, down), data[: tiles * layout.tile_bytes]
+    layout.encode_expert(*matrices, data, biases=biases)
+    return layout, matrices, biases, data[: tiles * layout.tile_bytes]
 
 
 def kernel_of(library: Library, layout: StoreLayout, team: Team | None = None) -> Kernel:
-    shape = layout.shape
-    return library.kernel(Geometry(layout.format, shape.hidden, shape.hidden, shape.tile), team)
+    return library.kernel(Geometry.of_tiles(layout), team)
 
 
 def run(library: Library, case: Case, team: Team | None = None) -> Float32:

@@ -40,6 +40,7 @@ class Shape:
     norm: str = ""  # one of QK_NORMS
     clip: float | None = None
     window: int | None = None
+    sinks: bool = False
     biases: bool = False
     layer_norm: bool = False
     experts: int = 0  # 0: a dense layer
@@ -82,6 +83,8 @@ class Layer:
             all_heads = 1 if s.norm == "head" else s.heads
             self.vector("query_norm", all_heads * s.width)
             self.vector("key_norm", (1 if s.norm == "head" else s.kv_heads) * s.width)
+            if s.sinks:
+                self.vector("sinks", s.heads)
         else:
             rank, nope, value, query_rank = s.latent
             queries = s.heads * (nope + 2 * s.half)
@@ -96,6 +99,8 @@ class Layer:
             self.plain["expansion"] = read(self.data["expansion"])
         if s.experts:
             self.plain["router"] = numbers(self.random, s.experts, s.hidden)
+            if s.biases:
+                self.vector("router_bias", s.experts)
         if s.channels or not s.experts:
             self.matrix("up", 2 * s.channels, s.hidden)
             self.matrix("down", s.hidden, s.channels)
@@ -137,7 +142,8 @@ class Layer:
         norms = self.address("query_norm"), self.address("key_norm")
         if s.latent is None:
             numbers = s.heads, s.kv_heads, s.width, 2 * s.half, s.window or 0, QK_NORMS.index(s.norm)
-            attention = Grouped(s.bits, *numbers, *norms, EPS, s.clip or 0, s.width**-0.5)
+            sinks = self.address("sinks")
+            attention = Grouped(s.bits, *numbers, *norms, sinks, EPS, s.clip or 0, s.width**-0.5)
         else:
             rank, nope, value, query_rank = s.latent
             rope = 2 * s.half
@@ -157,6 +163,7 @@ class Layer:
             query=projection("query"),
             output=output,
             router=self.address("router"),
+            router_bias=self.address("router_bias"),
             up=projection("up"),
             down=projection("down"),
             gate=self.address("gate"),
@@ -227,7 +234,7 @@ class Rows:
         x = normed(h, w["mlp_norm"], w.get("mlp_norm_bias"))
         found = {"x": x, "stored": stored}
         if s.experts:
-            found["logits"] = w["router"] @ x
+            found["logits"] = product("router", x)
         if "up" in w:
             gate, up = np.split(product("up", x), 2)
             y = product("down", gate / (1 + np.exp(-gate)) * up)
@@ -247,8 +254,9 @@ class Rows:
         keys, values = (read(cache) for cache in caches)
         seen = slice(0 if s.window is None else max(0, position + 1 - s.window), position + 1)
         shared, scale = s.heads // s.kv_heads, s.width**-0.5
+        sinks = w["sinks"] if s.sinks else [None] * s.heads
         heads = [
-            softmax(keys[i // shared, seen] @ q[i] * scale) @ values[i // shared, seen]
+            softmax(keys[i // shared, seen] @ q[i] * scale, sinks[i]) @ values[i // shared, seen]
             for i in range(s.heads)
         ]
         return np.array(heads), [k, v]
@@ -300,6 +308,7 @@ def shapes(draw: st.DrawFn, formats: tuple[str, ...] = ("f32",)) -> Shape:
         norm=draw(st.sampled_from(QK_NORMS)),
         clip=draw(st.none() | st.floats(0.1, 2.0)),
         window=draw(st.none() | st.integers(1, 50)),
+        sinks=draw(st.booleans()),
         biases=draw(st.booleans()),
         layer_norm=draw(st.booleans()),
         experts=experts,

@@ -13,12 +13,23 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from shm.expert_math import GELU_ALPHA, GELU_CUBIC, SWIGLU, ExpertMath, Glu, Relu2
 from shm.layout import BlockFormat, Bytes, ExpertShape, Float32, StoreLayout, format_named
 
 Float64 = NDArray[np.float64]
 UNIT = 2.0**-24  # the most that float32 changes a number by rounding it, relative to it
 TINY = 2.0**-126  # the most that it loses where numbers become too small for it
 QUANTIZED = ("int8", "int4", "int4-g128")
+KINDS = {
+    "swiglu": SWIGLU,
+    "biases": ExpertMath(bias=True),
+    "clamped": ExpertMath(Glu(1.702, gate_max=7, up_limit=7, offset=1), True),
+    "gelu": ExpertMath(Glu(GELU_ALPHA, GELU_CUBIC)),
+    "softcaps": ExpertMath(Glu(gate_softcap=15, up_softcap=20)),
+    "all numbers": ExpertMath(Glu(1.5, 0.125, 5, 6, -0.25, 12, 9), True),
+    "relu2": ExpertMath(Relu2()),
+    "relu2 biases": ExpertMath(Relu2(), True),
+}
 CODES = ("random", "zeros", "ones", "either")
 HEADS = ("normal", "zero", "huge", "tiny", "denormal", "mixed")
 ROWS = ("normal", "zero", "full", "huge", "tiny", "denormal", "spikes")
@@ -43,11 +54,19 @@ class Case:
         size = self.layout.tile_bytes
         return self.data[index * size : (index + 1) * size]
 
+    def biases(self, index: int) -> Float64:
+        """Of gate, unless ungated, and up, [n, T]; or zeros."""
+        shape = self.layout.shape
+        if not shape.math.bias:
+            return np.zeros((shape.math.matrices - 1, shape.tile))
+        found = self.format.biases(self.tile(index), shape.hidden, shape.tile, shape.math)
+        return found.astype(np.float64)
+
     def matrices(self, index: int) -> list[Matrix]:
-        """Gate, up and down of a tile."""
+        """Gate, unless ungated, up and down of a tile."""
         shape, data, lo = self.layout.shape, self.tile(index), 0
         made = []
-        for n, k in ((shape.tile, shape.hidden), (shape.tile, shape.hidden), (shape.hidden, shape.tile)):
+        for n, k in ((shape.tile, shape.hidden),) * (shape.math.matrices - 1) + ((shape.hidden, shape.tile),):
             size = self.format.matrix_bytes(n, k)
             made.append(Matrix.of(self.format, data[lo : lo + size], n))
             lo += size
@@ -90,23 +109,48 @@ def states(random: np.random.Generator, kind: str, rows: int, hidden: int) -> Fl
     return x.astype(np.float32)
 
 
+def random_tiles(
+    random: np.random.Generator, layout: StoreLayout, number: int, codes: str, head: str
+) -> Bytes:
+    """So many tiles of any records, and of biases of about 1."""
+    shape, format = layout.shape, layout.format
+    assert isinstance(format, BlockFormat)
+    size = format.matrices_bytes(shape.hidden, shape.tile, shape.math.matrices)
+    out = np.zeros((number, layout.tile_bytes), np.uint8)
+    out[:, :size] = records(random, format, number * size // format.record_bytes, codes, head).reshape(
+        number, -1
+    )
+    for tile in out if shape.math.bias else ():
+        biases = format.biases(tile, shape.hidden, shape.tile, shape.math)
+        biases[:] = random.standard_normal(biases.shape)
+    return out.reshape(-1)
+
+
 def make_case(
-    name: str, hidden: int, groups: int, tiles: int, number: int, codes: str, head: str, kind: str, seed: int
+    name: str,
+    hidden: int,
+    groups: int,
+    tiles: int,
+    number: int,
+    codes: str,
+    head: str,
+    kind: str,
+    seed: int,
+    math: ExpertMath = SWIGLU,
 ) -> Case:
     random = np.random.default_rng(seed)
     format = format_named(name)
     assert isinstance(format, BlockFormat)
     tile = groups * format.group
-    layout = StoreLayout(ExpertShape(1, 1, hidden, tiles * tile, tile), format)
-    size = tiles * layout.tile_bytes // format.record_bytes
-    data = records(random, format, size, codes, head).reshape(-1)
+    layout = StoreLayout(ExpertShape(1, 1, hidden, tiles * tile, tile, math), format)
+    data = random_tiles(random, layout, tiles, codes, head)
     x = states(random, kind, number, hidden)
     some = np.flatnonzero(random.random(number) < 0.8)
     rows = random.permutation(some if len(some) else np.arange(number)).astype(np.int32)
     return Case(layout, data, x, rows)
 
 
-def cases(rows: int = 40) -> st.SearchStrategy[Case]:
+def cases(rows: int = 40, math: ExpertMath = SWIGLU) -> st.SearchStrategy[Case]:
     return st.builds(
         make_case,
         st.sampled_from(QUANTIZED),
@@ -118,6 +162,7 @@ def cases(rows: int = 40) -> st.SearchStrategy[Case]:
         head=st.sampled_from(HEADS),
         kind=st.sampled_from(ROWS),
         seed=st.integers(0, 2**32 - 1),
+        math=st.just(math),
     )
 
 
@@ -166,7 +211,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Inner:
-    """silu(gate) * up in int8 steps."""
+    """What is between the matrices, in int8 steps."""
 
     codes: Float64  # [R, T]
     steps: Float64  # [R, T]: of each number's group
@@ -192,6 +237,35 @@ class Inner:
         return cls(*(part.reshape(v.shape) for part in (codes, np.broadcast_to(step, groups.shape), error)))
 
 
+def between(
+    math: ExpertMath, a: Float64, a_missed: Float64, b: Float64, b_missed: Float64
+) -> tuple[Float64, Float64]:
+    """What an expert computes of gate a and up b, which a kernel knows but for `missed`, and by how much it
+    may miss the result. The formula is written out here once more."""
+    f = math.activation
+    if isinstance(f, Relu2):
+        up = np.maximum(b, 0)
+        return up**2, (2 * up + b_missed) * b_missed + 2 * UNIT * up**2 + TINY
+    g, w, more = np.minimum(a, f.gate_max), np.clip(b, -f.up_limit, f.up_limit), 0 * a
+    missed_b = np.where(np.abs(b) - b_missed > f.up_limit, 0, b_missed)
+    z = f.alpha * g * (1 + f.cubic * g**2)
+    sigmoid = 1 / (1 + np.exp(-np.clip(z, -700, None)))
+    if f.gate_softcap:
+        g = f.gate_softcap * np.tanh(g / f.gate_softcap)
+    if f.up_softcap:
+        w = f.up_softcap * np.tanh(w / f.up_softcap)
+    if f != Glu():  # the sum with the offset is rounded, and z, which changes the sigmoid
+        missed_b = missed_b + UNIT * (32 * np.abs(w) + abs(f.offset))
+        more = (32 + 8 * np.abs(z) * (1 - sigmoid)) * UNIT
+    w = w + f.offset
+    gated = g * sigmoid
+    # It has a slope of at most 1.1, or GELU of 1.13; the kernels' exponential ends at 88 and is exact to a
+    # few units.
+    missed = (1.1 if f == Glu() else 1.13) * a_missed * (np.abs(w) + missed_b) + np.abs(gated) * missed_b
+    missed += (16 * UNIT + more) * np.abs(gated * w) + (np.exp(-87) * np.abs(a) + 2 * TINY) * (1 + np.abs(w))
+    return gated * w, missed
+
+
 def expected(case: Case) -> tuple[Float64, Float64]:
     """The sum of all tiles for `case.rows`, [n, H], and how far from it a kernel may be."""
     shape, group = case.layout.shape, case.format.group
@@ -200,14 +274,15 @@ def expected(case: Case) -> tuple[Float64, Float64]:
     total = np.zeros((len(case.rows), shape.hidden))
     bound, size = np.zeros_like(total), np.zeros_like(total)
     for tile in range(shape.tiles):
-        gate, up, down = case.matrices(tile)
-        wide, long = x.shape[1] + 16, shape.tile + 16
-        (a, a_missed), (b, b_missed) = (w.product(x, x_steps, wide) for w in (gate, up))
-        gated = a / (1 + np.exp(-np.clip(a, -700, None)))
-        # silu has a slope of at most 1.1; the kernels' exponential ends at 88 and is exact to a few units.
-        missed = 1.1 * a_missed * (np.abs(b) + b_missed) + np.abs(gated) * b_missed
-        missed += 16 * UNIT * np.abs(gated * b) + (np.exp(-87) * np.abs(a) + 2 * TINY) * (1 + np.abs(b))
-        inner = Inner.of(gated * b, missed, group)
+        *wide, down = case.matrices(tile)
+        sums, long = x.shape[1] + 16, shape.tile + 16
+        products = [w.product(x, x_steps, sums) for w in wide]
+        if shape.math.bias:
+            with_biases = zip(products, case.biases(tile), strict=True)
+            products = [
+                (y + bias, lost + UNIT * (np.abs(y + bias) + lost)) for (y, lost), bias in with_biases
+            ]
+        inner = Inner.of(*between(shape.math, *products[0], *products[-1]), group)
         y, y_missed = down.product(inner.codes, inner.steps, long)
         total += y
         size += np.abs(y) + y_missed

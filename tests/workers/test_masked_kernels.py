@@ -12,9 +12,11 @@ from decoding import decode
 from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_runs import bits, quick, seeds
+from quantized_cases import KINDS, between
 from work_cases import Case
 
 from shm.descriptor import SHARE, THRESHOLD
+from shm.expert_math import SWIGLU, ExpertMath, Glu
 from shm.floe import FLOE_FORMATS, FloeFormat
 from shm.layout import Bytes, ExpertShape, Float32, StoreLayout, format_named
 from shm.mask import DENSE, Mask, Tally
@@ -51,10 +53,26 @@ class Expert:
             self.data[at : at + (hi - lo) * layout.tile_bytes],
         )
 
+    def biases(self, expert: int) -> list[Float32]:
+        """Of gate and up, [channels] each, as they lie in the tiles; none without biases."""
+        layout, tiles = self.layout, range(self.layout.shape.tiles)
+        heads, out = (f(0, expert) for f in (layout.head_offset, layout.offset))
+        parts = [layout.biases_of(self.data[out:], self.data[heads:], tile) for tile in tiles]
+        return [np.concatenate(of_matrix) for of_matrix in zip(*parts, strict=True)]
 
-def made(name: str, hidden: int, tile: int, tiles: int, rows: int, seed: int, experts: int = 1) -> Expert:
+
+def made(
+    name: str,
+    hidden: int,
+    tile: int,
+    tiles: int,
+    rows: int,
+    seed: int,
+    experts: int = 1,
+    math: ExpertMath = SWIGLU,
+) -> Expert:
     random, format = np.random.default_rng(seed), format_named(name)
-    layout = StoreLayout(ExpertShape(1, experts, hidden, tile * tiles, tile), format)
+    layout = StoreLayout(ExpertShape(1, experts, hidden, tile * tiles, tile, math), format)
     data = np.zeros(layout.total_bytes, np.uint8)
     expert = Expert(layout, data, random.standard_normal((rows, hidden)).astype(np.float32))
     for e in range(experts):
@@ -64,6 +82,9 @@ def made(name: str, hidden: int, tile: int, tiles: int, rows: int, seed: int, ex
                 random.standard_normal((tile, hidden)).astype(np.float32) * hidden**-0.5 for _ in range(3)
             )
             format.encode(gate, up, down, body, head)
+            out, heads = data[layout.offset(0, e) :], data[layout.head_offset(0, e) :]
+            for biases in layout.biases_of(out, heads, n):
+                biases[:] = random.standard_normal(tile)
     return expert
 
 
@@ -95,15 +116,25 @@ def exact(expert: Expert, mask: Mask) -> tuple[np.ndarray, np.ndarray, Tally, fl
     gate_x = x.bfloat16().double().numpy() if format.rows.bits == 16 else steps
     y, bound = np.zeros((len(x), shape.hidden)), np.zeros((len(x), shape.hidden))
     tallies, near, unit = [], 1.0, 20 * 2.0**-24 * (shape.hidden + 16)  # 20: zero times sum, and scales
+    f, biases = shape.math.activation, expert.biases(0)
+    assert isinstance(f, Glu)
     for n in range(shape.tiles):
         head, body = expert.part(0, n, n + 1)
         gate, up, down = decode(format, body, shape.hidden, shape.tile, head).astype(np.float64)
         u, g = steps @ up.T, gate_x @ gate.T
+        if biases:
+            g, u = (
+                part + bias[n * shape.tile :][: shape.tile] for part, bias in zip((g, u), biases, strict=True)
+            )
         size, kept = np.abs(u), mask.keeps(u.astype(np.float32))
         near = min(near, nearest(size, kept, mask))
-        a = np.where(kept, g / (1 + np.exp(-g)) * u, 0)
         spread_u, spread_g = np.abs(steps) @ np.abs(up).T + size, np.abs(gate_x) @ np.abs(gate).T
-        error = np.where(kept, unit * (1.1 * spread_g * size + (np.abs(g) + 1) * spread_u), 0)
+        if f == Glu():
+            a = g / (1 + np.exp(-g)) * u
+            error = unit * (1.1 * spread_g * size + (np.abs(g) + 1) * spread_u)
+        else:
+            a, error = between(shape.math, g, unit * (spread_g + np.abs(g)), u, unit * spread_u)
+        a, error = np.where(kept, a, 0), np.where(kept, error, 0)
         y += a @ down
         bound += error @ np.abs(down) + unit * np.abs(a) @ np.abs(down)
         left = np.where(kept, 0, size).sum()
@@ -139,7 +170,22 @@ def nearest(size: np.ndarray, kept: np.ndarray, mask: Mask) -> float:
 def test_masked_tiles_equal_dense_arithmetic_and_the_reference(
     library: Library, name: str, hidden: int, tile: int, tiles: int, rows: int, mask: Mask, seed: int
 ) -> None:
-    expert = made(name, hidden, tile, tiles, rows, seed)
+    check_masked(library, made(name, hidden, tile, tiles, rows, seed), mask)
+
+
+@pytest.mark.parametrize("kind", [name for name, math in KINDS.items() if math.gated and name != "swiglu"])
+@pytest.mark.parametrize("name", ["floe", "floe-u4-int8", "floe-u8-int4"])
+@pytest.mark.parametrize(("hidden", "rows"), [(37, 1), (200, 3), (130, 12)])
+def test_masked_tiles_of_every_kind_of_experts_do(
+    library: Library, kind: str, name: str, hidden: int, rows: int
+) -> None:
+    expert = made(name, hidden, 48, 3, rows, rows, math=KINDS[kind])
+    for mask in (DENSE, Mask(threshold=0.5), Mask(share=0.3)):
+        check_masked(library, expert, mask)
+
+
+def check_masked(library: Library, expert: Expert, mask: Mask) -> None:
+    shape, rows = expert.layout.shape, len(expert.x)
     y, bound, tally, near = exact(expert, mask)
     found, counted = run(library, expert, work_of(expert, mask))
     if near < 1e-5:  # rounding decides what is kept
@@ -153,9 +199,11 @@ def test_masked_tiles_equal_dense_arithmetic_and_the_reference(
 
     reference = ReferenceChannels(expert.layout)
     inputs, every = reference.activations(torch.from_numpy(expert.x)), torch.arange(rows)
-    other = np.zeros_like(found)
-    for n in range(tiles):
-        part, _ = reference.compute(*map(torch.from_numpy, expert.part(0, n, n + 1)), inputs, every, mask)
+    other, biases = np.zeros_like(found), expert.biases(0)
+    for n in range(shape.tiles):
+        of_up = torch.from_numpy(biases[1][n * shape.tile :][: shape.tile]) if biases else None
+        parts = map(torch.from_numpy, expert.part(0, n, n + 1))
+        part, _ = reference.compute(*parts, inputs, every, mask, of_up)
         other += part.numpy()
     assert (np.abs(other - y) <= bound).all()
 
@@ -213,17 +261,27 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows_nor_on_threads(
     mask=MASKS,
     threads=st.sampled_from([1, 3]),
     seed=seeds,
+    math=st.sampled_from([SWIGLU, KINDS["clamped"], KINDS["softcaps"]]),
 )
 def test_parts_for_a_callers_own_masks_give_the_bits_of_a_tile(
-    library: Library, name: str, hidden: int, rows: int, mask: Mask, threads: int, seed: int
+    library: Library,
+    name: str,
+    hidden: int,
+    rows: int,
+    mask: Mask,
+    threads: int,
+    seed: int,
+    math: ExpertMath,
 ) -> None:
-    expert = made(name, hidden, 48, 2, rows, seed)
+    expert = made(name, hidden, 48, 2, rows, seed, math=math)
     format, team = expert.layout.format, library.team(threads)
     assert isinstance(format, FloeFormat)
     try:
-        kernel = ChannelKernel(library, format, hidden, team)
+        kernel = ChannelKernel(library, format, hidden, team, math)
         x, every = kernel.activations(expert.x), np.arange(rows, dtype=np.int32)
-        whole, found = kernel.up(expert.part(0, 0, 2)[0], x, every), np.zeros_like(expert.x)
+        of_up = expert.biases(0)[1] if math.bias else None
+        whole = kernel.up(expert.part(0, 0, 2)[0], x, every, of_up)
+        found = np.zeros_like(expert.x)
         for n in range(2):
             u = whole[:, 48 * n : 48 * (n + 1)]
             kept = np.where(mask.keeps(u), u, np.float32(0))

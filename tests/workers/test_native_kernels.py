@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import brute_force
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from kernel_runs import bits, kernel_of, plain_expert, quick, reference, run, seeds
+from kernel_runs import bits, kernel_of, plain_kind, quick, reference, run, seeds
 from quantized_cases import (
+    KINDS,
     QUANTIZED,
     TINY,
     UNIT,
@@ -23,6 +26,7 @@ from quantized_cases import (
     states,
 )
 
+from shm.expert_math import ExpertMath, Glu
 from shm.layout import BlockFormat, format_named
 from workers.kernels.c_types import Geometry
 from workers.kernels.matrix import HostMatrix
@@ -141,6 +145,22 @@ def test_largest_products_do_not_saturate(library: Library, name: str, code: int
 @quick(60)
 @given(case=cases())
 def test_tiles_equal_exact_arithmetic_and_the_reference(library: Library, case: Case) -> None:
+    check_tiles(library, case)
+
+
+@pytest.mark.parametrize("kind", [name for name in KINDS if name != "swiglu"])
+def test_tiles_of_every_kind_of_experts_do(library: Library, kind: str) -> None:
+    @quick(6)
+    @given(case=cases(math=KINDS[kind]))
+    @example(make_case("int4", 200, 1, 3, 1, "random", "normal", "normal", 1, KINDS[kind]))
+    @example(make_case("int8", 130, 2, 2, 70, "random", "normal", "normal", 2, KINDS[kind]))
+    def check(case: Case) -> None:
+        check_tiles(library, case)
+
+    check()
+
+
+def check_tiles(library: Library, case: Case) -> None:
     y, bound = expected(case)
     found = run(library, case)
     assert found.shape == y.shape
@@ -161,12 +181,33 @@ def test_tiles_equal_exact_arithmetic_and_the_reference(library: Library, case: 
 def test_plain_tiles_equal_the_brute_force_and_the_reference(
     library, name, hidden, tile, tiles, rows, seed
 ) -> None:
-    random = np.random.default_rng(seed)
-    layout, (gate, up, down), data = plain_expert(random, hidden, tile, tiles, name)
+    check_plain(library, "swiglu", name, hidden, tile, tiles, rows, seed)
+
+
+@pytest.mark.parametrize("kind", [name for name in KINDS if name != "swiglu"])
+@pytest.mark.parametrize("name", ["f32", "bf16"])
+@pytest.mark.parametrize(("hidden", "tile", "rows"), [(37, 23, 1), (96, 48, 5), (130, 50, 40)])
+def test_plain_tiles_of_every_kind_of_experts_do(library, kind, name, hidden, tile, rows) -> None:
+    check_plain(library, kind, name, hidden, tile, 3, rows, rows)
+
+
+def check_plain(
+    library: Library, kind: str, name: str, hidden: int, tile: int, tiles: int, rows: int, seed: int
+) -> None:
+    random, math = np.random.default_rng(seed), KINDS[kind]
+    layout, matrices, biases, data = plain_kind(random, math, hidden, tile, tiles, name)
     x = random.standard_normal((rows, hidden)).astype(np.float32)
     chosen = random.permutation(rows).astype(np.int32)
     kernel = kernel_of(library, layout)
     found = kernel.tiles(data, kernel.quantize(x), chosen)
-    exact = brute_force.expert(gate, up, down, x[chosen], name)
+    exact = brute_force.expert(*matrices, x[chosen], name, math, biases)
     assert exact.agrees(found)
     assert exact.agrees(reference(layout, data, x, chosen))
+
+
+def test_the_formula_with_swiglus_numbers_has_its_bits(library: Library) -> None:
+    """So has one whose limits are never reached."""
+    plain = make_case("int4", 200, 1, 3, 20, "random", "normal", "normal", 1)
+    shape = replace(plain.layout.shape, math=ExpertMath(Glu(gate_max=2.0**100)))
+    wide = replace(plain, layout=replace(plain.layout, shape=shape))
+    np.testing.assert_array_equal(bits(run(library, wide)), bits(run(library, plain)))

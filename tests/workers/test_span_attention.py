@@ -57,9 +57,10 @@ def spans(
     bits=st.sampled_from([16, 32]),
     norm=st.sampled_from(QK_NORMS),
     clip=st.none() | st.floats(0.1, 2.0),
+    sink=st.none() | st.sampled_from([0.0, -40.0, 30.0]),
 )
 def test_spans(
-    library, seed, kv_heads, shared, half, still, position, counts, window, bits, norm, clip
+    library, seed, kv_heads, shared, half, still, position, counts, window, bits, norm, clip, sink
 ) -> None:
     random, heads, tokens = np.random.default_rng(seed), kv_heads * shared, sum(counts)
     width = 2 * half + still
@@ -73,6 +74,8 @@ def test_spans(
     turns = np.ascontiguousarray(np.stack([tables(each) for each in angles], axis=1))
     facts = {"normed": QK_NORMS.index(norm), "clip": clip or 0, "window": window or 0}
     facts |= {"query_norm": weights[0].ctypes.data, "key_norm": weights[1].ctypes.data}
+    sinks = None if sink is None else sink + numbers(random, heads)
+    facts |= {"sinks": None if sinks is None else sinks.ctypes.data}
     inputs = [
         grouped_inputs(x, each, kv_heads, norm, weights, clip) for x, each in zip(qkv, angles, strict=True)
     ]
@@ -96,7 +99,7 @@ def test_spans(
         seen = slice(0 if window is None else max(0, end - window), end)
         for head in range(heads):
             scores = keys[head // shared, seen] @ inputs[token][0][head] * width**-0.5
-            wanted = softmax(scores) @ values[head // shared, seen]
+            wanted = softmax(scores, None if sinks is None else sinks[head]) @ values[head // shared, seen]
             np.testing.assert_allclose(found[token, head], wanted, rtol=2e-4, atol=2e-5)
 
 

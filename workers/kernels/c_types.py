@@ -5,18 +5,17 @@ call."""
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shm.blocks import BlockFormat
+from shm.expert_math import SWIGLU, ExpertMath, Glu, Relu2
 from shm.floe import FloeFormat
-from shm.formats import BF16, Bytes, Float32, TileFormat
+from shm.formats import BF16, LINE, Bytes, Float32, TileFormat, whole_lines
 from shm.layout import StoreLayout
-
-LINE = 64  # bytes of a cache line
 
 
 class Kept:
@@ -43,11 +42,27 @@ BF16_BITS, FLOAT32_BITS = 16, 32
 Codes = NDArray[np.int8] | Float32
 
 
+SWIGLU_KIND, GLU_KIND, RELU2_KIND = range(3)
+GLU_NUMBERS = tuple(field.name for field in fields(Glu))
+
+
+class Kind(ctypes.Structure):
+    """An ExpertMath, and where biases are."""
+
+    _fields_ = (
+        ("kind", SIZE),
+        ("biases", SIZE),
+        *((name, ctypes.c_float) for name in (*GLU_NUMBERS, "unused")),
+    )
+
+
 class Weights(ctypes.Structure):
     """A matrix, or with `channels` tiles. `channel_bits`: of gate and down, where they lie by channel."""
 
-    _fields_ = tuple(
-        (name, SIZE) for name in ("bits", "group", "inputs", "outputs", "channels", "channel_bits")
+    _fields_ = (
+        *((name, SIZE) for name in ("bits", "group", "inputs", "outputs")),
+        *((name, SIZE) for name in ("channels", "channel_bits", "tile_bytes")),
+        ("math", Kind),
     )
 
 
@@ -60,12 +75,13 @@ class Geometry:
     inputs: int
     outputs: int
     channels: int = 0
+    math: ExpertMath = SWIGLU
 
     @classmethod
     def of_tiles(cls, layout: StoreLayout) -> Geometry:
         """The geometry of a store's tiles."""
         shape = layout.shape
-        return cls(layout.format, shape.hidden, shape.hidden, shape.tile)
+        return cls(layout.format, shape.hidden, shape.hidden, shape.tile, shape.math)
 
     def __post_init__(self) -> None:
         if self.channels % self.format.granularity:
@@ -91,7 +107,32 @@ class Geometry:
     @property
     def weights(self) -> Weights:
         """Returns the structure of C."""
-        return Weights(self.bits, self.group, self.inputs, self.outputs, self.channels, self.channel_bits)
+        sizes = self.bits, self.group, self.inputs, self.outputs, self.channels, self.channel_bits
+        return Weights(*sizes, self.tile_bytes, self._kind)
+
+    @property
+    def _kind(self) -> Kind:
+        activation = self.math.activation
+        if isinstance(activation, Relu2):
+            return Kind(RELU2_KIND, self.biases)
+        kind = SWIGLU_KIND if activation == Glu() else GLU_KIND
+        return Kind(kind, self.biases, *(getattr(activation, name) for name in GLU_NUMBERS))
+
+    @property
+    def biases(self) -> int:
+        """Where biases are, in bytes from the beginning of a tile, or of a channel; 0: there are none."""
+        if not self.math.bias:
+            return 0
+        if isinstance(self.format, FloeFormat):
+            return self.format.channel_bytes(self.inputs)
+        return whole_lines(self.format.matrices_bytes(self.inputs, self.channels, self.math.matrices))
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a tile that is matrices, with its biases; else 0."""
+        if not self.channels or self.channel_bits:
+            return 0
+        return self.format.tile_bytes(self.inputs, self.channels, self.math)
 
     @property
     def padded(self) -> int:
@@ -154,7 +195,14 @@ class Host(ctypes.Structure):
         *((name, SIZE) for name in ("generation", "layers", "experts", "tiles")),
         *(
             (name, SIZE)
-            for name in ("layer_bytes", "expert_bytes", "tile_bytes", "head_stride", "head_bytes")
+            for name in (
+                "layer_bytes",
+                "expert_bytes",
+                "tile_bytes",
+                "head_stride",
+                "head_bytes",
+                "up_biases",
+            )
         ),
         *((name, POINTER) for name in ("ticks", "memory")),
         *((name, SIZE) for name in ("memory_bytes", "needed")),

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shm.blocks import LANES
+from shm.expert_math import SWIGLU, ExpertMath
 from shm.floe import FloeFormat
-from shm.formats import Bytes, Float32
+from shm.formats import LINE, Bytes, Float32
 from workers.kernels.c_types import (
-    LINE,
     POINTER,
     SIZE,
     Activations,
@@ -38,9 +38,17 @@ class ChannelInputs:
 class ChannelKernel:
     """Computes heads and chosen channels by the C kernels. Used by one thread at a time."""
 
-    def __init__(self, library: Library, format: FloeFormat, hidden: int, team: Team | None) -> None:
+    def __init__(
+        self,
+        library: Library,
+        format: FloeFormat,
+        hidden: int,
+        team: Team | None,
+        math: ExpertMath = SWIGLU,
+    ) -> None:
         self._library, self._format, self._hidden, self._team = library, format, hidden, team
-        self._weights = Geometry(format, hidden, hidden).weights
+        self._channel_bytes = format.channel_bytes(hidden, math)
+        self._weights = Geometry(format, hidden, hidden, math=math).weights
         self._address = ctypes.addressof(self._weights)
         functions = library.functions
         self._gate_bytes = typed(functions.tandem_gate_x_bytes, POINTER, result=SIZE)(self._address)
@@ -64,17 +72,20 @@ class ChannelKernel:
         self._arrange(self._address, x.ctypes.data, ctypes.byref(of), len(x), gate.ctypes.data)
         return ChannelInputs(x, gate)
 
-    def up(self, heads: Bytes, x: ChannelInputs, rows: NDArray[np.int32]) -> Float32:
-        """u of all channels of consecutive heads, float32 [len(rows), channels]."""
+    def up(
+        self, heads: Bytes, x: ChannelInputs, rows: NDArray[np.int32], biases: Float32 | None = None
+    ) -> Float32:
+        """u of all channels of consecutive heads, float32 [len(rows), channels]. biases: up's [channels]."""
         channels = len(heads) // self._format.head_bytes(self._hidden, LANES) * LANES
         matrix = HostMatrix(self._library, self._team, self._format.up, (channels, self._hidden), heads)
-        return matrix.product(x.x[rows])
+        u = matrix.product(x.x[rows])
+        return u if biases is None else u + biases
 
     def channels(self, records: Bytes, u: Float32, x: ChannelInputs, rows: NDArray[np.int32]) -> Float32:
-        """The sum over channels of silu(gate . x) * u * down: float32 [len(rows), H]. records: uint8
-        [channels * channel_bytes]; u: float32 [len(rows), channels], 0 where a row leaves a channel out;
+        """The sum over channels of f(gate . x, u) * down: float32 [len(rows), H]. records: uint8 [channels *
+        channel_bytes]; u: float32 [len(rows), channels], with its bias, 0 where a row leaves a channel out;
         channels that all leave out are not read. Raises IndexError for a row outside x."""
-        size = self._format.channel_bytes(self._hidden)
+        size = self._channel_bytes
         rows, u = np.require(rows, np.int32, ["C", "A"]), np.require(u, np.float32, ["C", "A"])
         number = len(records) // size
         if records.dtype != np.uint8 or not records.flags.c_contiguous or records.shape != (number * size,):

@@ -38,6 +38,8 @@ class HostMatrix:
         self.facts = geometry.weights
         self.address: Address = data.ctypes.data
         self._structure = Matrix(self.facts, self.address, None)
+        self._structure_address = ctypes.addressof(self._structure)
+        self._sized, self._scratch_size = 0, 0  # rows of the scratch, and its bytes
         types = (*[POINTER] * 3, SIZE, POINTER, POINTER, SIZE)
         self._product = typed(library.functions.tandem_product, *types)
         self._scratch_bytes = typed(library.functions.tandem_product_scratch, POINTER, SIZE, result=SIZE)
@@ -51,12 +53,20 @@ class HostMatrix:
         x = np.require(x, np.float32, ["C", "A"])
         if x.ndim != 2 or x.shape[1] != self._inputs:
             raise ValueError(f"activations {x.shape} for {self._inputs} inputs")
-        rows, structure = len(x), ctypes.byref(self._structure)
-        y = np.empty((rows, self._outputs), np.float32)
-        scratch = self._scratch.reserve(self._scratch_bytes(structure, rows))
-        team = handle_of(self._team)
-        self._product(team, structure, x.ctypes.data, rows, y.ctypes.data, scratch, 0)
+        y = np.empty((len(x), self._outputs), np.float32)
+        self.multiply(x.ctypes.data, len(x), y.ctypes.data)
         return y
+
+    def set_bias(self, bias: Address) -> None:
+        """Add a bias float32 [outputs], which the caller keeps, to every product from now on."""
+        self._structure.bias = bias
+
+    def multiply(self, x: Address, rows: int, y: Address) -> None:
+        """Write x @ W.T to y, for x [rows, inputs] and y [rows, outputs], contiguous float32."""
+        if rows != self._sized:
+            self._sized, self._scratch_size = rows, self._scratch_bytes(self._structure_address, rows)
+        scratch = self._scratch.reserve(self._scratch_size)
+        self._product(handle_of(self._team), self._structure_address, x, rows, y, scratch, 0)
 
 
 def quantized(format: BlockFormat, w: Float32) -> Bytes:

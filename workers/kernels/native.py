@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 from shm.control import ControlLine
 from shm.descriptor import Descriptor, address_of
 from shm.errors import NotCompiled
-from shm.formats import Bytes, Float32
+from shm.formats import LINE, Bytes, Float32
 from shm.layout import StoreLayout
 from shm.mask import NOTHING, Tally
 from shm.store import Store
 from workers.kernels.c_types import (
     BF16_BITS,
-    LINE,
     POINTER,
     SIZE,
     SMALL_BUFFERS,
@@ -48,7 +47,7 @@ VARIANTS = {  # best first
     "avx2": "AVX2",
     "portable": "portable C",
 }
-VERSION = 17  # of the functions in c/kernels.h
+VERSION = 19  # of the functions in c/kernels.h
 OTHER_VERSION = "compiled from another version: install again"
 
 log = logging.getLogger(__name__)
@@ -135,9 +134,7 @@ class Kernel:
         self._team = team
         self._weights = g.weights
         self._address = ctypes.addressof(self._weights)
-        self._tile_bytes = (
-            g.format.tile_bytes(g.inputs, g.channels) if g.channels and not g.channel_bits else 0
-        )
+        self._tile_bytes = g.tile_bytes
         self._scratch = Kept()
 
     def quantize(self, x: Float32) -> Quantized:
@@ -205,7 +202,7 @@ class WorkKernel:
             handle_of(team), g.weights, start + layout.offset(0, 0), start + layout.head_offset(0, 0),
             generation, shape.layers, shape.experts, shape.tiles,
             layout.layer_stride, layout.expert_stride, layout.tile_bytes,
-            layout.head_stride, layout.head_bytes, ticks,
+            layout.head_stride, layout.head_bytes, layout.up_biases if layout.shape.math.bias else 0, ticks,
         )  # fmt: skip
         self._call = library._guarded_work if guarded else library._work
         self._address = ctypes.addressof(self._host)

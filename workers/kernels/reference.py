@@ -1,13 +1,13 @@
 """The reference kernel: every format in plain torch operations, on the CPU and on CUDA.
 
 Arithmetic of the plain formats (f32, bf16): matrix products in the format's own dtype. Of the quantized
-ones: activations, and between the matrices silu(gate) * up, are rounded to int8 steps group by group, and
-products are summed in float32. Everything between tiles and experts is float32.
+ones: activations, and what `activated` gives between the matrices, are rounded to int8 steps group by group,
+and products are summed in float32. Everything between tiles and experts is float32.
 The order of the operations depends only on the tiles and rows, so the same call gives the same bits.
 
 Of formats whose gate and down lie by channel (`shm/floe.py`) activations are rounded to int8 steps in groups
 of 64; for gate rows in bf16 to bf16 instead. Of each row u = up @ x, and of the channels that its mask keeps
-y = sum of silu(gate . x) * u * down, all in float32.
+y = sum of f(gate . x, u) * down, all in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from shm.blocks import HEAD_BYTES, LANES, BlockFormat
+from shm.expert_math import SWIGLU, ExpertMath, Glu, Relu2
 from shm.floe import FloeFormat, RowFormat
+from shm.formats import whole_lines
 from shm.layout import StoreLayout
 from shm.mask import Mask, Tally
 from shm.quantize import ROW_GROUP, row_head_bytes
@@ -72,27 +74,61 @@ def int8_steps(x: Tensor, group: int) -> Tensor:
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
+def activated(math: ExpertMath, gate: Tensor | None, up: Tensor) -> Tensor:
+    """What an expert computes between its matrices, of gate (None: ungated) and up, which have their biases.
+    Differentiable."""
+    f = math.activation
+    if isinstance(f, Relu2):
+        return functional.relu(up).square()
+    assert gate is not None
+    if f == Glu():
+        return functional.silu(gate) * up
+    g, u = gate.clamp(max=f.gate_max), up.clamp(-f.up_limit, f.up_limit)
+    s = f.gate_softcap * torch.tanh(g / f.gate_softcap) if f.gate_softcap else g
+    u = f.up_softcap * torch.tanh(u / f.up_softcap) if f.up_softcap else u
+    return s * torch.sigmoid(f.alpha * g * (1 + f.cubic * g * g)) * (u + f.offset)
+
+
 def tile_numbers(layout: StoreLayout, tile: Tensor, head: Tensor | None = None) -> Tensor:
-    """A tile's weights, float32 [3, T, H]: gate, up, down's columns. tile: uint8 [tile_bytes]; head: uint8
-    [head_bytes], of a format with heads."""
-    channels, hidden, format = layout.shape.tile, layout.shape.hidden, layout.format
+    """A tile's matrices, float32 [matrices, T, H]: gate, unless ungated, up, down's columns. tile: uint8
+    [tile_bytes]; head: uint8 [head_bytes], of a format with heads."""
+    shape, format = layout.shape, layout.format
+    channels, hidden, number = shape.tile, shape.hidden, shape.math.matrices
     if isinstance(format, FloeFormat):
         assert head is not None
-        records = tile.view(channels, 2, -1)
+        records = tile.view(channels, -1)[:, : format.channel_bytes(hidden)].reshape(channels, 2, -1)
         gate, down = (row_numbers(format.rows, records[:, part], hidden) for part in range(2))
         return torch.stack((gate, dequantize(format.up, head, channels, hidden)[:, :hidden], down))
+    tile = tile[: format.matrices_bytes(hidden, channels, number)]
     if not isinstance(format, BlockFormat):
-        return tile.view(DTYPES[format.name]).view(3, channels, hidden).float()
-    wide = 2 * format.matrix_bytes(channels, hidden)
-    gate_up = dequantize(format, tile[:wide], 2 * channels, hidden)[:, :hidden]
+        return tile.view(DTYPES[format.name]).view(number, channels, hidden).float()
+    wide = (number - 1) * format.matrix_bytes(channels, hidden)
+    gate_up = dequantize(format, tile[:wide], (number - 1) * channels, hidden)[:, :hidden]
     down = dequantize(format, tile[wide:], hidden, channels)[:, :channels]
-    return torch.cat((gate_up, down.mT)).view(3, channels, hidden)
+    return torch.cat((gate_up, down.mT)).view(number, channels, hidden)
+
+
+def tile_biases(layout: StoreLayout, tile: Tensor) -> Tensor:
+    """The biases in a tile uint8 [tile_bytes], float32 [n, T] as of `TileFormat.biases`."""
+    shape, format = layout.shape, layout.format
+    if isinstance(format, FloeFormat):
+        return channel_biases(format, tile.view(shape.tile, -1), shape.hidden)[None]
+    start = whole_lines(format.matrices_bytes(shape.hidden, shape.tile, shape.math.matrices))
+    biases = tile[start : start + 4 * shape.math.biases * shape.tile]
+    return biases.view(torch.float32).view(-1, shape.tile)
+
+
+def channel_biases(format: FloeFormat, channels: Tensor, hidden: int) -> Tensor:
+    """Gate's biases in channels uint8 [n, channel_bytes]: float32 [n]."""
+    start = format.channel_bytes(hidden)
+    return channels[:, start : start + 4].contiguous().view(torch.float32).flatten()
 
 
 class ReferenceKernel:
     """Computes tiles in a uint8 tensor, on that tensor's device."""
 
     def __init__(self, layout: StoreLayout) -> None:
+        self._layout, self._math = layout, layout.shape.math
         self._tile = layout.shape.tile
         self._hidden = layout.shape.hidden
         self._tile_bytes = layout.tile_bytes
@@ -117,20 +153,27 @@ class ReferenceKernel:
 
     def _tile_output(self, tile: Tensor, x: Tensor) -> Tensor:
         """Returns the output of one tile, float32 [R, H]."""
-        blocks = self._blocks
+        blocks, number = self._blocks, self._math.matrices
+        wide = (number - 1) * self._tile
+        matrices = tile[: self._layout.format.matrices_bytes(self._hidden, self._tile, number)]
         if blocks is None:
-            parts = tile.view(x.dtype).view(3, self._tile, self._hidden)
-            return (self._inner(x, parts[:2].view(2 * self._tile, self._hidden)) @ parts[2]).float()
-        wide = blocks.matrix_bytes(self._tile, self._hidden)
+            rows = matrices.view(x.dtype).view(number * self._tile, self._hidden)
+            return (self._inner(x, rows[:wide], tile) @ rows[wide:]).float()
         # Tiles are whole blocks of outputs: gate and up are one matrix of twice as many.
-        gate_up = dequantize(blocks, tile[: 2 * wide], 2 * self._tile, self._hidden)
-        down = dequantize(blocks, tile[2 * wide :], self._hidden, self._tile)
-        return functional.linear(int8_steps(self._inner(x, gate_up), blocks.group), down)
+        begin = blocks.matrix_bytes(wide, self._hidden)
+        gate_up = dequantize(blocks, matrices[:begin], wide, self._hidden)
+        down = dequantize(blocks, matrices[begin:], self._hidden, self._tile)
+        return functional.linear(int8_steps(self._inner(x, gate_up, tile), blocks.group), down)
 
-    def _inner(self, x: Tensor, gate_up: Tensor) -> Tensor:
-        """Returns silu(gate x) * (up x), [R, T]."""
-        both = functional.linear(x, gate_up)  # [R, 2T]
-        return functional.silu(both[:, : self._tile]) * both[:, self._tile :]
+    def _inner(self, x: Tensor, gate_up: Tensor, tile: Tensor) -> Tensor:
+        """Returns what is between a tile's matrices, [R, T]; of other kinds than SwiGLU in float32."""
+        both = functional.linear(x, gate_up)  # [R, 2T], or ungated [R, T]
+        if self._math.bias:
+            both = both.float() + tile_biases(self._layout, tile).flatten()
+        elif self._math != SWIGLU:
+            both = both.float()
+        *gate, up = both.chunk(self._math.matrices - 1, dim=1)
+        return activated(self._math, gate[0] if gate else None, up).to(x.dtype)
 
 
 TOGETHER = 1 << 23  # numbers of up that are float32 at a time, a few times over
@@ -152,6 +195,7 @@ class ReferenceChannels:
         self._format = format
         self._hidden = layout.shape.hidden
         self._tile = layout.shape.tile
+        self._math = layout.shape.math
 
     def activations(self, x: Tensor) -> ChannelInputs:
         """Returns the rows x float32 [R, H] in the forms that the products read."""
@@ -160,13 +204,15 @@ class ReferenceChannels:
             return ChannelInputs(steps, x.bfloat16().float())
         return ChannelInputs(steps, steps[:, : self._hidden])
 
-    def up(self, heads: Tensor, x: ChannelInputs, rows: Tensor) -> Tensor:
-        """u of all channels of consecutive heads, float32 [n, channels]. rows: int64 [n]."""
+    def up(self, heads: Tensor, x: ChannelInputs, rows: Tensor, biases: Tensor | None = None) -> Tensor:
+        """u of all channels of consecutive heads, float32 [n, channels]. rows: int64 [n]; biases: up's,
+        float32 [channels]."""
         block, inputs, parts = self._format.head_bytes(self._hidden, 16), x.up[rows], []
         for part in torch.split(heads, max(1, TOGETHER // (16 * self._hidden)) * block):
             matrix = dequantize(self._format.up, part, len(part) // block * 16, self._hidden)
             parts.append(functional.linear(inputs, matrix))
-        return torch.cat(parts, dim=1)
+        u = torch.cat(parts, dim=1)
+        return u if biases is None else u + biases
 
     def keeps(self, u: Tensor, mask: Mask) -> Tensor:
         """bool [n, channels]: `Mask.keeps` of each tile."""
@@ -178,22 +224,36 @@ class ReferenceChannels:
         return torch.zeros_like(size, dtype=torch.bool).scatter_(-1, order, True).view(u.shape)
 
     def channels(self, records: Tensor, u: Tensor, x: ChannelInputs, rows: Tensor) -> Tensor:
-        """The sum over channels of silu(gate . x) * u * down: float32 [n, H]. records: uint8 [channels *
-        channel_bytes]; u: float32 [n, channels], 0 where a row leaves a channel out; rows: int64 [n]."""
-        parts = records.view(u.shape[1], 2, -1)
+        """The sum over channels of f(gate . x, u) * down: float32 [n, H]. records: uint8 [channels *
+        channel_bytes]; u: float32 [n, channels], with its bias, 0 where a row leaves a channel out; rows:
+        int64 [n]."""
+        parts = records.view(u.shape[1], -1)
         if u.device.type == "cpu":  # to know them, the host would wait for another device
             read = u.ne(0).any(dim=0)
             parts, u = parts[read], u[:, read]
         if not len(parts):
             return torch.zeros(len(u), self._hidden, device=u.device)
-        gate, down = (row_numbers(self._format.rows, parts[:, i], self._hidden) for i in range(2))
-        return (functional.silu(functional.linear(x.gate[rows], gate)) * u) @ down
+        both = parts[:, : self._format.channel_bytes(self._hidden)].reshape(len(parts), 2, -1)
+        gate, down = (row_numbers(self._format.rows, both[:, i], self._hidden) for i in range(2))
+        g = functional.linear(x.gate[rows], gate)
+        if self._math.bias:
+            g = g + channel_biases(self._format, parts, self._hidden)
+        inner = activated(self._math, g, u)
+        if isinstance(f := self._math.activation, Glu) and f.offset:  # f(g, 0) is another number
+            inner = inner.masked_fill(u == 0, 0)
+        return inner @ down
 
     def compute(
-        self, heads: Tensor, tiles: Tensor, x: ChannelInputs, rows: Tensor, mask: Mask
+        self,
+        heads: Tensor,
+        tiles: Tensor,
+        x: ChannelInputs,
+        rows: Tensor,
+        mask: Mask,
+        biases: Tensor | None = None,
     ) -> tuple[Tensor, Tally]:
         """Consecutive tiles with this mask: their sum float32 [n, H], and what it left out."""
-        u = self.up(heads, x, rows)
+        u = self.up(heads, x, rows, biases)
         kept = self.keeps(u, mask)
         size = u.abs().double()
         mass, left = size.sum().item(), size.masked_fill(kept, 0).sum().item()

@@ -35,7 +35,7 @@
 
 #include <string.h>
 
-int tandem_kernels_version(void) { return 17; }
+int tandem_kernels_version(void) { return 19; }
 
 enum { MOST_GROUP = 128 }; /* inputs that share a scale */
 enum { NEARBY = 1 << 19 }; /* bytes of outputs that a core's own cache holds, beside activations and weights */
@@ -45,7 +45,8 @@ struct scratch {
     const struct weights *w;
     struct packed x;     /* [rows, inputs]; bf16: arranged */
     struct packed inner; /* [rows, channels]; bf16: as in plain_tiles.h */
-    float *both;         /* gate and up [2 * channels, rows] in blocks of 16 channels: [16 channels] of each row */
+    float *both;         /* gate, unless ungated, and up [channels, rows] in blocks of 16 channels: [16 channels] of each
+                          * row */
     float *part;         /* bf16: of a tile. Else the outputs of many rows, in blocks like `both` */
     int64_t bytes;
 };
@@ -73,24 +74,25 @@ int64_t tandem_scratch(const struct weights *w, int64_t rows) { return lay_out(w
 
 struct inner {
     const struct scratch *s;
+    const uint8_t *tile;
     int64_t count;
 };
 
-/* silu(gate) * up of rows [lo, hi), quantized and packed. */
+/* Inner activations of rows [lo, hi), quantized and packed. */
 static void activate(void *context, int64_t lo, int64_t hi) {
     const struct inner *inner = context;
     const struct scratch *s = inner->s;
     int64_t count = inner->count, channels = s->w->channels, group = s->w->group, groups = channels / group;
-    int64_t chunk = chunk_rows(s->w, count);
+    int64_t chunk = chunk_rows(s->w, count), to_up = (wide_matrices(s->w) - 1) * channels * count;
     for (int64_t g = 0; g < groups; g++)
         for (int64_t r = lo; r < hi; r++) {
             float gate[MOST_GROUP], up[MOST_GROUP];
             for (int64_t i = 0; i < group; i += BLOCK) {
                 const float *from = s->both + ((g * group + i) * count + r * BLOCK);
                 memcpy(gate + i, from, BLOCK * sizeof *from);
-                memcpy(up + i, from + channels * count, BLOCK * sizeof *from);
+                memcpy(up + i, from + to_up, BLOCK * sizeof *from);
             }
-            silu_times(gate, up, group);
+            activate_channels(s->w, inner->tile, g * group, gate, up, group);
             int64_t first = r / chunk * chunk, at = first * groups + g * least(chunk, count - first) + r - first;
             quantize_row(gate, group, group, s->inner.codes + at * group, s->inner.factors + 2 * at);
         }
@@ -123,22 +125,21 @@ static void compute_tiles(struct team *team, const struct weights *w, const uint
     }
     pack(w, w->inputs, x, chosen, count, s.x);
     /* A tile is whole blocks: gate and up are one matrix of twice as many outputs. */
-    int64_t wide = 2 * channels / BLOCK * block_bytes(w, w->inputs);
+    int64_t wide_outputs = wide_matrices(w) * channels, wide = wide_outputs / BLOCK * block_bytes(w, w->inputs);
     int64_t blocks_down = (w->outputs + BLOCK - 1) / BLOCK;
     /* Lines at distances of large powers of two evict each other from a cache: large outputs are summed in blocks. */
     int in_blocks = count > ROWS && count * w->outputs * 4 >= NEARBY;
     struct summed summed = {s.part, {w, NULL, channels, w->outputs, s.inner, count, y, w->outputs, BLOCK, 0}};
-    struct inner inner = {&s, count};
-    for (int64_t tile = 0; tile < number; tile++) {
+    struct inner inner = {&s, tiles, count};
+    for (int64_t tile = 0; tile < number; tile++, tiles += w->tile_bytes) {
         int64_t spin_ns = tile + 1 < number || in_blocks ? WAKE_NS : 0;
-        struct product in = {w, tiles, w->inputs, 2 * channels, s.x, count, s.both, BLOCK, count * BLOCK, 0};
+        struct product in = {w, tiles, w->inputs, wide_outputs, s.x, count, s.both, BLOCK, count * BLOCK, 0};
         struct product out = in_blocks ? in : summed.to;
-        out.matrix = tiles + wide, out.inputs = channels, out.x = s.inner, out.add = tile > 0;
+        out.matrix = tiles + wide, out.inputs = channels, out.x = s.inner, out.add = tile > 0, inner.tile = tiles;
         if (in_blocks) out.outputs = blocks_down * BLOCK, out.y = s.part;
-        parallel_for(team, blocks, &in, 2 * channels / BLOCK, WAKE_NS);
+        parallel_for(team, blocks, &in, wide_outputs / BLOCK, WAKE_NS);
         parallel_for(count < ROWS ? NULL : team, activate, &inner, count, WAKE_NS);
         parallel_for(team, blocks, &out, blocks_down, spin_ns);
-        tiles += wide + blocks_down * block_bytes(w, channels);
     }
     if (in_blocks) parallel_for(team, as_rows, &summed, blocks_down, 0);
 }

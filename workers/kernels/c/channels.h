@@ -18,18 +18,25 @@ struct row_shape {
     int64_t bits, numbers; /* INT4, INT8 or BF16 */
     int64_t groups;        /* with those that only pad */
     int64_t zeros, codes, bytes;
+    int64_t channel; /* of a channel: gate's row, down's row, perhaps gate's bias */
 };
+
+static int64_t channel_bytes(const struct weights *w, const struct row_shape *s) {
+    return 2 * s->bytes + (w->math.biases ? 64 : 0);
+}
 
 static struct row_shape row_shape_of(const struct weights *w) {
     struct row_shape s = {.bits = w->channel_bits, .numbers = w->outputs};
     if (s.bits == BF16) {
         s.bytes = rounded_up(2 * s.numbers, 64);
+        s.channel = channel_bytes(w, &s);
         return s;
     }
     s.groups = rounded_up(s.numbers, s.bits == INT4 ? WIDTH : GROUP) / GROUP;
     s.zeros = rounded_up(s.groups * (s.bits == INT4 ? 2 : 4), 64);
     s.codes = s.bits == INT4 ? 2 * s.zeros : s.zeros;
     s.bytes = s.codes + s.groups * GROUP * s.bits / 8;
+    s.channel = channel_bytes(w, &s);
     return s;
 }
 

@@ -45,7 +45,7 @@ int tandem_work(struct host *host, const void *descriptor, int64_t numbers, cons
     struct source source = {.w = w, .work = &work, .tiles = host->tiles_data + layer * host->layer_bytes,
                             .heads = host->heads_data + layer * host->layer_bytes, .expert_bytes = host->expert_bytes,
                             .tile_bytes = host->tile_bytes, .head_stride = host->head_stride,
-                            .head_bytes = host->head_bytes,
+                            .head_bytes = host->head_bytes, .up_biases = host->up_biases,
                             .x = {.of = {memory, (float *)(memory + codes)}, .gate = gate}, .mask = mask,
                             .tallies = (struct tally *)(gate + gate_x), .ticks = host->ticks};
     tandem_quantize(w, x, x_rows, memory, (float *)(memory + codes));

@@ -70,7 +70,7 @@ struct source {
     const struct weights *w;
     const struct work *work;
     const uint8_t *tiles, *heads; /* of the layer's first expert */
-    int64_t expert_bytes, tile_bytes, head_stride, head_bytes;
+    int64_t expert_bytes, tile_bytes, head_stride, head_bytes, up_biases; /* as of a host */
     struct masked_x x;
     struct mask mask;
     struct tally *tallies; /* of all tiles of the items, where tiles have heads */
@@ -85,11 +85,14 @@ static void compute_part(struct team *team, const struct source *s, int64_t item
     const int32_t *which = k->items + 3 * item, *rows = k->rows + k->offsets[item];
     int64_t tile = which[1] + first, count = rows_of(k, item);
     const uint8_t *tiles = s->tiles + which[0] * s->expert_bytes + tile * s->tile_bytes;
-    if (s->w->channel_bits)
-        masked_tiles(team, s->w, s->heads + which[0] * s->head_stride + tile * s->head_bytes, s->head_bytes, tiles,
-                     s->tile_bytes, number, &s->x, rows, count, &s->mask, y, scratch, s->tallies + at);
-    else
+    if (!s->w->channel_bits) {
         compute_tiles(team, s->w, tiles, number, &s->x.of, rows, count, y, scratch);
+        return;
+    }
+    const uint8_t *heads = s->heads + which[0] * s->head_stride;
+    const float *biases = s->up_biases ? (const float *)(heads + s->up_biases) + tile * s->w->channels : NULL;
+    masked_tiles(team, s->w, heads + tile * s->head_bytes, s->head_bytes, biases, tiles, s->tile_bytes, number, &s->x,
+                 rows, count, &s->mask, y, scratch, s->tallies + at);
 }
 
 /* Bytes of scratch that `rows` rows of a tile need. */

@@ -12,7 +12,7 @@ enum { HERE = 0 }; /* prefetches what is read anyway: there is no later record *
 struct kept { /* of rows: the channels that each keeps */
     int64_t channels, count;
     int32_t *number, *which; /* [count]; [count, channels], ascending */
-    float *a;                /* [count, channels]: u of each kept channel */
+    float *a;                /* [count, channels]: u of each kept channel, with its bias */
     uint8_t *any;            /* [channels]: some row keeps it; not for one row alone */
 };
 
@@ -59,6 +59,7 @@ static void records_ahead(const int32_t *channels, int64_t number, int64_t first
 }
 
 struct channel_rows {
+    const struct expert_math *math;
     const struct row_shape *shape;
     const uint8_t *records;
     const struct masked_scratch *s;
@@ -71,7 +72,7 @@ static void add_kept(void *context, int64_t lo, int64_t hi) {
     const struct channel_rows *p = context;
     const struct row_shape *shape = p->shape;
     const struct kept *k = &p->s->kept;
-    int64_t record = 2 * shape->bytes;
+    int64_t record = shape->channel, biases = p->math->biases;
     for (int64_t r = lo; r < hi; r++) {
         const int32_t *which = k->which + r * k->channels;
         int64_t number = k->number[r];
@@ -87,7 +88,8 @@ static void add_kept(void *context, int64_t lo, int64_t hi) {
             for (int64_t i = 0; i < taken; i++)
                 gate[i] = p->records + which[first + i] * record, down[i] = gate[i] + shape->bytes;
             gates_of_row(shape, gate, taken, p->s->gate_x[r], next, a);
-            silu_times(a, k->a + r * k->channels + first, taken);
+            for (int64_t i = 0; biases && i < taken; i++) a[i] += *(const float *)(gate[i] + biases);
+            activated(p->math, a, k->a + r * k->channels + first, taken);
             add_down(shape, down, a, taken, next, &sum);
         }
         take_added(shape, &sum, p->add, p->y + r * shape->numbers);
@@ -98,6 +100,6 @@ static void add_kept(void *context, int64_t lo, int64_t hi) {
 static void kept_channels(struct team *team, const struct weights *w, const uint8_t *records,
                           const struct masked_scratch *s, float *y, int add) {
     struct row_shape shape = row_shape_of(w);
-    struct channel_rows rows = {&shape, records, s, y, add};
+    struct channel_rows rows = {&w->math, &shape, records, s, y, add};
     parallel_for(s->kept.count > 1 ? team : NULL, add_kept, &rows, s->kept.count, 0);
 }

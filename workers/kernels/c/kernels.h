@@ -40,6 +40,15 @@ enum { INT2 = 2, INT4 = 4, INT8 = 8, BF16 = 16, FLOAT32 = 32 }; /* bits of a wei
 #define PREFETCH(at) __builtin_prefetch((const char *)(at), 0, 2)
 enum { AHEAD = 8192 }; /* bytes: how far ahead of its use */
 
+/* What experts compute between their matrices: shm/expert_math.py has the formula and what its numbers mean. */
+enum { SWIGLU, GLU, RELU2 }; /* SWIGLU is GLU with its numbers, RELU2 has no gate */
+struct expert_math {
+    int64_t kind;
+    int64_t biases; /* bytes from a tile's beginning to gate's biases, unless RELU2, and then up's, float32 [channels] each;
+                     * where gate and down lie by channel, from a channel's beginning to gate's. 0: there are none */
+    float alpha, cubic, gate_max, up_limit, offset, gate_softcap, up_softcap, unused;
+};
+
 struct weights {
     int64_t bits;
     int64_t group;    /* inputs that share a scale; 1 for bf16 and float32 */
@@ -48,6 +57,8 @@ struct weights {
     int64_t channels; /* T of one tile, a multiple of group; 0 for a matrix */
     int64_t channel_bits; /* of a tile's gate and down, where they lie by channel and `bits` are up's: INT4, INT8 or
                            * BF16 (shm/floe.py); 0: a tile is matrices of `bits` */
+    int64_t tile_bytes;   /* of a tile that is matrices */
+    struct expert_math math; /* of tiles */
 };
 
 /* Integer formats: codes int8 [rows, padded], factors float32 [rows, padded / group, 2]; `padded` is the number
@@ -109,6 +120,7 @@ struct host {
     int64_t layers, experts, tiles; /* of the store, of a layer, of an expert */
     int64_t layer_bytes, expert_bytes, tile_bytes; /* from one to the next */
     int64_t head_stride, head_bytes;               /* of an expert's heads, of a tile's */
+    int64_t up_biases;        /* bytes from an expert's heads to up's biases, float32 [tiles, channels]; 0: there are none */
     volatile uint64_t *ticks; /* incremented after each tile, as a sign of progress; may be NULL */
     void *memory;             /* 64-byte aligned */
     int64_t memory_bytes, needed;
@@ -133,8 +145,8 @@ void tandem_arrange_gate_x(const struct weights *weights, const float *x, const 
                            uint8_t *to);
 
 /* y float32 [count, H] = for the rows chosen[0..count) of x, which has `rows`, the sum over `channels` records of
- * silu(gate . x) * u * down; u float32 [count, channels], 0 where a row does not keep a channel. Records that no row
- * keeps are not read. */
+ * f(gate . x, u) * down; u float32 [count, channels], with its bias, 0 where a row does not keep a channel. Records that no
+ * row keeps are not read. */
 int tandem_channels(struct team *team, const struct weights *weights, const uint8_t *records, int64_t channels,
                     const uint8_t *gate_x, int64_t rows, const int32_t *chosen, int64_t count, const float *u,
                     float *y, void *scratch);
@@ -171,6 +183,7 @@ struct grouped { /* query heads in groups that share keys and values */
     int64_t window; /* most tokens attended to, the new one included; 0: all */
     int64_t normed; /* RMS norm of queries and keys: 0 none, 1 of each head, 2 of all heads together */
     const float *query_norm, *key_norm;
+    const float *sinks;     /* [heads], or NULL: each joins its head's softmax as the score of a value of 0 */
     float eps, clip, scale; /* clip 0: none */
 };
 
@@ -201,6 +214,7 @@ struct layer { /* pointers to what a layer does not have are NULL */
     const struct matrix *query; /* from the queries' latent */
     const struct matrix *output;
     const float *router;           /* [experts, hidden] */
+    const float *router_bias;      /* [experts] */
     const struct matrix *up, *down; /* a feed-forward block for every row, [2 I, hidden] and [hidden, I]: the shared
                                      * experts, or without a router the layer's dense block */
     const float *gate;              /* [hidden], scales the block's output by sigmoid(gate . x) */

@@ -239,7 +239,7 @@ static void activate_rows(void *context, int64_t lo, int64_t hi) {
 }
 
 static struct weights float32_weights(const struct layer *l, int64_t outputs) {
-    return (struct weights){FLOAT32, 1, l->hidden, outputs, 0, 0};
+    return (struct weights){.bits = FLOAT32, .group = 1, .inputs = l->hidden, .outputs = outputs};
 }
 
 /* y = the feed-forward block of x. */
@@ -276,7 +276,7 @@ int tandem_layer(struct team *team, const struct layer *l, int64_t index, const 
     tandem_product(team, l->output, run.narrow, s->rows, s->out, run.product, WAKE_NS);
     parallel_for(of_rows, leave_attention, &run, s->rows, WAKE_NS);
     if (s->logits) {
-        struct matrix router = {float32_weights(l, l->experts), l->router, NULL};
+        struct matrix router = {float32_weights(l, l->experts), l->router, l->router_bias};
         tandem_product(team, &router, s->x, s->rows, s->logits, NULL, l->up ? WAKE_NS : 0);
     }
     if (!l->up) return FINE;

@@ -123,6 +123,7 @@ struct masked_x {
 struct masking {
     const struct mask *mask;
     const struct masked_scratch *s;
+    const float *biases; /* of u [channels], or NULL */
 };
 
 /* The masks of rows [lo, hi). */
@@ -132,22 +133,23 @@ static void mask_rows(void *context, int64_t lo, int64_t hi) {
     const struct kept *k = &s->kept;
     int64_t channels = k->channels;
     for (int64_t r = lo; r < hi; r++) {
-        const float *u = s->u; /* of one row in order already */
+        float *u = s->u; /* of one row in order already */
         if (k->count > 1) {
-            float *row = s->rows + r * channels;
+            u = s->rows + r * channels;
             for (int64_t c = 0; c < channels; c += BLOCK)
-                memcpy(row + c, s->u + c * k->count + r * BLOCK, BLOCK * sizeof *row);
-            u = row;
+                memcpy(u + c, s->u + c * k->count + r * BLOCK, BLOCK * sizeof *u);
         }
+        for (int64_t c = 0; p->biases && c < channels; c++) u[c] += p->biases[c];
         s->tallies[r] = (struct tally){0};
         k->number[r] = (int32_t)keep(p->mask, channels, u, s->sizes + r * channels, k->which + r * channels,
                                      k->a + r * channels, s->tallies + r);
     }
 }
 
-static struct tally masked_channels(struct team *team, const struct mask *mask, const struct masked_scratch *s) {
+static struct tally masked_channels(struct team *team, const struct mask *mask, const struct masked_scratch *s,
+                                    const float *biases) {
     const struct kept *k = &s->kept;
-    struct masking masking = {mask, s};
+    struct masking masking = {mask, s, biases};
     struct tally sum = {.channels = k->channels};
     parallel_for(k->count < ROWS ? NULL : team, mask_rows, &masking, k->count, WAKE_NS);
     for (int64_t r = 0; r < k->count; r++) sum.mass += s->tallies[r].mass, sum.left += s->tallies[r].left;
@@ -162,8 +164,10 @@ static struct tally masked_channels(struct team *team, const struct mask *mask, 
     return sum;
 }
 
+/* `biases`: of up, of these tiles' channels; NULL: none. */
 static void masked_tiles(struct team *team, const struct weights *w, const uint8_t *head, int64_t head_bytes,
-                         const uint8_t *body, int64_t body_bytes, int64_t number, const struct masked_x *x,
+                         const float *biases, const uint8_t *body, int64_t body_bytes, int64_t number,
+                         const struct masked_x *x,
                          const int32_t *chosen, int64_t count, const struct mask *mask, float *y, void *memory,
                          struct tally *tallies) {
     struct masked_scratch s = lay_out_masked(w, w->channels, count, memory);
@@ -173,7 +177,7 @@ static void masked_tiles(struct team *team, const struct weights *w, const uint8
     for (int64_t tile = 0; tile < number; tile++, head += head_bytes, body += body_bytes) {
         struct product up = {w, head, w->inputs, channels, s.x, count, s.u, BLOCK, count * BLOCK, 0};
         parallel_for(team, blocks, &up, channels / BLOCK, WAKE_NS);
-        tallies[tile] = masked_channels(team, mask, &s);
+        tallies[tile] = masked_channels(team, mask, &s, biases ? biases + tile * channels : NULL);
         kept_channels(team, w, body, &s, y, tile > 0);
     }
 }

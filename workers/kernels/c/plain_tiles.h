@@ -1,5 +1,5 @@
-/* Tiles in bf16 or float32, row-major: gate rows [T, H], up rows [T, H], down's columns as rows [T, H]. float32, a format
- * for comparison, has a plain loop for down. Matrix units, in variants that
+/* Tiles in bf16 or float32, row-major: gate rows [T, H], unless ungated, up rows [T, H], down's columns as rows [T, H].
+ * float32, a format for comparison, has a plain loop for down. Matrix units, in variants that
  * have them, add in an order of their own: not the bits of vectors. Part of body.h. */
 #pragma once
 
@@ -80,7 +80,7 @@ struct plain_tile {
     const char *x; /* bf16: arranged [count, H]; by units: for them */
     int64_t count;
     float *gate, *up; /* [count, T] */
-    float *inner;     /* silu(gate) * up [count, T] rounded to bf16; by pairs [count, pairs] */
+    float *inner;     /* inner activations [count, T] rounded to bf16; by pairs [count, pairs] */
     float *part;      /* a sum so far: of a thread's panel [count, COLUMNS]; few rows: of y */
     float *y;         /* [count, H] */
     int add;          /* y += this tile's outputs, and not = */
@@ -103,22 +103,28 @@ static int64_t part_bytes(const struct weights *w, int64_t rows) {
     return rounded_up(rows, UNIT) * rounded_up(w->outputs, COLUMNS) * 4;
 }
 
+/* A matrix of the tile: the last is down, up is before it. */
+static const uint16_t *matrix_of(const struct plain_tile *p, int64_t number) {
+    return p->tile + number * p->w->channels * p->w->inputs * (p->w->bits / BF16);
+}
+static const uint16_t *down_of(const struct plain_tile *p) { return matrix_of(p, wide_matrices(p->w)); }
+
 static void gate_and_up(void *context, int64_t lo, int64_t hi) {
     const struct plain_tile *p = context;
-    int64_t hidden = p->w->inputs, channels = p->w->channels;
-    plain_products(p->w, p->tile, lo, hi, p->x, p->count, p->gate, channels);
-    plain_products(p->w, p->tile + channels * hidden * (p->w->bits / BF16), lo, hi, p->x, p->count, p->up, channels);
+    int64_t channels = p->w->channels, wide = wide_matrices(p->w);
+    if (wide > 1) plain_products(p->w, p->tile, lo, hi, p->x, p->count, p->gate, channels);
+    plain_products(p->w, matrix_of(p, wide - 1), lo, hi, p->x, p->count, p->up, channels);
 }
 
 #ifdef MATRIX_UNITS
 /* Units [lo, hi) of UNIT channels. */
 static void gate_and_up_by_units(void *context, int64_t lo, int64_t hi) {
     const struct plain_tile *p = context;
-    int64_t hidden = p->w->inputs, channels = p->w->channels;
+    int64_t hidden = p->w->inputs, channels = p->w->channels, wide = wide_matrices(p->w);
     lo *= UNIT, hi = least(hi * UNIT, channels);
     bf16_units_begin();
-    products_by_units(p->tile, hidden, lo, hi, p->x, p->count, p->gate, channels);
-    products_by_units(p->tile + channels * hidden, hidden, lo, hi, p->x, p->count, p->up, channels);
+    if (wide > 1) products_by_units(p->tile, hidden, lo, hi, p->x, p->count, p->gate, channels);
+    products_by_units(matrix_of(p, wide - 1), hidden, lo, hi, p->x, p->count, p->up, channels);
     units_end();
 }
 
@@ -142,7 +148,7 @@ static void activate_plain(void *context, int64_t lo, int64_t hi) {
     int64_t channels = p->w->channels, pairs = pairs_of(channels);
     for (int64_t r = lo; r < hi; r++) {
         float *gate = p->gate + r * channels;
-        silu_times(gate, p->up + r * channels, channels);
+        activate_channels(p->w, (const uint8_t *)p->tile, 0, gate, p->up + r * channels, channels);
         if (p->w->bits == FLOAT32)
             memcpy(p->inner + r * channels, gate, (size_t)channels * sizeof *gate);
         else
@@ -162,7 +168,7 @@ static void activate_plain(void *context, int64_t lo, int64_t hi) {
 INLINE void columns(const struct plain_tile *p, float *part, int64_t t, const int number, int64_t lo, int64_t hi,
                     int64_t rows, int64_t ahead) {
     int64_t hidden = p->w->inputs, channels = p->w->channels;
-    const uint16_t *down = p->tile + (2 * channels + t) * hidden;
+    const uint16_t *down = down_of(p) + t * hidden;
     int64_t h = lo;
     for (; h + PAIR <= hi; h += PAIR) {
         vector low[TOGETHER], high[TOGETHER];
@@ -211,7 +217,7 @@ static void down_by_columns(void *context, int64_t lo, int64_t hi) {
 static void float32_down(void *context, int64_t lo, int64_t hi) {
     const struct plain_tile *p = context;
     int64_t hidden = p->w->inputs, channels = p->w->channels;
-    const float *down = (const float *)p->tile + 2 * channels * hidden;
+    const float *down = (const float *)down_of(p);
     lo *= PAIR, hi = least(hi * PAIR, hidden);
     for (int64_t r = 0; r < p->count; r++) {
         float *restrict part = (p->add ? p->part : p->y) + r * hidden;
@@ -229,7 +235,7 @@ static void float32_down(void *context, int64_t lo, int64_t hi) {
 /* Of down's rows [t, t + number) and columns [h, h + COLUMNS): widened rows, or pairs of rows. Zero beyond H. */
 static void make_panel(const struct plain_tile *p, int64_t t, int64_t number, int64_t h, float *panel) {
     int64_t hidden = p->w->inputs, width = least(COLUMNS, hidden - h), step = p->pairs ? 2 : 1;
-    const uint16_t *down = p->tile + (2 * p->w->channels + t) * hidden + h;
+    const uint16_t *down = down_of(p) + t * hidden + h;
     uint16_t edge[2][COLUMNS] = {{0}};
     for (int64_t i = 0; i < number; i += step, panel += COLUMNS) {
         const uint16_t *upper = down + i * hidden, *lower = i + 1 < number ? upper + hidden : NULL;
@@ -330,7 +336,7 @@ static void plain_tiles(struct team *team, struct plain_tile tile, int64_t numbe
     tile.units = !plain && by_units(count);
     many |= tile.units;
     tile.pairs = tile.units || (many && HAS_PAIRS());
-    for (int64_t n = 0; n < number; n++, tile.tile += 3 * tile.w->channels * hidden * (tile.w->bits / BF16)) {
+    for (int64_t n = 0; n < number; n++, tile.tile += tile.w->tile_bytes / 2) {
         int64_t spin_ns = n + 1 < number ? WAKE_NS : 0;
         tile.add = n > 0;
 #ifdef MATRIX_UNITS

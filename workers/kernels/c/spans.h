@@ -115,7 +115,8 @@ static void attend_block(const struct span_attention *o, int64_t kv_head, int64_
     for (int64_t r = 0; r < rows; r++) {
         const float *q = o->qkv + (begin + r / shared) * all + (kv_head * shared + r % shared) * width;
         for (int64_t i = 0; i < width; i++) s.q[r * width + i] = q[i] * g->scale;
-        s.most[r] = -INFINITY, s.sum[r] = 0.0f;
+        const float *sink = g->sinks ? g->sinks + kv_head * shared + r % shared : NULL;
+        s.most[r] = sink ? *sink : -INFINITY, s.sum[r] = sink ? 1.0f : 0.0f;
     }
     memset(s.out, 0, (size_t)(rows * padded) * sizeof *s.out);
     int64_t first = o->position + begin + 1, last = o->position + end; /* tokens of the cache that rows see: up to */

@@ -115,10 +115,8 @@ static void round_to_bf16(const float *x, int64_t n, float *out) {
     }
 }
 
-/* exp within 2 units of the last place, written so that compilers turn a loop of it into vectors. */
-static float exponential(float x) {
-    float y = x > -87.0f ? x : -87.0f; /* NaN becomes -87 here ... */
-    y = y < 89.0f ? y : 89.0f;         /* beyond 88.7 the result is infinite */
+/* exp(y) is (1 + *near_1) * *power, for y from -87 to 89: written so that compilers turn a loop of it into vectors. */
+INLINE void exponent_of(float y, float *near_1, float *power) {
     float n = y * 1.44269504f + 12582912.0f;
     n -= 12582912.0f; /* rounded to an integer by the addition above */
     float r = y - n * 0.693359375f;
@@ -129,14 +127,77 @@ static float exponential(float x) {
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    *near_1 = p * r * r + r;
     uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
-    float power;
-    memcpy(&power, &bits, 4);
-    return x == x ? p * power : x; /* ... and is NaN here */
+    memcpy(power, &bits, 4);
+}
+
+/* exp within 2 units of the last place. */
+INLINE float exponential(float x) {
+    float y = x > -87.0f ? x : -87.0f; /* NaN becomes -87 here ... */
+    y = y < 89.0f ? y : 89.0f;         /* beyond 88.7 the result is infinite */
+    float near_1, power;
+    exponent_of(y, &near_1, &power);
+    return x == x ? (near_1 + 1.0f) * power : x; /* ... and is NaN here */
+}
+
+/* tanh within a few units of the last place, of small numbers too: e / (e + 2) with e = exp(2 x) - 1. */
+INLINE float hyperbolic_tangent(float x) {
+    float y = x > -20.0f ? x : -20.0f;
+    y = y < 20.0f ? y : 20.0f; /* it is 1 from 10 on */
+    float near_1, power;
+    exponent_of(2.0f * y, &near_1, &power);
+    float e = near_1 * power + (power - 1.0f);
+    return x == x ? e / (e + 2.0f) : x;
 }
 
 /* gate[i] = silu(gate[i]) * up[i] */
 static void silu_times(float *restrict gate, const float *restrict up, int64_t n) {
     for (int64_t i = 0; i < n; i++) gate[i] = gate[i] / (1.0f + exponential(-gate[i])) * up[i];
 }
+
+/* gate[i] = f(gate[i], up[i]) of any GLU; `capped`, a constant: with softcaps. */
+INLINE void glu(const struct expert_math *m, const int capped, float *restrict gate, const float *restrict up, int64_t n) {
+    const float alpha = m->alpha, cubic = m->cubic, most = m->gate_max, limit = m->up_limit, offset = m->offset;
+    const float gate_cap = m->gate_softcap, up_cap = m->up_softcap;
+    for (int64_t i = 0; i < n; i++) {
+        float g = gate[i] > most ? most : gate[i], u = up[i] > limit ? limit : up[i], s = g;
+        u = u < -limit ? -limit : u;
+        float z = alpha * g * (1.0f + cubic * g * g);
+        if (capped) {
+            s = gate_cap > 0 ? gate_cap * hyperbolic_tangent(g / gate_cap) : g;
+            u = up_cap > 0 ? up_cap * hyperbolic_tangent(u / up_cap) : u;
+        }
+        gate[i] = s / (1.0f + exponential(-z)) * (u + offset);
+    }
+}
+
+/* gate [n] = what an expert computes of gate, unless ungated, and up, which have their biases. */
+static void activated(const struct expert_math *m, float *restrict gate, const float *restrict up, int64_t n) {
+    if (m->kind == SWIGLU)
+        silu_times(gate, up, n);
+    else if (m->kind == RELU2)
+        for (int64_t i = 0; i < n; i++) gate[i] = up[i] > 0 || up[i] != up[i] ? up[i] * up[i] : 0.0f;
+    else if (m->gate_softcap > 0 || m->up_softcap > 0)
+        glu(m, 1, gate, up, n);
+    else
+        glu(m, 0, gate, up, n);
+}
+
+/* The same of `n` channels of a tile from channel `first` on, which adds the tile's biases to gate and up. */
+static void activate_channels(const struct weights *w, const uint8_t *tile, int64_t first, float *restrict gate,
+                              float *restrict up, int64_t n) {
+    const struct expert_math *m = &w->math;
+    if (m->biases) {
+        const float *of_gate = (const float *)(tile + m->biases) + first, *of_up = of_gate;
+        if (m->kind != RELU2) {
+            of_up += w->channels;
+            for (int64_t i = 0; i < n; i++) gate[i] += of_gate[i];
+        }
+        for (int64_t i = 0; i < n; i++) up[i] += of_up[i];
+    }
+    activated(m, gate, up, n);
+}
+
+/* The matrices of a tile before down. */
+static int64_t wide_matrices(const struct weights *w) { return w->math.kind == RELU2 ? 1 : 2; }

@@ -19,10 +19,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from protocol.errors import NotPrivate
 from protocol.files import check_private, make_folders, read_small
 from shm.atomic_file import atomic_file
 from shm.blocks import BlockFormat
+from shm.expert_math import SWIGLU, ExpertMath, numbers_of
 from shm.formats import BF16, TileFormat
 from workers.cuda import CudaError
 
@@ -42,17 +45,18 @@ class Program:
     constants: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def of_blocks(cls, format: BlockFormat, fused: bool) -> Program:
+    def of_blocks(cls, format: BlockFormat, fused: bool, math: ExpertMath = SWIGLU) -> Program:
         """Tiles and matrices of a quantized format. `fused`: with the bits of the host's variants whose
         additions are fused; else with those of `portable`."""
-        return cls("tiles.cu", (("BITS", format.bits), ("GROUP", format.group), ("FUSED", int(fused))))
+        sizes = (("BITS", format.bits), ("GROUP", format.group), ("FUSED", int(fused)))
+        return cls("tiles.cu", (*sizes, *_constants(math)))
 
     @classmethod
-    def of_format(cls, format: TileFormat, fused: bool) -> Program | None:
+    def of_format(cls, format: TileFormat, fused: bool, math: ExpertMath = SWIGLU) -> Program | None:
         """Tiles of a format; None without kernels for it."""
         if isinstance(format, BlockFormat):
-            return cls.of_blocks(format, fused)
-        return cls("plain.cu") if isinstance(format, BF16) else None
+            return cls.of_blocks(format, fused, math)
+        return cls("plain.cu", _constants(math)) if isinstance(format, BF16) else None
 
     @classmethod
     def of_sums(cls) -> Program:
@@ -63,6 +67,13 @@ class Program:
     def defines(self) -> tuple[str, ...]:
         """Options of any compiler."""
         return tuple(f"-D{name}={value}" for name, value in self.constants)
+
+
+def _constants(math: ExpertMath) -> tuple[tuple[str, int], ...]:
+    """What `expert_math.cuh` must know: numbers as the bits of float32."""
+    flags = (("BIASED", 1),) * math.bias + (("UNGATED", 1),) * (not math.gated)
+    bits = {name: np.float32(number).view(np.uint32) for name, number in numbers_of(math.activation).items()}
+    return flags + tuple((name.upper(), int(number)) for name, number in bits.items())
 
 
 @cache

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shm.blocks import BlockFormat
 from shm.layout import StoreLayout
+from workers.kernels.c_types import Geometry
 from workers.kernels.cuda.launcher import Launcher, Scratch, Uploaded
 from workers.kernels.cuda.products import (
     ITEM,
@@ -205,15 +206,17 @@ class CudaExperts:
     """Computes tiles of a quantized format, or of bf16 where no expert has more than `most_rows` rows."""
 
     def __init__(self, launcher: Launcher, layout: StoreLayout) -> None:
-        """`launcher` has the format's program."""
+        """`launcher` has the layout's program."""
         shape, format = (layout.shape.hidden, layout.shape.tile), layout.format
+        biases = Geometry.of_tiles(layout).biases
         self._products: Products
         if isinstance(format, BlockFormat):
             self.most_rows = NO_LIMIT
-            self._products = BlockProducts(launcher, format, shape)
+            before_down = layout.shape.math.matrices - 1
+            self._products = BlockProducts(launcher, format, shape, before_down, biases)
         else:
             self.most_rows = FEW
-            self._products = PlainProducts(launcher, shape)
+            self._products = PlainProducts(launcher, shape, biases)
 
     def begin(
         self, x: Tensor, cuts: Numbers, offsets: Numbers, rows: Numbers, weights: NDArray[np.float32]

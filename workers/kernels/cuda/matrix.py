@@ -43,7 +43,7 @@ class CudaMatrix:
         self.outputs, self.inputs = shape
         if data.shape != (format.matrix_bytes(*shape),):
             raise ValueError(f"{data.shape} bytes are no matrix {shape} of {format.name}")
-        self._products = BlockProducts(launcher, format, shape, tiles=False)
+        self._products = BlockProducts(launcher, format, shape)
         writable = np.require(data, requirements=["C", "W"])  # torch refuses others
         self._data = torch.from_numpy(writable).to(launcher.device)
         self._items: dict[int, tuple[Uploaded, int, int]] = {}  # by rows: number and limit, too
@@ -109,8 +109,9 @@ class CudaChannels:
         products.quantize(x.data_ptr(), len(x), self._hidden, to)
         return CudaInputs(codes, factors, self._reference.activations(x))
 
-    def up(self, heads: Tensor, x: CudaInputs, rows: Tensor) -> Tensor:
-        """u of all channels of consecutive heads, float32 [n, channels]. rows: int64 [n]."""
+    def up(self, heads: Tensor, x: CudaInputs, rows: Tensor, biases: Tensor | None = None) -> Tensor:
+        """u of all channels of consecutive heads, float32 [n, channels]. rows: int64 [n]; biases: up's,
+        float32 [channels]."""
         channels = len(heads) // self._format.head_bytes(self._hidden, 16) * 16
         codes, factors = x.codes[rows], x.factors[rows]
         u = torch.empty((len(rows), channels), dtype=torch.float32, device=heads.device)
@@ -120,7 +121,7 @@ class CudaChannels:
             of_items, table = upload.addresses
             of_x = Codes(codes.data_ptr(), factors.data_ptr(), factors.shape[1])
             self._up(channels).down(of_items, len(items), limit, table, of_x, u.data_ptr())
-        return u
+        return u if biases is None else u + biases
 
     def keeps(self, u: Tensor, mask: Mask) -> Tensor:
         """bool [n, channels]: `Mask.keeps` of each tile."""
@@ -131,7 +132,7 @@ class CudaChannels:
         return self._reference.channels(records, u, x.reference, rows)
 
     def _up(self, channels: int) -> BlockProducts:
-        return BlockProducts(self._launcher, self._format.up, (channels, self._hidden), tiles=False)
+        return BlockProducts(self._launcher, self._format.up, (channels, self._hidden))
 
 
 THREADS = 256

@@ -1,10 +1,10 @@
-/* Tiles of experts in bf16 (gate rows, up rows, down's columns as rows: shm/formats.py) for up to eight rows, as bound
+/* Tiles of experts in bf16 (gate rows unless ungated, up rows, down's columns as rows: shm/formats.py) for up to eight rows, as bound
  * by memory as in the quantized formats; the launches are those of tiles.cu.
  *
- * x and silu(gate) * up are rounded to bf16 and products are added in float32, as the host does; the order of the sums
+ * x and the inner activations are rounded to bf16 and products are added in float32, as the host does; the order of the sums
  * is this file's own and depends on the tile's shape alone, so a row's bits do not depend on other rows. */
 #include "combine.cuh"
-#include "numbers.cuh"
+#include "expert_math.cuh"
 
 enum { VECTOR = 8 };                          /* numbers that a lane reads together */
 enum { ROUND_THREADS = 256 };
@@ -56,14 +56,15 @@ DEVICE float sum_of_lanes(float sum) {
 
 #define INNER_ARGUMENTS                                                                                          \
     const item *items, const uint16_t *const *tiles, const int32_t *rows, const uint16_t *x, int64_t hidden,     \
-        int64_t channels, int64_t wide, uint16_t *inner
+        int64_t channels, int64_t biases, int64_t wide, uint16_t *inner
 
 template <int ROWS, bool WHOLE> DEVICE void inner_of(INNER_ARGUMENTS) {
     const item it = items[blockIdx.x / wide];
     int64_t channel = blockIdx.x % wide * INNER_WARPS + threadIdx.x / WARP;
     if (channel >= channels) return; /* the whole warp */
     int lane = threadIdx.x % WARP;
-    const uint16_t *gate = tiles[it.tile] + channel * hidden, *up = gate + channels * hidden, *of[ROWS];
+    const uint16_t *gate = tiles[it.tile] + channel * hidden, *of[ROWS]; /* ungated: up */
+    const uint16_t *up = gate + (WIDE_MATRICES - 1) * channels * hidden;
     float gates[ROWS], ups[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
@@ -72,25 +73,28 @@ template <int ROWS, bool WHOLE> DEVICE void inner_of(INNER_ARGUMENTS) {
     }
 #pragma unroll 4
     for (int h = lane * VECTOR; h < (int)hidden; h += WARP * VECTOR) {
-        uint4 one = vector_at<WHOLE, true>(gate + h, hidden - h), two = vector_at<WHOLE, true>(up + h, hidden - h);
+        uint4 one = vector_at<WHOLE, true>(gate + h, hidden - h);
+        uint4 two = UNGATED ? one : vector_at<WHOLE, true>(up + h, hidden - h);
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             uint4 numbers = vector_at<WHOLE, false>(of[r] + h, hidden - h);
-            gates[r] = dot(one, numbers, gates[r]), ups[r] = dot(two, numbers, ups[r]);
+            if (!UNGATED) gates[r] = dot(one, numbers, gates[r]);
+            ups[r] = dot(two, numbers, ups[r]);
         }
     }
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-        float both = gated(sum_of_lanes(gates[r]), sum_of_lanes(ups[r]));
+        float gate_of_row = UNGATED ? 0.0f : sum_of_lanes(gates[r]), up_of_row = sum_of_lanes(ups[r]);
+        float both = activated_channel(tiles[it.tile], biases, channels, channel, gate_of_row, up_of_row);
         if (lane == 0 && r < it.rows) inner[(int64_t)(it.entry + r) * channels + channel] = narrowed(both);
     }
 }
 
 template <int ROWS> DEVICE void inner_of_rows(INNER_ARGUMENTS) {
     if (hidden % VECTOR == 0)
-        inner_of<ROWS, true>(items, tiles, rows, x, hidden, channels, wide, inner);
+        inner_of<ROWS, true>(items, tiles, rows, x, hidden, channels, biases, wide, inner);
     else
-        inner_of<ROWS, false>(items, tiles, rows, x, hidden, channels, wide, inner);
+        inner_of<ROWS, false>(items, tiles, rows, x, hidden, channels, biases, wide, inner);
 }
 
 #define DOWN_ARGUMENTS                                                                                           \
@@ -103,7 +107,7 @@ template <int ROWS> DEVICE void down_of(DOWN_ARGUMENTS) {
     const item it = items[blockIdx.x / wide];
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     int64_t first = blockIdx.x % wide * COLUMNS, column = first + 2 * lane;
-    const uint16_t *down = tiles[it.tile] + 2 * channels * hidden + column;
+    const uint16_t *down = tiles[it.tile] + WIDE_MATRICES * channels * hidden + column;
     bool one = column < hidden, two = column + 1 < hidden, pairs = two && hidden % 2 == 0;
     float sums[ROWS][2];
 #pragma unroll
@@ -132,7 +136,7 @@ template <int ROWS> DEVICE void down_of(DOWN_ARGUMENTS) {
     }
 }
 
-#define INNER_CALL (items, tiles, rows, x, hidden, channels, wide, inner)
+#define INNER_CALL (items, tiles, rows, x, hidden, channels, biases, wide, inner)
 #define DOWN_CALL (items, tiles, inner, hidden, channels, wide, out)
 
 KERNEL(INNER_THREADS, gate_up_1, INNER_ARGUMENTS) { inner_of_rows<1> INNER_CALL; }

@@ -56,10 +56,12 @@ class Products(ABC):
 
     limits: tuple[int, ...] = LIMITS
 
-    def __init__(self, launcher: Launcher, shape: tuple[int, int]) -> None:
-        """`shape`: H and channels of the tiles; of a matrix, outputs and inputs."""
+    def __init__(self, launcher: Launcher, shape: tuple[int, int], biases: int = 0) -> None:
+        """`shape`: H and channels of the tiles; of a matrix, outputs and inputs. `biases`: where a tile's
+        begin, in bytes; 0: there are none."""
         self.launcher = launcher
         self.hidden, self.channels = shape
+        self._biases = biases
 
     @abstractmethod
     def units(self, inputs: int) -> int:
@@ -95,12 +97,17 @@ class BlockProducts(Products):
     """`tiles.cu`: the quantized formats."""
 
     def __init__(
-        self, launcher: Launcher, format: BlockFormat, shape: tuple[int, int], *, tiles: bool = True
+        self,
+        launcher: Launcher,
+        format: BlockFormat,
+        shape: tuple[int, int],
+        before_down: int = 0,
+        biases: int = 0,
     ) -> None:
-        """Launch for tiles; without `tiles` for a single matrix."""
-        super().__init__(launcher, shape)
+        """`before_down`: the matrices of a tile before down; 0: this is for a single matrix."""
+        super().__init__(launcher, shape, biases)
         self.group = format.group
-        self._skipped = 2 * format.matrix_bytes(self.channels, self.hidden) if tiles else 0
+        self._skipped = before_down * format.matrix_bytes(self.channels, self.hidden)
 
     def units(self, inputs: int) -> int:
         return -(-inputs // self.group)
@@ -121,7 +128,8 @@ class BlockProducts(Products):
     ) -> None:
         self.launcher.launch(
             f"gate_up_{limit}", number * inner.units, self.group // LANES * WARP,
-            items, tiles, rows, x.codes, x.factors, x.units, inner.units, inner.codes, inner.factors,
+            items, tiles, rows, x.codes, x.factors, x.units, inner.units, self._biases, inner.codes,
+            inner.factors,
         )  # fmt: skip
 
     def down(self, items: int, number: int, limit: int, tiles: int, inner: Codes, out: int) -> None:
@@ -153,7 +161,7 @@ class PlainProducts(Products):
         wide = -(-self.channels // PLAIN_CHANNELS)
         self.launcher.launch(
             f"gate_up_{limit}", number * wide, PLAIN_INNER_THREADS,
-            items, tiles, rows, x.codes, self.hidden, self.channels, wide, inner.codes,
+            items, tiles, rows, x.codes, self.hidden, self.channels, self._biases, wide, inner.codes,
         )  # fmt: skip
 
     def down(self, items: int, number: int, limit: int, tiles: int, inner: Codes, out: int) -> None:

@@ -1,13 +1,14 @@
 /* Tiles of experts in a quantized format, and matrices: one launch computes all tiles of a layer, wherever they lie.
  *
  *     quantize   x -> codes
- *     gate_up_N  codes -> silu(gate) * up, as codes ("inner"), of items with at most N rows
+ *     gate_up_N  codes -> inner activations (expert_math.cuh), as codes, of items with at most N rows
  *     down_N     inner -> outputs of tiles
  *     combine    outputs -> y: an expert's tiles in their order, then experts in theirs
  *
  * Rows do not mix, and sums have one order: a row's bits are those of the host's kernels, whatever is computed beside it
  * and by which of these kernels. A matrix [outputs, inputs] is multiplied by quantize and down_N. */
 #include "combine.cuh"
+#include "expert_math.cuh"
 #include "few_rows.cuh"
 #include "items.cuh"
 #include "many_rows.cuh"
@@ -34,10 +35,11 @@ DEVICE void store_inner(const float *numbers, const item &it, int64_t part, int6
     }
 }
 
-/* The arguments of all gate_up. `groups` of x; `parts` groups of a tile's channels. */
+/* The arguments of all gate_up. `groups` of x; `parts` groups of a tile's channels, whose `biases` are so many bytes behind
+ * its beginning (0: there are none). */
 #define INNER_ARGUMENTS                                                                                          \
     const item *items, const uint8_t *const *tiles, const int32_t *rows, const int8_t *codes, const factors *of, \
-        int64_t groups, int64_t parts, int8_t *inner, factors *inner_factors
+        int64_t groups, int64_t parts, int64_t biases, int8_t *inner, factors *inner_factors
 
 /* GROUP channels of one item. */
 template <int ROWS> DEVICE void few_inner(INNER_ARGUMENTS) {
@@ -52,13 +54,16 @@ template <int ROWS> DEVICE void few_inner(INNER_ARGUMENTS) {
         int64_t row = rows[it.row + (r < it.rows ? r : 0)];
         x[r] = codes + row * groups * GROUP, x_factors[r] = of + row * groups;
     }
-    int64_t block = (up * parts + part) * INNER_WARPS + warp; /* a tile is whole blocks */
+    /* A tile is whole blocks. Ungated, both halves of a warp compute the same. */
+    int64_t block = (up * (WIDE_MATRICES - 1) * parts + part) * INNER_WARPS + warp, first = part * GROUP + warp * LANES;
     float y[ROWS];
     multiply_block<ROWS>(tiles[it.tile] + block * block_bytes, i, groups, x, x_factors, it.rows, y);
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         float other = __shfl_down_sync(ALL_LANES, y[r], LANES);
-        if (!up && r < it.rows) numbers[r * GROUP + warp * LANES + i] = gated(y[r], other);
+        if (!up && r < it.rows)
+            numbers[r * GROUP + warp * LANES + i] =
+                activated_channel(tiles[it.tile], biases, parts * GROUP, first + i, y[r], other);
     }
     store_inner(numbers, it, part, parts, inner, inner_factors);
 }
@@ -80,8 +85,8 @@ template <int UNITS> DEVICE void many_inner(INNER_ARGUMENTS) {
             x_factors[n][c] = of + (int64_t)rows[it.row + (of_row < last ? of_row : last)] * groups;
         }
     }
-    const uint8_t *gate = tiles[it.tile] + (part * INNER_WARPS + warp) * block_bytes;
-    const uint8_t *blocks[2] = {gate, gate + parts * INNER_WARPS * block_bytes};
+    const uint8_t *gate = tiles[it.tile] + (part * INNER_WARPS + warp) * block_bytes; /* ungated: of up */
+    const uint8_t *blocks[2] = {gate, gate + (WIDE_MATRICES - 1) * parts * INNER_WARPS * block_bytes};
     float y[2][UNITS][4];
     multiply_blocks<UNITS>(blocks, (int)groups, x, x_factors, y);
 #pragma unroll
@@ -89,7 +94,8 @@ template <int UNITS> DEVICE void many_inner(INNER_ARGUMENTS) {
 #pragma unroll
         for (int c = 0; c < 4; c++) {
             int r = n * UNIT_ROWS + 2 * t + c % 2, channel = warp * LANES + g + c / 2 * 8;
-            numbers[r * GROUP + channel] = gated(y[0][n][c], y[1][n][c]);
+            numbers[r * GROUP + channel] = activated_channel(tiles[it.tile], biases, parts * GROUP,
+                                                             part * GROUP + channel, y[0][n][c], y[1][n][c]);
         }
     store_inner(numbers, it, part, parts, inner, inner_factors);
 }
@@ -163,7 +169,7 @@ template <int UNITS> DEVICE void many_down(DOWN_ARGUMENTS) {
     }
 }
 
-#define INNER_CALL (items, tiles, rows, codes, of, groups, parts, inner, inner_factors)
+#define INNER_CALL (items, tiles, rows, codes, of, groups, parts, biases, inner, inner_factors)
 #define DOWN_CALL (items, tiles, skipped, inner, of, groups, outputs, wide, out)
 
 KERNEL(INNER_THREADS, gate_up_1, INNER_ARGUMENTS) { few_inner<1> INNER_CALL; }

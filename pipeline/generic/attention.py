@@ -1,0 +1,142 @@
+"""Attention in place of a family's `eager_attention_forward`, where it computes the same: of grouped queries
+without repeating the keys, and of latents without expanding them.
+
+That function stays for every other kind, and for models outside an engine: it is wrapped once where its family's
+modules look it up, and acts as before unless a module was found to suit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipeline.generic.caches import PerSequence
+
+EXPANDED_ROWS = 128  # new tokens from which expanding all latents costs less than multiplying by them
+KIND = "tandem_attention"  # attribute of a module: "grouped", "latent"; without one, the family's own
+
+
+class Latents(NamedTuple):
+    """In place of keys and values."""
+
+    latents: Tensor  # [1, 1, N, rank]
+    rotated: Tensor  # [1, 1, N, rope]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Sparse attention asks for the number of keys."""
+        return self.latents.shape
+
+
+def wrap(module: nn.Module) -> None:
+    """Let the attention function that a module's forward looks up be ours."""
+    modeling = sys.modules[type(module).__module__]
+    own = getattr(modeling, "eager_attention_forward", None)
+    if own is not None and not hasattr(own, "tandem"):
+        modeling.eager_attention_forward = _wrapped(own)  # type: ignore[attr-defined]
+
+
+def _wrapped(own: Callable[..., Any]) -> Callable[..., Any]:
+    def attention(
+        module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
+        kind = getattr(module, KIND, None)
+        if kind is None and type(key) is not PerSequence:
+            return own(module, query, key, value, attention_mask, **kwargs)
+        one = KINDS.get(kind, own)
+        if type(key) is not PerSequence:
+            return one(module, query, key, value, attention_mask, **kwargs)
+        masks = attention_mask or [None] * len(key)
+        parts, first = [], 0
+        for k, v, mask, rows in zip(key, value, masks, key.rows, strict=True):
+            part = query.narrow(2, rows.first, rows.count)
+            parts.append(one(module, part, k, v, mask, **kwargs)[0])
+        return torch.cat(parts, 1), None
+
+    attention.tandem = True  # type: ignore[attr-defined]
+    return attention
+
+
+def grouped(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """query [1, heads, T, width], key and value [1, kv heads, N, *] in the cache's dtype, mask [1, 1, T, N]:
+    float32 [1, T, heads, *]."""
+    _, heads, count, _ = query.shape
+    query = query.to(key.dtype)
+    mask = None if attention_mask is None else attention_mask.to(key.dtype)
+    attend = functional.scaled_dot_product_attention
+    if count == 1:  # query heads of a group become rows of one product
+        rows = query.reshape(1, key.shape[1], -1, query.shape[-1])
+        y = attend(rows, key, value, attn_mask=mask, scale=scaling).reshape(1, 1, heads, -1)
+    else:
+        y = attend(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True).transpose(1, 2)
+    return y.float().contiguous(), None
+
+
+def latent(
+    module: nn.Module,
+    query: Tensor,
+    key: Any,
+    value: Any,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    """query [1, heads, T, nope + rope], key Latents, mask [1, 1, T, N]: float32 [1, T, heads, value]. The
+    queries are multiplied by the expansion instead of the latents:
+
+        q . (W_k c) = (W_k^T q) . c        sum_i a_i (W_v c_i) = W_v (sum_i a_i c_i)
+    """
+    c, rotated = key
+    if query.shape[2] >= EXPANDED_ROWS:
+        k, v = vars(module)["tandem_expand"](c.float(), rotated.float())
+        return grouped(module, query, k, v, attention_mask, scaling)
+    heads, rank, rope = query.shape[1], c.shape[-1], rotated.shape[-1]
+    expansion = module.kv_b_proj.weight.view(heads, -1, rank)
+    nope = query.shape[-1] - rope
+    w_k, w_v = expansion[:, :nope], expansion[:, nope:]
+    query = query.to(c.dtype)
+    scores = (query[..., :nope] @ w_k) @ c.transpose(2, 3) + query[..., nope:] @ rotated.transpose(2, 3)
+    scores = scores.float() * scaling
+    if attention_mask is not None:
+        scores += attention_mask
+    of_latents = scores.softmax(-1).to(c.dtype) @ c  # [1, heads, T, rank]
+    return (of_latents @ w_v.transpose(1, 2)).transpose(1, 2).float().contiguous(), None
+
+
+KINDS: dict[str | None, Callable[..., Any]] = {"grouped": grouped, "latent": latent}
+
+
+def keep_latents(module: nn.Module) -> None:
+    """Let a module with latent attention give `latent` the latents in place of keys and values."""
+    own = module.expand_kv
+    vars(module)["tandem_expand"] = own
+
+    def expand(latents: Any, rotated: Any) -> Any:
+        if getattr(module, KIND, None) is None:
+            return _for_each(own, latents, rotated)
+        if type(latents) is PerSequence:
+            each = [Latents(*both) for both in zip(latents, rotated, strict=True)]
+            return PerSequence(each, latents.rows), PerSequence([None] * len(each), latents.rows)
+        return Latents(latents, rotated), None
+
+    vars(module)["expand_kv"] = expand
+
+
+def _for_each(expand: Callable[..., Any], latents: Any, rotated: Any) -> Any:
+    if type(latents) is not PerSequence:
+        return expand(latents, rotated)
+    parts = [expand(*both) for both in zip(latents, rotated, strict=True)]
+    return tuple(PerSequence(part, latents.rows) for part in zip(*parts, strict=True))

@@ -1,0 +1,252 @@
+"""A model of any family, on transformers' own modules: its decoder's forward is a step, and the calls of its experts
+modules are the engine's.
+
+Everything that families differ in is found by evaluating their modules when a model is loaded (`trial.py`,
+`routers.py`): the formula of the routers, what the caches keep, and which modules take several sequences at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from pipeline.arrays import FloatArray, IntArray
+from pipeline.backbone.batch import StepInput, TokenSpan
+from pipeline.backbone.linear import FEW_ROWS, Precision
+from pipeline.backbone.protocol import Experts, Probe
+from pipeline.backbone.step import answers
+from pipeline.device.base import Device
+from pipeline.errors import PolicyError
+from pipeline.generic import attention
+from pipeline.generic.caches import LayerKept, StepCache, rows_of
+from pipeline.generic.modules import OwnLinear, fuse_norms
+from pipeline.generic.packing import Packing
+from pipeline.generic.routers import Tap, find_router
+from pipeline.generic.skeleton import IMPLEMENTATION, Skeleton
+from pipeline.generic.trial import Trial, observe
+from pipeline.models.facts import ModelFacts
+from pipeline.models.routing import Router
+
+TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 0.1}  # of trials, by the dtype of what is not quantized
+
+
+def _experts(self: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Any:
+    """In place of the forward of every experts module."""
+    return vars(self)["tandem_call"](x, index, weights)
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts)
+
+
+class GenericBackbone:
+    """A model's weights outside its routed experts, on a device: an AnyBackbone."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        model_class: type[PreTrainedModel],
+        config: PreTrainedConfig,
+        weights: Mapping[str, Tensor],
+        precision: Precision,
+        progress: Callable[[int], None] = lambda done: None,
+    ) -> None:
+        """`weights`: by parameters' names in the whole model; `progress` is called with the bytes loaded so
+        far. Raises ModelError where the family cannot run here, or weights are missing."""
+        self.facts = facts
+        self.dtype = precision.dtype
+        self._precision = precision
+        skeleton = Skeleton(model_class, config)
+        self.bytes = skeleton.load(weights, precision, progress)
+        self._model, self._decoder = skeleton.model, skeleton.decoder
+        self.has_head = skeleton.has_head  # without one there are no answers
+        text = config.get_text_config(decoder=True)
+        self.vocabulary: int = text.vocab_size
+        observed = observe(skeleton, self.vocabulary)
+        self.kept: list[LayerKept] = observed.kept  # by layer of the cache
+        taps = [Tap(layer, seen) for layer, seen in zip(skeleton.layers, observed.routers, strict=True)]
+        self._taps = taps
+        self.router_math: Router = find_router(skeleton.layers, taps, observed.routers)
+        self.fused = fuse_norms(self._decoder, precision.device)  # modules computed in one pass
+        self._packing = Packing(self._decoder)
+        self._packing.cache = StepCache(observed.cache, self.kept)
+        self.calls = [
+            GenericCall(self, number, tap, [Sibling(*s) for s in siblings])
+            for number, (tap, siblings) in enumerate(zip(taps, observed.siblings, strict=True))
+        ]
+        for layer, call in zip(skeleton.layers, self.calls, strict=True):
+            bias = getattr(layer.experts, "down_proj_bias", None)
+            call.down_bias = bias if isinstance(bias, Tensor) and bias.numel() else None
+            vars(layer.experts)["tandem_call"] = call.run
+        tolerance = 0.1 if precision.quantized else TOLERANCES[precision.dtype]
+        trial = Trial(skeleton, self._packing, observed, tolerance, self._device)
+        self._experts: Experts = lambda call: 0.5 * call.x
+        self._probe: Probe = self.router
+        # whether a step may have several sequences, and whether a prompt may come in parts
+        self.several, self.chunks = trial.run()
+        self._packing.cache.raw = self._raw_layers()
+        linears = [m for m in self._decoder.modules() if isinstance(m, OwnLinear)]
+        self._largest_matrix = max((m.in_features * m.out_features for m in linears), default=0)
+
+    @property
+    def device(self) -> Device:
+        return self._precision.device
+
+    @property
+    def _device(self) -> torch.device:
+        return self._precision.device.torch_device
+
+    @property
+    def own_choices(self) -> tuple[int, ...]:
+        """The layers whose modules choose experts in a way that is not known."""
+        return tuple(i for i, tap in enumerate(self._taps) if tap.form == "own")
+
+    def check_probes(self, policy: str) -> None:
+        if not all(tap.can_probe for tap in self._taps):
+            self._refuse(policy, "applies routers to other layers' inputs")
+
+    def check_choices(self, policy: str) -> None:
+        if self.own_choices:
+            self._refuse(policy, "chooses experts itself")
+
+    def _refuse(self, policy: str, what: str) -> NoReturn:
+        raise PolicyError(
+            f"policy {policy} {what}, and {type(self._model).__name__} routes in a way of its own: use all-host,"
+            " on-demand, layerwise or fiddler"
+        )
+
+    def largest_product(self, rows: int) -> int:
+        """Multiply-adds of the largest product of a layer that torch computes, for `rows` rows."""
+        on_host = self._precision.device.library is not None
+        in_c = on_host and (self._precision.quantized or rows <= FEW_ROWS)
+        return rows * (rows * self._decoder.config.hidden_size if in_c else self._largest_matrix)
+
+    def router(self, layer: int, x: Tensor) -> Tensor:
+        """Router logits float32 [R, E] of a layer, for the input of any layer's router."""
+        return self._taps[layer].logits(x)
+
+    def step(self, spans: Sequence[TokenSpan], probe: Probe) -> GenericStep:
+        """Begin a step."""
+        return GenericStep(self, spans, probe)
+
+    def head(self, h: Tensor) -> Tensor:
+        """Logits float32 [R, vocabulary] of the last hidden states [R, H]: what the whole model's forward makes
+        of them."""
+        output = _Output(last_hidden_state=h[None])
+        inner = self._model.base_model
+        inner.forward = lambda *args, **kwargs: output
+        try:
+            ids = torch.zeros((1, len(h)), dtype=torch.long, device=h.device)
+            logits: Tensor = self._model(input_ids=ids, use_cache=False).logits
+        finally:
+            del inner.forward
+        return logits[0].float()
+
+    def _run(self, spans: Sequence[TokenSpan], experts: Experts, probe: Probe) -> Tensor:
+        self._experts, self._probe = experts, probe
+        tokens = [t for span in spans for t in span.tokens]
+        return self._packing(self._decoder, tokens, rows_of(spans))
+
+    def _raw_layers(self) -> frozenset[int]:
+        """Layers of the cache whose attention is ours, and takes keys of any dtype."""
+        ours = set()
+        for mixer in self._packing.mixers.values():
+            for module in mixer.modules():
+                index = getattr(module, "layer_idx", None)
+                if isinstance(index, int) and hasattr(module, attention.KIND):
+                    ours.add(index)
+        return frozenset(i for i in ours if len(self.kept[i].streams) == 2)
+
+
+class _Output(dict[str, Any]):
+    """Stands for the output of a decoder."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+
+class GenericStep:
+    """New tokens of some sequences: a BackboneStep."""
+
+    def __init__(self, backbone: GenericBackbone, spans: Sequence[TokenSpan], probe: Probe) -> None:
+        self._backbone, self._spans, self._probe = backbone, spans, probe
+        self._h: Tensor  # float32 [R, H], the last hidden states
+
+    def run(self, experts: Experts) -> None:
+        self._h = self._backbone._run(self._spans, experts, self._probe)
+
+    def answers(self, inputs: Sequence[StepInput]) -> list[FloatArray]:
+        backbone = self._backbone
+        return answers(backbone.head, backbone.vocabulary, backbone.device, self._h, inputs)
+
+
+class Sibling:
+    """A module beside the experts that computes from the router's input alone, such as shared experts: it may
+    be computed before its turn."""
+
+    def __init__(self, module: nn.Module, dims: int) -> None:
+        self._own, self._dims = module.forward, dims
+        self._ready: Tensor | None = None
+        module.forward = self._called  # type: ignore[method-assign]
+
+    def compute(self, x: Tensor) -> None:
+        self._ready = self._own(x.view(*(1,) * (self._dims - 2), -1, x.shape[-1]))
+
+    def forget(self) -> None:
+        """A step may have failed before the module's turn."""
+        self._ready = None
+
+    def _called(self, x: Tensor) -> Tensor:
+        y, self._ready = self._ready, None
+        return self._own(x) if y is None else y
+
+
+class GenericCall:
+    """One layer at its experts: a LayerCall."""
+
+    x: Tensor
+    down_bias: Tensor | None = None  # float32 [E, H]
+
+    def __init__(self, backbone: GenericBackbone, layer: int, tap: Tap, siblings: Sequence[Sibling]) -> None:
+        self.layer = layer
+        self._backbone, self._tap, self._siblings = backbone, tap, siblings
+        self._read: list[Tensor] = []
+        self._choice: tuple[Tensor, Tensor]
+
+    def run(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """In place of the experts module: x [R, H], index and weights [R, k] where the module chose."""
+        self.x = x
+        self._choice = index, weights
+        for sibling in self._siblings:
+            sibling.forget()
+        y = self._backbone._experts(self)
+        return torch.zeros_like(x) if y is None else y
+
+    def attend(self, own: bool, probes: Sequence[int]) -> None:
+        tap = self._tap
+        self._read = [self.x]
+        if own:
+            self._read.append(tap.own_logits(*self._choice))
+        if probes:
+            x = tap.x.view(-1, tap.x.shape[-1])
+            self._read += [self._backbone._probe(target, x) for target in probes]
+
+    def read(self) -> Sequence[FloatArray]:
+        return self._backbone.device.to_host(*self._read)
+
+    def shared(self) -> None:
+        """Compute what stands beside the experts; the model adds it."""
+        for sibling in self._siblings:
+            sibling.compute(self._tap.x)
+
+    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Tensor | None:
+        """The sum of the experts' down biases [R, H], for experts and weights [R, k]; None without any."""
+        if self.down_bias is None:
+            return None
+        device = self._backbone.device
+        biases = self.down_bias[device.from_host(experts).long()]
+        return torch.einsum("rk,rkh->rh", device.from_host(weights), biases)

@@ -1,0 +1,279 @@
+"""The cache that a model's modules see, over the sequences' own memory (`SequenceKV`).
+
+transformers' DynamicCache copies all keys of a sequence for each new token. Here new keys are written behind the
+others in place, and what modules get is a view. A step reads a sequence's recurrent states and writes its
+`pending` ones, so a step that fails leaves the sequence as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from pipeline.backbone.batch import TokenSpan
+from pipeline.backbone.kv_cache import SequenceKV
+
+
+@dataclass(frozen=True)
+class LayerKept:
+    """What one layer of a cache keeps of a sequence."""
+
+    streams: tuple[tuple[int, int], ...]  # (heads, numbers a token): keys, values, and those of an indexer
+    states: tuple[tuple[int, ...], ...]  # shapes: of convolutions, then recurrent ones
+    convolutions: int = 0  # of the states
+
+
+def kept_by(cache: Cache, tokens: int) -> list[LayerKept]:
+    """What each layer of a transformers cache keeps, read from one that has seen a sequence's first `tokens`
+    tokens: fewer than any window, and another number than heads or widths."""
+    linear = getattr(cache, "linear_cache", [])
+    kept = []
+    for number, layer in enumerate([*cache.layers, *[None] * (len(linear) - len(cache.layers))]):
+        if number < len(linear) and isinstance(linear[number], Tensor):
+            kept.append(LayerKept((), (tuple(linear[number].shape[1:]),)))
+            continue
+        found = {k: v for k, v in vars(layer).items() if isinstance(v, Tensor) and v.dim() in (3, 4)}
+        names = sorted((n for n, v in found.items() if v.shape[-2] == tokens), key=_stream_order)
+        streams = tuple(
+            (v.shape[1] if v.dim() == 4 else 1, v.shape[-1]) for v in map(found.get, names) if v is not None
+        )
+        convolutions, recurrent = (_states(layer, n) for n in ("conv_states", "recurrent_states"))
+        kept.append(LayerKept(streams, (*convolutions, *recurrent), len(convolutions)))
+    return kept
+
+
+def _stream_order(name: str) -> int:
+    return {"keys": 0, "values": 1}.get(name, 2)
+
+
+def _states(layer: object, name: str) -> list[tuple[int, ...]]:
+    """Shapes without the batch."""
+    states = getattr(layer, name, {}).values()
+    return [tuple(s.shape[1:]) for s in states if isinstance(s, Tensor)]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A sequence's rows in a step."""
+
+    kv: SequenceKV
+    first: int
+    end: int
+    start: int  # tokens of the sequence before them
+
+    @property
+    def count(self) -> int:
+        return self.end - self.first
+
+
+def rows_of(spans: Sequence[TokenSpan]) -> list[Rows]:
+    rows, first = [], 0
+    for span in spans:
+        end = first + len(span.tokens)
+        rows.append(Rows(span.kv, first, end, span.kv.length))
+        first = end
+    return rows
+
+
+class PerSequence(list[Any]):
+    """A value for each sequence of a step, in place of a mask or of cached keys."""
+
+    def __init__(self, values: Iterable[Any], rows: Sequence[Rows]) -> None:
+        super().__init__(values)
+        self.rows = rows
+
+
+class _Steps:
+    """What modules ask a layer of the cache about its length."""
+
+    def __init__(self, cache: StepCache, index: int, window: int | None, kept: LayerKept) -> None:
+        super().__init__()
+        self._cache, self._index, self._kept = cache, index, kept
+        self.window = window
+        self.is_sliding = window is not None
+        self.updated = 0  # the cache's `turn` of the latest update
+        self.keys: Any = None  # what the latest update gave
+        self._axes: torch.Size | None = None  # of positions, before that of tokens
+
+    def get_seq_length(self) -> int:
+        """Tokens of the sequence, with the new ones once they are written."""
+        (rows,) = self._cache.visible
+        return rows.start + (rows.count if self.updated == self._cache.turn else 0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that an update gives, and how many of the sequence precede them."""
+        (rows,) = self._cache.visible
+        offset = self.first_key(rows)
+        return rows.start + query_length - offset, offset
+
+    def first_key(self, rows: Rows) -> int:
+        """The first key that the rows can attend to."""
+        return 0 if self.window is None else max(0, rows.start - self.window + 1)
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """The positions [..., N] of the tokens that an indexer has seen."""
+        (rows,) = self._cache.visible
+        if rows.start == 0 or self._axes is None:
+            return None
+        return torch.arange(rows.start, device=rows.kv.layers[self._index][0].device).expand(*self._axes, -1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        self._axes = positions.shape[:-1]
+
+    def update_index(self, keys: Tensor) -> Tensor:
+        """Append to an indexer's keys, [1, T, numbers] or [1, heads, T, numbers]; returns all of them."""
+        return self._cache.update_indexer(keys, self._index)
+
+
+class StreamLayer(_Steps, DynamicLayer):
+    """Keys and values."""
+
+
+class StateLayer(_Steps, LinearAttentionLayer):
+    """Recurrent states."""
+
+
+class StreamAndStateLayer(_Steps, LinearAttentionAndFullAttentionLayer):
+    """Both."""
+
+
+class StepCache(Cache):
+    """All sequences' caches in a step. Modules see those that are `visible`: all, or one at a time."""
+
+    def __init__(self, like: Cache, kept: Sequence[LayerKept], raw: frozenset[int] = frozenset()) -> None:
+        """`like`: a cache of the model that has been used; `raw`: layers whose attention takes keys and values
+        in the dtype in which they are cached, the others get float32."""
+        own = type(like)
+        if (
+            not issubclass(own, StepCache) and own is not DynamicCache
+        ):  # a family asks for its own kind of cache
+            self.__class__ = type(f"Step{own.__name__}", (StepCache, own), {})
+        layers = [self._layer(n, layer, kept[n]) for n, layer in enumerate(like.layers)]
+        Cache.__init__(self, layers=layers)
+        self.raw = raw
+        self.visible: Sequence[Rows] = ()
+        self.turn = 0
+        self._kept = kept
+
+    def _layer(self, index: int, like: Any, kept: LayerKept) -> Any:
+        streams = isinstance(like, CacheLayerMixin)
+        states = isinstance(like, LinearAttentionCacheLayerMixin)
+        if not streams and not states:
+            return like  # keeps nothing
+        kind = StreamAndStateLayer if streams and states else StreamLayer if streams else StateLayer
+        return kind(self, index, getattr(like, "sliding_window", None), kept)
+
+    def show(self, rows: Sequence[Rows]) -> None:
+        """Let modules see these sequences."""
+        self.visible = rows
+        self.turn += 1
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        """Append keys and values [1, heads, R, numbers]; returns those of all tokens that the new ones can
+        attend to, of several visible sequences for each."""
+        layer = self.layers[layer_idx]
+        layer.updated = self.turn
+        if len(self.visible) == 1:
+            (rows,) = self.visible
+            found = (
+                self._append(rows, layer_idx, layer, 0, keys),
+                self._append(rows, layer_idx, layer, 1, values),
+            )
+            layer.keys = found[0]
+            return found
+        both = PerSequence((), self.visible), PerSequence((), self.visible)
+        for rows in self.visible:
+            for stream, new in enumerate((keys, values)):
+                part = new.narrow(2, rows.first, rows.count)
+                both[stream].append(self._append(rows, layer_idx, layer, stream, part))
+        return both
+
+    def _append(self, rows: Rows, index: int, layer: _Steps, stream: int, new: Tensor) -> Tensor:
+        cached = rows.kv.layers[index][stream]
+        start, count = rows.start, rows.count
+        cached.narrow(1, start, count).copy_(new[0])
+        first = layer.first_key(rows)
+        view = cached.narrow(1, first, start + count - first)[None]
+        return view if cached.dtype == new.dtype or index in self.raw else view.to(new.dtype)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        new = indexer_key_states
+        (rows,) = self.visible
+        layer = self.layers[layer_idx]
+        found = self._append(rows, layer_idx, layer, 2, new if new.dim() == 4 else new[None])
+        return found if new.dim() == 4 else found[0]
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """A copy, since kernels change it in place."""
+        return self._copied(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._copied(layer_idx, self._kept[layer_idx].convolutions + state_idx)
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        return self._copied(layer_idx, 0)
+
+    def _copied(self, layer: int, state: int) -> Tensor | None:
+        (rows,) = self.visible
+        if rows.start == 0:
+            return None
+        pending = rows.kv.pending[layer][state]
+        return pending.copy_(rows.kv.states[layer][state])[None]
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Append inputs [1, channels, T] of a convolution; returns them behind those that it still needs."""
+        (rows,) = self.visible
+        pending = rows.kv.pending[layer_idx][state_idx]
+        width = pending.shape[-1]
+        if rows.start:
+            full = torch.cat((rows.kv.states[layer_idx][state_idx][None], conv_states), dim=-1)
+        else:
+            full = functional.pad(conv_states, (max(0, width - conv_states.shape[-1]), 0))
+        pending.copy_(full[0, ..., -width:])
+        return full
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        (rows,) = self.visible
+        pending = rows.kv.pending[layer_idx][self._kept[layer_idx].convolutions + state_idx]
+        if recurrent_states.data_ptr() != pending.data_ptr():
+            pending.copy_(recurrent_states[0])
+        return pending[None]
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        (rows,) = self.visible
+        rows.kv.pending[layer_idx][0].copy_(linear_cache[0])
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        (rows,) = self.visible
+        return rows.start > 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        if len(self.visible) > 1:  # a module to which this matters is called for each sequence
+            return max(rows.start for rows in self.visible)
+        (rows,) = self.visible
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        return layer.get_seq_length() if isinstance(layer, _Steps) else rows.start
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False

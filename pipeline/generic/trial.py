@@ -1,0 +1,227 @@
+"""What is tried when a model has been loaded, on a few tokens: what its caches keep, what its routers compute, which
+mixers take several sequences at once, and whether all of it gives what the model's own forward gives."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import Cache
+
+from pipeline.backbone.kv_cache import SequenceKV
+from pipeline.errors import ModelError
+from pipeline.generic import attention
+from pipeline.generic.caches import LayerKept, Rows, kept_by
+from pipeline.generic.packing import Packing
+from pipeline.generic.routers import Seen
+from pipeline.generic.skeleton import MoeLayer, Skeleton
+
+TOKENS = 7  # of the trial's sequences: fewer than any window
+DECODING = ((4, 0, 0), (1, 0, 0), (1, 5, 0), (1, 1, 4), (0, 1, 1))  # new tokens of three sequences, by step
+ALONE = ((4,), (1,), (1,), (1,))
+CHUNKS = ((3,), (4,))
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one forward of the model as it was made has shown."""
+
+    tokens: list[int]
+    hidden: Tensor  # float32 [TOKENS, H], the last hidden states
+    cache: Cache
+    kept: list[LayerKept]
+    routers: list[Seen]
+    siblings: list[
+        list[tuple[nn.Module, int]]
+    ]  # by layer: modules called after its experts on the router's input, and the dimensions of their argument
+
+
+def output_of(x: Tensor) -> Tensor:
+    """What stands for the experts' output in trials."""
+    return 0.5 * x
+
+
+@torch.inference_mode()
+def observe(skeleton: Skeleton, vocabulary: int) -> Observed:
+    """Run the decoder as transformers does, on the first few tokens of a sequence."""
+    tokens = [(5 * i + 3) % (vocabulary - 3) + 3 for i in range(TOKENS)]
+    watched = [_Watched(layer) for layer in skeleton.layers]
+    cache = _new_cache(skeleton.decoder)
+    ids = torch.tensor([tokens], device=next(skeleton.decoder.parameters()).device)
+    try:
+        positions = torch.arange(TOKENS, device=ids.device)[None]
+        out = skeleton.decoder(input_ids=ids, position_ids=positions, cache=cache, use_cache=True)
+    finally:
+        for layer in watched:
+            layer.restore()
+    # Others belong to parts for images.
+    skeleton.layers = [layer for layer, w in zip(skeleton.layers, watched, strict=True) if w.called]
+    watched = [layer for layer in watched if layer.called]
+    return Observed(
+        tokens,
+        out.last_hidden_state[0],
+        cache,
+        kept_by(cache, TOKENS),
+        [layer.seen() for layer in watched],
+        [layer.siblings for layer in watched],
+    )
+
+
+def _new_cache(decoder: nn.Module) -> Cache:
+    """A cache for one sequence, of the family's own class where it has one."""
+    modeling = sys.modules[type(decoder).__module__]
+    own = [c for c in vars(modeling).values() if isinstance(c, type) and issubclass(c, DynamicCache)]
+    own = [c for c in own if c.__module__ == modeling.__name__]
+    return own[0]() if own else DynamicCache(config=decoder.config)
+
+
+class _Watched:
+    """Records what one layer's router and experts are given, and what is called after them."""
+
+    def __init__(self, layer: MoeLayer) -> None:
+        self._layer = layer
+        self._seen: Seen | None = None
+        self.called = False  # the experts
+        self.siblings: list[tuple[nn.Module, int]] = []
+        self._own: list[tuple[nn.Module, Any]] = []
+        vars(layer.experts)["tandem_call"] = self._experts
+        self._watch(layer.router, self._router)
+        for module in layer.owner.children():
+            if module not in (layer.router, layer.experts):
+                self._watch(module, self._sibling)
+
+    def _watch(self, module: nn.Module, instead: Callable[..., Any]) -> None:
+        own = module.forward
+        self._own.append((module, vars(module).get("forward")))
+        module.forward = lambda *args, **kwargs: instead(module, own, *args, **kwargs)  # type: ignore[method-assign]
+
+    def _router(self, module: nn.Module, own: Callable[..., Any], x: Tensor, *more: Any, **named: Any) -> Any:
+        outputs = own(x, *more, **named)
+        self._seen = Seen(x, (more, named), tuple(outputs))
+        return outputs
+
+    def _experts(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        self.called = True
+        seen = self.seen()
+        seen.experts, seen.weights = index.reshape(len(x), -1), weights.reshape(len(x), -1)
+        return output_of(x)
+
+    def _sibling(self, module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.called and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+            (x,) = args
+            if x.data_ptr() == self.seen().x.data_ptr() and x.numel() == self.seen().x.numel():
+                self.siblings.append((module, x.dim()))
+        return own(*args, **kwargs)
+
+    def seen(self) -> Seen:
+        if self._seen is None:
+            raise ModelError(f"the router of {self._layer.name} was not called before its experts")
+        return self._seen
+
+    def restore(self) -> None:
+        for module, forward in self._own:
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+
+class Trial:
+    """Compares steps of sequences with the model's own forward."""
+
+    def __init__(
+        self, skeleton: Skeleton, packing: Packing, observed: Observed, tolerance: float, device: torch.device
+    ) -> None:
+        """`tolerance`: of the last hidden states, relative to their deviation."""
+        self._decoder, self._packing, self._observed = skeleton.decoder, packing, observed
+        self._tolerance = tolerance * float(observed.hidden.std())
+        self._device = device
+
+    def run(self) -> tuple[bool, bool]:
+        """Choose how attention and mixers compute; returns whether a step may have several sequences, and whether
+        a prompt may come in chunks. Raises ModelError where no way gives what the model's own forward gives."""
+        mixers = self._packing.mixers.values()
+        kinds = [*dict.fromkeys(map(type, mixers))]
+        modules = [m for mixer in mixers for m in mixer.modules()]
+        self._choose_attention(modules)
+        self._packing.rows = set(kinds)
+        several = self._same(DECODING)
+        if not several:
+            self._packing.rows = set()
+            several = self._same(DECODING)
+            for kind in kinds if several and len(kinds) > 1 else ():
+                self._packing.rows.add(kind)
+                if not self._same(DECODING):
+                    self._packing.rows.discard(kind)
+        if not several and not self._same(ALONE):
+            raise ModelError(
+                f"{type(self._decoder).__name__} computes something else with our caches: this family cannot run here"
+            )
+        return several, self._same(CHUNKS)
+
+    def _choose_attention(self, modules: Sequence[nn.Module]) -> None:
+        """Use our attention where that gives the same: all kinds of modules at once, or one by one."""
+        candidates = [(m, "latent" if hasattr(m, "expand_kv") else "grouped") for m in modules]
+        for kind in dict.fromkeys(type(m) for m, _ in candidates):
+            chosen = [(m, name) for m, name in candidates if type(m) is kind and _may_attend(m)]
+            for module, name in chosen:
+                setattr(module, attention.KIND, name)
+            if chosen and not self._same(ALONE):
+                for module, _ in chosen:
+                    delattr(module, attention.KIND)
+
+    def _same(self, plan: Sequence[tuple[int, ...]]) -> bool:
+        try:
+            found = self.hidden(plan)
+        except Exception as e:  # whatever a module does with what it does not expect
+            log.debug("trial: %s: %s", type(e).__name__, e)
+            return False
+        wanted = self._observed.hidden
+        return all(bool((h - wanted[: len(h)]).abs().max() <= self._tolerance) for h in found if len(h))
+
+    @torch.inference_mode()
+    def hidden(self, plan: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """The last hidden states of sequences with the observed tokens, [T, H] each, computed by this plan."""
+        sequences = [self._sequence() for _ in plan[0]]
+        found: list[list[Tensor]] = [[] for _ in sequences]
+        for counts in plan:
+            rows, tokens, first = [], [], 0
+            for kv, count in zip(sequences, counts, strict=True):
+                if count:
+                    rows.append(Rows(kv, first, first + count, kv.length))
+                    tokens += self._observed.tokens[kv.length : kv.length + count]
+                    first += count
+            hidden = self._packing(self._decoder, tokens, rows)
+            for r in rows:
+                found[sequences.index(r.kv)].append(hidden[r.first : r.end])
+                r.kv.advance(r.count)
+        empty = self._observed.hidden[:0]
+        return [torch.cat([empty, *parts]) for parts in found]
+
+    def _sequence(self) -> SequenceKV:
+        return sequence(self._observed.kept, TOKENS, torch.float32, self._device)
+
+
+def _may_attend(module: nn.Module) -> bool:
+    modeling: Any = sys.modules[type(module).__module__]
+    return hasattr(modeling, "eager_attention_forward") and hasattr(module, "scaling")
+
+
+def sequence(
+    kept: Sequence[LayerKept], capacity: int, dtype: torch.dtype, device: torch.device
+) -> SequenceKV:
+    """A sequence outside the KV cache's budget."""
+    streams = [
+        [torch.zeros((heads, capacity, width), dtype=dtype, device=device) for heads, width in layer.streams]
+        for layer in kept
+    ]
+    states = [tuple(torch.zeros(shape, device=device) for shape in layer.states) for layer in kept]
+    return SequenceKV(streams, None, states)

@@ -1,0 +1,152 @@
+"""A model of any family on transformers' modules, with its experts computed outside it, gives what transformers' own
+eager forward gives."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.backbone.batch import StepInput, TokenSpan
+from pipeline.backbone.kv_cache import SequenceKV
+from pipeline.backbone.linear import Precision
+from pipeline.backbone.protocol import LayerCall
+from pipeline.device.cpu import CpuDevice
+from pipeline.errors import StepFailed
+from pipeline.generic.backbone import GenericBackbone
+from pipeline.generic.skeleton import experts_of
+from pipeline.generic.trial import _new_cache as new_cache
+from pipeline.generic.trial import sequence
+from pipeline.models.facts import facts_of
+from tests.tiny_families import family_names, tiny_model
+
+SAMPLE = (
+    "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "gemma4", "nemotron_h", "granitemoehybrid", "lfm2_moe",
+)  # fmt: skip
+NO_DECODERS = {"diffusion_gemma", "openai_privacy_filter"}
+REFUSED = {
+    "deepseek_v4": "its caches keep compressed parts of what a sequence had",
+    "muse_spark": "normalises each expert's whole output",
+    "qwen4_exp": "numbers tokens across the model's layers",
+}
+OWN_CHOICES = {"inkling", "kolibri1", "zaya"}  # no formula of ours
+CLOSE = 2e-3  # of the deviation of logits
+PROMPTS = [[(i * a + b) % 120 + 3 for i in range(n)] for a, b, n in ((5, 3, 30), (7, 11, 26), (3, 1, 20))]
+PLAN = [(12, 0, 0), (1, 10, 0), (1, 6, 9), (6, 1, 1), (1, 1, 1), (1, 1, 1)]  # new tokens, by step
+WHOLE = [(12, 0, 0), (1, 10, 0), (1, 1, 9), (1, 1, 1), (1, 1, 1)]  # for prompts that cannot come in parts
+
+
+class Outside:
+    """Experts of a model, computed by transformers from what reaches the call."""
+
+    def __init__(self, model: nn.Module, backbone: GenericBackbone) -> None:
+        used = [m for _, m in experts_of(model.get_decoder())]
+        self.modules = [copy.copy(m) for m in used[: len(backbone.calls)]]
+        self.backbone = backbone
+        self.fails_at: int | None = None
+        for module in self.modules:  # their down biases are the backbone's to add
+            if getattr(module, "down_proj_bias", None) is not None:
+                module._parameters = dict(module._parameters)
+                module.down_proj_bias = nn.Parameter(torch.zeros_like(module.down_proj_bias))
+
+    def __call__(self, call: LayerCall) -> Tensor:
+        if call.layer == self.fails_at:
+            raise StepFailed("as a test wants")
+        call.attend(True, ())
+        x, logits = call.read()
+        assert call.shared() is None
+        routing = self.backbone.router_math(logits, call.layer)
+        experts, weights = torch.from_numpy(routing.experts).long(), torch.from_numpy(routing.weights)
+        y = self.modules[call.layer](torch.from_numpy(x), experts, weights)
+        bias = call.expert_bias(routing.experts, routing.weights)
+        return y if bias is None else y + bias
+
+
+@cache
+def device() -> CpuDevice:
+    return CpuDevice()
+
+
+def loaded(family: str, dtype: str = "f32") -> tuple[Any, GenericBackbone]:
+    model = tiny_model(family)
+    precision = Precision(dtype, device())
+    return model, GenericBackbone(
+        facts_of(model.config.to_dict()), type(model), model.config, model.state_dict(), precision
+    )
+
+
+def alone(model: Any, tokens: Sequence[int], counts: Sequence[int]) -> np.ndarray:
+    """Logits [T, vocabulary] by the model's own forward with its own cache."""
+    own, at, found = new_cache(model.get_decoder()), 0, []
+    for count in filter(None, counts):
+        ids = torch.tensor([tokens[at : at + count]])
+        found.append(model(input_ids=ids, cache=own, use_cache=True).logits[0].numpy())
+        at += count
+    return np.concatenate(found)
+
+
+def step(backbone: GenericBackbone, spans: Sequence[TokenSpan], experts: Outside) -> list[np.ndarray]:
+    """Logits of all tokens, one step for each span where the family wants that."""
+    found = []
+    for together in [spans] if backbone.several else [[span] for span in spans]:
+        run = backbone.step(together, backbone.router)
+        run.run(experts)
+        found += run.answers([StepInput(span, "all") for span in together])
+        for span in together:
+            span.kv.advance(len(span.tokens))
+    return found
+
+
+def check(family: str) -> GenericBackbone:
+    """Prefill, chunks, and decode of three sequences at once, with a step that fails between."""
+    model, backbone = loaded(family)
+    plan = PLAN if backbone.chunks else WHOLE
+    experts = Outside(model, backbone)
+    sequences: list[SequenceKV] = [
+        sequence(backbone.kept, 32, torch.float32, torch.device("cpu")) for _ in PROMPTS
+    ]
+    found: list[list[np.ndarray]] = [[] for _ in PROMPTS]
+    for number, counts in enumerate(plan):
+        chosen = [i for i, count in enumerate(counts) if count]
+        if number == 3:
+            other = [TokenSpan(sequences[i], [9] * counts[i]) for i in chosen]
+            experts.fails_at = len(experts.modules) - 1
+            with pytest.raises(StepFailed):
+                step(backbone, other[:1], experts)
+            experts.fails_at = None
+        starts = [sequences[i].length for i in chosen]
+        spans = [
+            TokenSpan(sequences[i], PROMPTS[i][at : at + counts[i]])
+            for i, at in zip(chosen, starts, strict=True)
+        ]
+        for i, logits in zip(chosen, step(backbone, spans, experts), strict=True):
+            found[i].append(logits)
+    for i, (parts, tokens) in enumerate(zip(found, PROMPTS, strict=True)):
+        wanted = alone(model, tokens, [counts[i] for counts in plan])
+        error = np.abs(np.concatenate(parts) - wanted).max() / wanted.std()
+        assert error < CLOSE, f"sequence {i}: {error}"
+    return backbone
+
+
+@pytest.mark.parametrize("family", SAMPLE)
+def test_sample(family: str) -> None:
+    with torch.inference_mode():
+        backbone = check(family)
+    assert backbone.several
+    assert backbone.chunks
+    assert not backbone.own_choices
+    assert len(backbone.fused) > 2  # norms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [f for f in family_names() if f not in NO_DECODERS and f not in REFUSED])
+def test_every_family(family: str) -> None:
+    with torch.inference_mode():
+        backbone = check(family)
+    assert bool(backbone.own_choices) == (family in OWN_CHOICES)
