@@ -36,11 +36,11 @@ FORMATS = {  # of experts and of the rest; no size of a model here is a whole nu
     "qwen3_moe": ("int8", "f32"),
     "deepseek_v2": ("int4", "int4"),
     "olmoe": ("int4", "f32"),
+    "gpt_oss": ("int4", "int8"),
     "glm4_moe": ("int4", "int8"),
     "minimax_m2": ("int8", "int4"),
     "glm4_moe_lite": ("int4-g128", "int8"),
     "deepseek_v3": ("int4", "int4"),
-    "gpt_oss": ("int4", "int8"),
 }
 QUANTIZED = [  # a model, formats of experts and of the rest, workers, tile, policy
     *(
