@@ -34,8 +34,9 @@ from pipeline.checkpoint.model_source import ModelSource
 from pipeline.device.base import Device
 from pipeline.models.facts import facts_of
 from pipeline.models.registry import architecture_of
-from pipeline.models.routing import Router, Scored
+from pipeline.models.routing import Scored
 from pipeline.models.spec import GroupedQuery, ModelSpec
+from pipeline.policies.view import Router
 from workers.kernels.c_types import Kept
 
 READERS = 2  # threads that load layers: one reads while the other converts

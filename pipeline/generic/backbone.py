@@ -30,7 +30,7 @@ from pipeline.generic.routers import Tap, find_router
 from pipeline.generic.skeleton import IMPLEMENTATION, Skeleton
 from pipeline.generic.trial import Trial, observe
 from pipeline.models.facts import ModelFacts
-from pipeline.models.routing import Router
+from pipeline.policies.view import Router
 
 TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 0.1}  # of trials, by the dtype of what is not quantized
 

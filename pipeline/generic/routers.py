@@ -21,8 +21,8 @@ from torch.nn import functional
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.errors import PolicyError
 from pipeline.generic.skeleton import MoeLayer
-from pipeline.models.routing import GroupScore, Layer, Router, Score, Scored, Softmax, SparseMixer
-from pipeline.policies.view import Routing
+from pipeline.models.routing import GroupScore, Score, Scored, Softmax, SparseMixer
+from pipeline.policies.view import Layer, Router, Routing
 
 Form = Literal["linear", "first", "log first", "own"]  # where logits come from; own: no logits
 Product = tuple[Tensor, Tensor | None]  # matrix [E, H] and bias of a linear product

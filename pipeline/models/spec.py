@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.models.routing import Router
+from pipeline.policies.view import Router
 from shm.expert_math import SWIGLU, ExpertMath
 
 

@@ -377,7 +377,7 @@ EDGES = [  # compared in the tests' process only, but for the first
 ]
 
 
-# Of these families `make test` compares all configurations in one process and few engines, `make survey` all.
+# Of these families the default suite compares all configurations in one process, but few engines.
 SAMPLED = ("glm4_moe", "minimax_m2", "glm4_moe_lite", "deepseek_v3")
 ENGINES = {  # family and place
     *(("deepseek_v3", 0), ("minimax_m2", 0), ("glm4_moe", 1), ("glm4_moe_lite", 1)),
