@@ -67,10 +67,11 @@ class GenericBackbone:
         text = config.get_text_config(decoder=True)
         self.vocabulary: int = text.vocab_size
         observed = observe(skeleton, self.vocabulary)
+        self.layers = skeleton.layers  # those with routed experts
         self.kept: list[LayerKept] = observed.kept  # by layer of the cache
-        taps = [Tap(layer, seen) for layer, seen in zip(skeleton.layers, observed.routers, strict=True)]
+        taps = [Tap(layer, seen) for layer, seen in zip(self.layers, observed.routers, strict=True)]
         self._taps = taps
-        self.router_math: Router = find_router(skeleton.layers, taps, observed.routers)
+        self.router_math: Router = find_router(self.layers, taps, observed.routers)
         self.fused = fuse_norms(self._decoder, precision.device)  # modules computed in one pass
         self._packing = Packing(self._decoder)
         self._packing.cache = StepCache(observed.cache, self.kept)
@@ -78,7 +79,7 @@ class GenericBackbone:
             GenericCall(self, number, tap, [Sibling(*s) for s in siblings])
             for number, (tap, siblings) in enumerate(zip(taps, observed.siblings, strict=True))
         ]
-        for layer, call in zip(skeleton.layers, self.calls, strict=True):
+        for layer, call in zip(self.layers, self.calls, strict=True):
             bias = getattr(layer.experts, "down_proj_bias", None)
             call.down_bias = bias if isinstance(bias, Tensor) and bias.numel() else None
             vars(layer.experts)["tandem_call"] = call.run
@@ -136,7 +137,7 @@ class GenericBackbone:
     def head(self, h: Tensor) -> Tensor:
         """Logits float32 [R, vocabulary] of the last hidden states [R, H]: what the whole model's forward makes
         of them."""
-        output = _Output(last_hidden_state=h[None])
+        output = _Output(h[None])
         inner = self._model.base_model
         inner.forward = lambda *args, **kwargs: output
         try:
@@ -162,11 +163,17 @@ class GenericBackbone:
         return frozenset(i for i in ours if len(self.kept[i].streams) == 2)
 
 
-class _Output(dict[str, Any]):
-    """Stands for the output of a decoder."""
+class _Output:
+    """Stands for the output of a decoder: it has the last hidden states [1, R, H] alone."""
 
-    def __getattr__(self, name: str) -> Any:
-        return self.get(name)
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        """Whatever else a model may return."""
+
+    def __getitem__(self, place: Any) -> Any:
+        return (self.last_hidden_state,)[place]
 
 
 class GenericStep:

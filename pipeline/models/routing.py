@@ -228,8 +228,8 @@ class SparseMixer(Router):
         with np.errstate(invalid="ignore"):  # 0 / 0 is not far
             far = (top - logits) / np.maximum(np.abs(logits), top) > 2 * self.jitter
         near = np.where(far, -np.inf, candidates)
-        weight = 1 / np.exp(near - top).sum(axis=1, keepdims=True)
-        return weight.astype(np.float32)
+        weight: FloatArray = (1 / np.exp(near - top).sum(axis=1, keepdims=True)).astype(np.float32)
+        return weight
 
 
 def softmax(logits: FloatArray) -> FloatArray:

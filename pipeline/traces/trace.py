@@ -129,7 +129,9 @@ def _router(plain: dict[str, Any], shape: ModelShape, file: BinaryIO) -> Router:
     if not fits:
         raise ValueError("its router does not fit its shape")
     read = {name: _array(shape, file) for name in arrays}
-    return replace(router, **read) if isinstance(router, Scored) else router
+    if not isinstance(router, Scored):
+        return router
+    return replace(router, bias=read.get("bias"), expert_scale=read.get("expert_scale"))
 
 
 def _array(shape: ModelShape, file: BinaryIO) -> NDArray[np.float32]:

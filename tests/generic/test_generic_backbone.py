@@ -20,9 +20,7 @@ from pipeline.backbone.protocol import LayerCall
 from pipeline.device.cpu import CpuDevice
 from pipeline.errors import StepFailed
 from pipeline.generic.backbone import GenericBackbone
-from pipeline.generic.skeleton import experts_of
-from pipeline.generic.trial import _new_cache as new_cache
-from pipeline.generic.trial import sequence
+from pipeline.generic.trial import new_cache, sequence
 from pipeline.models.facts import facts_of
 from tests.tiny_families import family_names, tiny_model
 
@@ -33,8 +31,10 @@ NO_DECODERS = {"diffusion_gemma", "openai_privacy_filter"}
 REFUSED = {
     "deepseek_v4": "its caches keep compressed parts of what a sequence had",
     "muse_spark": "normalises each expert's whole output",
-    "qwen4_exp": "numbers tokens across the model's layers",
+    "qwen4_exp": "its cache keeps token ids",
+    "unlimited_ocr": "its windows depend on the prompt's length",
 }
+NOT_MADE = {"qwen3_omni_moe"}  # by tiny_families: the part that speaks has no small sizes
 OWN_CHOICES = {"inkling", "kolibri1", "zaya"}  # no formula of ours
 CLOSE = 2e-3  # of the deviation of logits
 PROMPTS = [[(i * a + b) % 120 + 3 for i in range(n)] for a, b, n in ((5, 3, 30), (7, 11, 26), (3, 1, 20))]
@@ -46,8 +46,8 @@ class Outside:
     """Experts of a model, computed by transformers from what reaches the call."""
 
     def __init__(self, model: nn.Module, backbone: GenericBackbone) -> None:
-        used = [m for _, m in experts_of(model.get_decoder())]
-        self.modules = [copy.copy(m) for m in used[: len(backbone.calls)]]
+        decoder = model.get_decoder()
+        self.modules = [copy.copy(decoder.get_submodule(layer.name)) for layer in backbone.layers]
         self.backbone = backbone
         self.fails_at: int | None = None
         for module in self.modules:  # their down biases are the backbone's to add
@@ -145,7 +145,7 @@ def test_sample(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [f for f in family_names() if f not in NO_DECODERS and f not in REFUSED])
+@pytest.mark.parametrize("family", [f for f in family_names() if f not in {*NO_DECODERS, *REFUSED, *NOT_MADE}])
 def test_every_family(family: str) -> None:
     with torch.inference_mode():
         backbone = check(family)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from families import Case, Options
 
@@ -374,6 +375,20 @@ EDGES = [  # compared in the tests' process only, but for the first
         fused=True,
     ),
 ]
+
+
+# Of these families `make test` compares all configurations in one process and few engines, `make survey` all.
+SAMPLED = ("glm4_moe", "minimax_m2", "glm4_moe_lite", "deepseek_v3")
+ENGINES = {  # family and place
+    *(("deepseek_v3", 0), ("minimax_m2", 0), ("glm4_moe", 1), ("glm4_moe_lite", 1)),
+    ("deepseek_v3", 3),
+}
+
+
+def as_sampled(case: Case) -> tuple[pytest.MarkDecorator, ...]:
+    """The marks of a test that starts engines of this case."""
+    rare = case.family in SAMPLED and (case.family, place(case)) not in ENGINES
+    return (pytest.mark.slow,) if rare else ()
 
 
 def place(case: Case) -> int:

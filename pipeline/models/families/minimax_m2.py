@@ -26,13 +26,12 @@ def _read(config: Config) -> dict[str, Any]:
     expect(config, "qk_norm_type", "per_layer")
     expect(config, "shared_intermediate_size", 0)
     expect(config, "attn_type_list", [1] * bounded(config, "num_hidden_layers"))  # none of them is linear
-    width, rotated = required(config, "head_dim", int), optional(config, "rotary_dim", int)
+    width = optional(config, "head_dim", int, 128)
+    share = optional(config, "rotary_dim", int, width) / width
     return {
         "intermediate": required(config, "intermediate_size", int),
         "experts": experts(config, "num_local_experts", "num_experts"),
-        "attention": grouped_query(
-            config, qk_norm="all", rotated=1.0 if rotated is None else rotated / width
-        ),
+        "attention": grouped_query({**config, "head_dim": width}, qk_norm="all", rotated=share),
         "rope": rope(config, theta=5e6),
         "router": Scored("sigmoid", required(config, "num_experts_per_tok", int), rescaled=True),
     }
