@@ -58,22 +58,24 @@ def _small(model: PreTrainedModel) -> dict[str, Tensor]:
     meta device."""
     made: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
+        before = f"{prefix}." if prefix else ""
         for name, parameter in list(module.named_parameters(recurse=False)):
             if _is_small(module, name, parameter):
-                empty = torch.full(parameter.shape, torch.nan)
-                module._parameters[name] = nn.Parameter(empty, requires_grad=False)
-                made[f"{prefix}.{name}" if prefix else name] = module._parameters[name]  # type: ignore[assignment]
+                made[before + name] = torch.full(parameter.shape, torch.nan)
+                module._parameters[name] = nn.Parameter(made[before + name], requires_grad=False)
         for name, buffer in list(module.named_buffers(recurse=False)):
             if name not in module._non_persistent_buffers_set:
-                value = _new_buffer(model, buffer)
-                module._buffers[name] = made[f"{prefix}.{name}" if prefix else name] = value
+                empty = torch.nan if buffer.is_floating_point() else 0
+                module._buffers[name] = made[before + name] = torch.full_like(buffer, empty, device="cpu")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model.initialize_weights()
     for name, tensor in made.items():
         if tensor.is_floating_point():  # those without a rule of their family
-            torch.nan_to_num_(tensor.data, 0.0 if name.endswith("bias") else 1.0)
-    return {name: tensor.data for name, tensor in made.items()}
+            torch.nan_to_num_(tensor, 0.0 if name.endswith("bias") else 1.0)
+        elif tensor.dim() == 2 and not tensor.any():
+            tensor[:] = _any_experts(model, tensor)
+    return made
 
 
 def _is_small(module: nn.Module, name: str, parameter: Tensor) -> bool:
@@ -82,13 +84,8 @@ def _is_small(module: nn.Module, name: str, parameter: Tensor) -> bool:
     return parameter.dim() < 2 or (name != "weight" and parameter.numel() <= SMALL)
 
 
-def _new_buffer(model: PreTrainedModel, like: Tensor) -> Tensor:
-    """Whole numbers of two axes are a table of each token's experts."""
-    if like.is_floating_point():
-        return torch.full(like.shape, torch.nan)
-    text: Any = model.config.get_text_config(decoder=True)
-    if like.dim() == 2 and len(like) == text.vocab_size:
-        rows, columns = (torch.arange(size) for size in like.shape)
-        experts = next(len(module.down_proj) for _, module in experts_of(model))
-        return ((rows[:, None] + columns) % experts).to(like.dtype)
-    return torch.zeros(like.shape, dtype=like.dtype)
+def _any_experts(model: PreTrainedModel, like: Tensor) -> Tensor:
+    """A table [V, k] of the experts that a token has whatever its hidden state: different ones in each row."""
+    experts = min(len(module.down_proj) for _, module in experts_of(model))
+    tokens, places = (torch.arange(size) for size in like.shape)
+    return (tokens[:, None] + places) % experts

@@ -67,7 +67,9 @@ def decoder_of(config: Config) -> tuple[type[PreTrainedModel], PreTrainedConfig]
             " may know it: pip install -U transformers"
         )
     with _in_one_line("read this config"):
-        made = CONFIG_MAPPING[kind].from_dict(deepcopy(dict(config)))
+        # Infinity is no number of JSON: transformers writes it as an object.
+        fields = PreTrainedConfig._decode_special_floats(deepcopy(dict(config)))
+        made = CONFIG_MAPPING[kind].from_dict(fields)
     parts = [getattr(made, name, None) for name in made.sub_configs]
     # A model that also speaks has the one that reads and writes as a part.
     candidates = [part for part in parts if part is not None and "text_config" in part.sub_configs]
