@@ -67,9 +67,8 @@ def decoder_of(config: Config) -> tuple[type[PreTrainedModel], PreTrainedConfig]
             " may know it: pip install -U transformers"
         )
     with _in_one_line("read this config"):
-        # Infinity is no number of JSON: transformers writes it as an object.
-        fields = PreTrainedConfig._decode_special_floats(deepcopy(dict(config)))
-        made = CONFIG_MAPPING[kind].from_dict(fields)
+        kinds = CONFIG_MAPPING[kind]
+        made = kinds.from_dict(kinds._decode_special_floats(dict(config)))  # a copy, with infinities as floats
     parts = [getattr(made, name, None) for name in made.sub_configs]
     # A model that also speaks has the one that reads and writes as a part.
     candidates = [part for part in parts if part is not None and "text_config" in part.sub_configs]
