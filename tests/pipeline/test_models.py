@@ -136,6 +136,14 @@ def test_tiles_of_quantized_formats() -> None:
         ("deepseek-v2-lite", 15.7),
         ("deepseek-v2", 235.7),
         ("olmoe-1b-7b", 6.9),
+        # without the layers that predict further tokens, and without vision
+        ("gpt-oss-20b", 20.91),
+        ("gpt-oss-120b", 116.83),
+        ("glm-4.7-flash", 29.94),
+        ("glm-4.5-air", 106.85),
+        ("minimax-m2", 228.69),
+        ("deepseek-v3", 671.03),
+        ("kimi-k2", 1026.41),
     ],
 )
 def test_shapes_have_the_published_number_of_weights(name, billions) -> None:
@@ -144,6 +152,12 @@ def test_shapes_have_the_published_number_of_weights(name, billions) -> None:
         tensors = family.tensors(spec, fused)
         assert family.is_fused(tensors, spec) == fused
         assert sum(map(math.prod, tensors.values())) / 1e9 == pytest.approx(billions, abs=0.06)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "billions"), [("qwen3-next-80b-a3b", 79.67), ("qwen3.5-35b-a3b", 34.66)])
+def test_described_shapes_have_the_published_number_of_weights(name: str, billions: float) -> None:
+    assert facts_of(SHAPES[name]).weights / 1e9 == pytest.approx(billions, abs=0.06)
 
 
 DEEPSEEK = SHAPES["deepseek-v2-lite"]
