@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -32,7 +33,10 @@ from pipeline.generic.skeleton import IMPLEMENTATION, Skeleton
 from pipeline.generic.trial import Trial, observe
 from pipeline.models.routing import Router
 
-TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 0.1}  # of trials, by the dtype of what is not quantized
+EXACT, ROUNDED = 2e-3, 0.1  # tolerances of trials, in float32 and with other weights
+
+
+LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def _experts(self: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Any:
@@ -56,12 +60,14 @@ class GenericBackbone:
     ) -> None:
         """`weights`: by parameters' names in the whole model; `progress` is called with the bytes loaded so
         far. Raises ModelError where the family cannot run here, or weights are missing."""
+        transformers.logging.set_verbosity_error()  # of slower ways that are the only ones here
         self.dtype = precision.dtype
         self._precision = precision
         skeleton = Skeleton(model_class, config)
         self.bytes = skeleton.load(weights, precision, progress)
         self._model, self._decoder = skeleton.model, skeleton.decoder
-        self.has_head = skeleton.has_head  # without one there are no answers
+        if not skeleton.has_head:
+            raise ModelError(f"{model_class.__name__} has no head that gives logits")
         text = config.get_text_config(decoder=True)
         self.vocabulary: int = text.vocab_size
         observed = observe(skeleton, self.vocabulary)
@@ -81,13 +87,15 @@ class GenericBackbone:
             bias = getattr(layer.experts, "down_proj_bias", None)
             call.down_bias = bias if isinstance(bias, Tensor) and bias.numel() else None
             vars(layer.experts)["tandem_call"] = call.run
-        tolerance = 0.1 if precision.quantized else TOLERANCES[precision.dtype]
-        trial = Trial(skeleton, self._packing, observed, tolerance, self._device)
+        exact = self.dtype == torch.float32 and not precision.quantized
+        trial = Trial(skeleton, self._packing, observed, EXACT if exact else ROUNDED, self._device)
         self._experts: Experts = lambda call: 0.5 * call.x
         self._probe: Probe = self.router
         # whether a step may have several sequences, and whether a prompt may come in parts
         self.several, self.chunks = trial.run()
-        self._packing.cache.raw = self._raw_layers()
+        self.several &= not _rope_depends_on_length(self._decoder)
+        if self.dtype != torch.float32:
+            trial.cache_in(self.dtype, self._raw_layers())
         linears = [m for m in self._decoder.modules() if isinstance(m, OwnLinear)]
         self._largest_matrix = max((m.in_features * m.out_features for m in linears), default=0)
 
@@ -154,7 +162,17 @@ class GenericBackbone:
                 index = getattr(module, "layer_idx", None)
                 if isinstance(index, int) and hasattr(module, attention.KIND):
                     ours.add(index)
-        return frozenset(i for i in ours if len(self.kept[i].streams) == 2)
+        return frozenset(ours)
+
+
+def _rope_depends_on_length(decoder: nn.Module) -> bool:
+    """Whether the rotary embedding of a step depends on its longest sequence."""
+    kinds = (getattr(module, "rope_type", None) for module in decoder.modules())
+    return any(
+        kind in LENGTH_DEPENDENT
+        for found in kinds
+        for kind in (found.values() if isinstance(found, dict) else (found,))
+    )
 
 
 class _Output:
@@ -248,4 +266,5 @@ class GenericCall:
         """The sum of the experts' down biases [R, H], for experts and weights [R, k]; None without any."""
         if self.down_bias is None:
             return None
-        return torch.einsum("rk,rkh->rh", weights, self.down_bias[experts.long()])
+        bias = self.down_bias
+        return torch.einsum("rk,rkh->rh", weights.to(bias.device), bias[experts.to(bias.device).long()])

@@ -67,6 +67,8 @@ class OwnLinear(nn.Module):
             y += self.bias
         return y.view(*shape[:-1], self.out_features)
 
+    __call__ = forward  # without the hooks of modules, a microsecond each
+
 
 class OwnEmbedding(nn.Module):
     """In place of an nn.Embedding: rows in the backbone's dtype."""

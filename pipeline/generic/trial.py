@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -91,7 +92,9 @@ def check_layers(cache: Cache) -> None:
     for layer in {type(layer) for layer in cache.layers}:
         own = (c for c in layer.__mro__ if c.__module__.startswith("transformers.models."))
         if any({"update", "get_mask_sizes", "lazy_initialization"} & vars(c).keys() for c in own):
-            raise ModelError(f"{layer.__name__} keeps the cache in a way of its own: this family cannot run here")
+            raise ModelError(
+                f"{layer.__name__} keeps the cache in a way of its own: this family cannot run here"
+            )
 
 
 class _Watched:
@@ -154,7 +157,7 @@ class Trial:
         """`tolerance`: of the last hidden states, relative to their deviation."""
         self._decoder, self._packing, self._observed = skeleton.decoder, packing, observed
         self._tolerance = tolerance * float(observed.hidden.std())
-        self._device = device
+        self._device, self._dtype = device, torch.float32
 
     def run(self) -> tuple[bool, bool]:
         """Choose how attention and mixers compute; returns whether a step may have several sequences, and whether
@@ -176,7 +179,33 @@ class Trial:
             raise ModelError(
                 f"{type(self._decoder).__name__} computes something else with our caches: this family cannot run here"
             )
-        return several, self._same(CHUNKS)
+        chunks = self._same(CHUNKS)
+        self._choose_copies()
+        return several, chunks
+
+    def cache_in(self, dtype: torch.dtype, raw: frozenset[int]) -> None:
+        """Let the layers `raw` take keys and values in this dtype of the cache, if they can. The tolerance must
+        allow for its rounding. Raises ModelError where the model cannot be computed so."""
+        cache = self._packing.cache
+        assert cache is not None
+        self._dtype = dtype
+        for cache.raw in (raw, frozenset[int]()):
+            if self._same(ALONE):
+                return
+        raise ModelError(f"{type(self._decoder).__name__} cannot keep keys and values in {dtype}: use f32")
+
+    def _choose_copies(self) -> None:
+        """Let modules read recurrent states without a copy, if they leave them as they are."""
+        cache = self._packing.cache
+        assert cache is not None
+        cache.copies = False
+        kv = self._sequence()
+        for count in (4, 1):
+            before = [[state.clone() for state in layer] for layer in kv.states]
+            self._step([kv], [count])
+            pairs = zip(chain(*before), chain(*kv.states), strict=True)
+            cache.copies |= not all(torch.equal(old, new) for old, new in pairs)
+            kv.advance(count)
 
     def _choose_attention(self, modules: Sequence[nn.Module]) -> None:
         """Use our attention where that gives the same: all kinds of modules at once, or one by one."""
@@ -204,21 +233,27 @@ class Trial:
         sequences = [self._sequence() for _ in plan[0]]
         found: list[list[Tensor]] = [[] for _ in sequences]
         for counts in plan:
-            rows, tokens, first = [], [], 0
-            for kv, count in zip(sequences, counts, strict=True):
+            hidden = iter(self._step(sequences, counts).split([count for count in counts if count]))
+            for parts, kv, count in zip(found, sequences, counts, strict=True):
                 if count:
-                    rows.append(Rows(kv, first, first + count, kv.length))
-                    tokens += self._observed.tokens[kv.length : kv.length + count]
-                    first += count
-            hidden = self._packing(self._decoder, tokens, rows)
-            for r in rows:
-                found[sequences.index(r.kv)].append(hidden[r.first : r.end])
-                r.kv.advance(r.count)
+                    parts.append(next(hidden))
+                    kv.advance(count)
         empty = self._observed.hidden[:0]
         return [torch.cat([empty, *parts]) for parts in found]
 
+    @torch.inference_mode()
+    def _step(self, sequences: Sequence[SequenceKV], counts: Sequence[int]) -> Tensor:
+        """The last hidden states of so many new tokens of the sequences."""
+        rows, tokens, first = [], [], 0
+        for kv, count in zip(sequences, counts, strict=True):
+            if count:
+                rows.append(Rows(kv, first, first + count, kv.length))
+                tokens += self._observed.tokens[kv.length : kv.length + count]
+                first += count
+        return self._packing(self._decoder, tokens, rows)
+
     def _sequence(self) -> SequenceKV:
-        return sequence(self._observed.kept, TOKENS, torch.float32, self._device)
+        return sequence(self._observed.kept, TOKENS, self._dtype, self._device)
 
 
 def _may_attend(module: nn.Module) -> bool:

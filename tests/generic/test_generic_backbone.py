@@ -18,11 +18,11 @@ from pipeline.backbone.kv_cache import SequenceKV
 from pipeline.backbone.linear import Precision
 from pipeline.backbone.protocol import LayerCall
 from pipeline.device.cpu import CpuDevice
-from pipeline.errors import PolicyError, StepFailed
+from pipeline.errors import ModelError, PolicyError, StepFailed
 from pipeline.generic.backbone import GenericBackbone
 from pipeline.generic.trial import new_cache, sequence
 
-from tests.tiny_families import family_names, model_class, tiny_config, tiny_model
+from tests.tiny_families import family_names, tiny_model
 
 SAMPLE = (
     "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "gemma4", "nemotron_h", "granitemoehybrid", "lfm2_moe",
@@ -106,7 +106,9 @@ def check(family: str) -> GenericBackbone:
     model, backbone = loaded(family)
     plan = PLAN if backbone.chunks else WHOLE
     experts = Outside(model, backbone)
-    sequences: list[SequenceKV] = [sequence(backbone.kept, 32, torch.float32, torch.device("cpu")) for _ in PROMPTS]
+    sequences: list[SequenceKV] = [
+        sequence(backbone.kept, 32, torch.float32, torch.device("cpu")) for _ in PROMPTS
+    ]
     found: list[list[np.ndarray]] = [[] for _ in PROMPTS]
     for number, counts in enumerate(plan):
         chosen = [i for i, count in enumerate(counts) if count]
@@ -118,7 +120,8 @@ def check(family: str) -> GenericBackbone:
             experts.fails_at = None
         starts = [sequences[i].length for i in chosen]
         spans = [
-            TokenSpan(sequences[i], PROMPTS[i][at : at + counts[i]]) for i, at in zip(chosen, starts, strict=True)
+            TokenSpan(sequences[i], PROMPTS[i][at : at + counts[i]])
+            for i, at in zip(chosen, starts, strict=True)
         ]
         for i, logits in zip(chosen, step(backbone, spans, experts), strict=True):
             found[i].append(logits)
@@ -139,8 +142,53 @@ def test_sample(family: str) -> None:
     assert len(backbone.fused) > 2  # norms
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_rounded_weights(family: str, dtype: str) -> None:
+    with torch.inference_mode():
+        model, backbone = loaded(family, dtype)
+        experts = Outside(model, backbone)
+        kv = sequence(backbone.kept, 32, backbone.dtype, torch.device("cpu"))
+        parts = [PROMPTS[0][:9], PROMPTS[0][9:10], PROMPTS[0][10:12]]
+        found = np.concatenate([step(backbone, [TokenSpan(kv, part)], experts)[0] for part in parts])
+        wanted = alone(model, PROMPTS[0], [12])
+    errors = np.abs(found - wanted).mean() / wanted.std()
+    assert errors < 0.05
+
+
+@pytest.mark.parametrize(
+    "family", sorted(REFUSED.keys() - {"muse_spark"})
+)  # tiny_families cannot make that one
+def test_refused(family: str) -> None:
+    with pytest.raises(ModelError, match="this family cannot run here"):
+        loaded(family)
+
+
+def test_routers_of_other_layers() -> None:
+    _, backbone = loaded("gemma4")
+    tap, other = (layer.router for layer in backbone.layers[:2])
+    x = torch.randn(5, 64)
+    with torch.inference_mode():
+        wanted = other.proj(other.norm(x) * other.scale * other.scalar_root_size).softmax(1)
+        found = backbone.router(1, x).softmax(1)
+    assert tap is not other
+    torch.testing.assert_close(found, wanted)
+
+
+def test_policies_that_need_more_than_own_choices_are_refused() -> None:
+    _, backbone = loaded("inkling")
+    backbone.check_policy("all-host", exact=True, probes=False)
+    for exact, probes in ((False, False), (True, True)):
+        with pytest.raises(PolicyError, match="routes in a way of its own"):
+            backbone.check_policy("some", exact, probes)
+    with pytest.raises(PolicyError):
+        backbone.router(1, torch.randn(5, 64))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [f for f in family_names() if f not in {*NO_DECODERS, *REFUSED, *NOT_MADE}])
+@pytest.mark.parametrize(
+    "family", [f for f in family_names() if f not in {*NO_DECODERS, *REFUSED, *NOT_MADE}]
+)
 def test_every_family(family: str) -> None:
     with torch.inference_mode():
         backbone = check(family)
