@@ -1,8 +1,8 @@
 """Attention in place of a family's `eager_attention_forward`, where it computes the same: of grouped queries
 without repeating the keys, and of latents without expanding them.
 
-That function stays for every other kind, and for models outside an engine: it is wrapped once where its family's
-modules look it up, and acts as before unless a module was found to suit.
+That function stays for every other kind, and for models outside an engine: it is wrapped once where its
+family's modules look it up, and acts as before unless a module was found to suit.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _wrapped(own: Callable[..., Any]) -> Callable[..., Any]:
         if type(key) is not PerSequence:
             return one(module, query, key, value, attention_mask, **kwargs)
         masks = attention_mask or [None] * len(key)
-        parts, first = [], 0
+        parts = []
         for k, v, mask, rows in zip(key, value, masks, key.rows, strict=True):
             part = query.narrow(2, rows.first, rows.count)
             parts.append(one(module, part, k, v, mask, **kwargs)[0])
@@ -104,10 +104,10 @@ def latent(
         k, v = vars(module)["tandem_expand"](c.float(), rotated.float())
         return grouped(module, query, k, v, attention_mask, scaling)
     heads, rank, rope = query.shape[1], c.shape[-1], rotated.shape[-1]
-    expansion = module.kv_b_proj.weight.view(heads, -1, rank)
+    expansion = module.kv_b_proj.stored.view(heads, -1, rank)
     nope = query.shape[-1] - rope
     w_k, w_v = expansion[:, :nope], expansion[:, nope:]
-    query = query.to(c.dtype)
+    c, rotated, query = (part.to(expansion.dtype) for part in (c, rotated, query))
     scores = (query[..., :nope] @ w_k) @ c.transpose(2, 3) + query[..., nope:] @ rotated.transpose(2, 3)
     scores = scores.float() * scaling
     if attention_mask is not None:

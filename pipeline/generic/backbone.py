@@ -1,13 +1,13 @@
-"""A model of any family, on transformers' own modules: its decoder's forward is a step, and the calls of its experts
-modules are the engine's.
+"""A model of any family, on transformers' own modules: its decoder's forward is a step, and the calls of its
+experts modules are the engine's.
 
 Everything that families differ in is found by evaluating their modules when a model is loaded (`trial.py`,
-`routers.py`): the formula of the routers, what the caches keep, and which modules take several sequences at once.
+`routers.py`): the formula of the routers, what the caches keep, and which modules take several sequences at
+once.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,12 +28,10 @@ from pipeline.generic import attention
 from pipeline.generic.caches import LayerKept, StepCache, rows_of
 from pipeline.generic.modules import OwnLinear, fuse_norms
 from pipeline.generic.packing import Packing
-from pipeline.generic.routers import OwnChoices, Tap, find_router
+from pipeline.generic.routers import Tap, find_router
 from pipeline.generic.skeleton import IMPLEMENTATION, Skeleton
 from pipeline.generic.trial import Trial, observe
 from pipeline.models.routing import Router
-
-EXACT, ROUNDED = 2e-3, 0.1  # tolerances of trials, in float32 and with other weights
 
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -88,7 +86,7 @@ class GenericBackbone:
             call.down_bias = bias if isinstance(bias, Tensor) and bias.numel() else None
             vars(layer.experts)["tandem_call"] = call.run
         exact = self.dtype == torch.float32 and not precision.quantized
-        trial = Trial(skeleton, self._packing, observed, EXACT if exact else ROUNDED, self._device)
+        trial = Trial(skeleton, self._packing, observed, exact, self._device)
         self._experts: Experts = lambda call: 0.5 * call.x
         self._probe: Probe = self.router
         # whether a step may have several sequences, and whether a prompt may come in parts
@@ -116,7 +114,7 @@ class GenericBackbone:
         """Raise PolicyError where a policy needs what the routers of this family do not give: an inexact one
         other choices of experts, and one with `probes` routers on other layers' inputs."""
         needs = "chooses other experts" if not exact else "probes later layers' routers" if probes else ""
-        if self.own_choices and not exact or probes and not all(tap.can_probe for tap in self._taps):
+        if (self.own_choices and not exact) or (probes and not all(tap.can_probe for tap in self._taps)):
             raise PolicyError(
                 f"policy {name} {needs}, and {type(self._model).__name__} routes in a way of its own:"
                 " use all-host, on-demand, layerwise or fiddler"
@@ -137,8 +135,8 @@ class GenericBackbone:
         return GenericStep(self, spans, probe)
 
     def head(self, h: Tensor) -> Tensor:
-        """Logits float32 [R, vocabulary] of the last hidden states [R, H]: what the whole model's forward makes
-        of them."""
+        """Logits float32 [R, vocabulary] of the last hidden states [R, H]: what the whole model's forward
+        makes of them."""
         output = _Output(h[None])
         inner = self._model.base_model
         inner.forward = lambda *args, **kwargs: output

@@ -1,7 +1,7 @@
 """The cache that a model's modules see, over the sequences' own memory (`SequenceKV`).
 
-transformers' DynamicCache copies all keys of a sequence for each new token. Here new keys are written behind the
-others in place, and what modules get is a view. A step reads a sequence's recurrent states and writes its
+transformers' DynamicCache copies all keys of a sequence for each new token. Here new keys are written behind
+the others in place, and what modules get is a view. A step reads a sequence's recurrent states and writes its
 `pending` ones, so a step that fails leaves the sequence as it was.
 """
 
@@ -157,8 +157,8 @@ class StepCache(Cache):
     """All sequences' caches in a step. Modules see those that are `visible`: all, or one at a time."""
 
     def __init__(self, like: Cache, kept: Sequence[LayerKept], raw: frozenset[int] = frozenset()) -> None:
-        """`like`: a cache of the model that has been used; `raw`: layers whose attention takes keys and values
-        in the dtype in which they are cached, the others get float32."""
+        """`like`: a cache of the model that has been used; `raw`: layers whose attention takes keys and
+        values in the dtype in which they are cached, the others get float32."""
         own = type(like)
         if (
             not issubclass(own, StepCache) and own is not DynamicCache

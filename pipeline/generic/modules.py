@@ -1,10 +1,9 @@
-"""Modules in place of those of transformers that compute the same faster or from fewer bytes: linear layers by
-our kernels, embeddings in the backbone's dtype, RMS norms in one pass."""
+"""Modules in place of those of transformers that compute the same faster or from fewer bytes: linear layers
+by our kernels, embeddings in the backbone's dtype, RMS norms in one pass."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +38,12 @@ class OwnLinear(nn.Module):
         # rows up to which the host's kernels multiply; of a dense matrix torch multiplies more
         self._most = FEW_ROWS if isinstance(matrix, DenseLinear) else 1 << 62
         self._weight: Tensor | None = None
+
+    @property
+    def stored(self) -> Tensor:
+        """A matrix that is not quantized, in the dtype of the cache."""
+        assert isinstance(self._matrix, DenseLinear)
+        return self._matrix.weight
 
     @property
     def weight(self) -> Tensor:

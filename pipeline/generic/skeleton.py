@@ -1,8 +1,8 @@
-"""A model of transformers without its routed experts: its modules are made without memory for weights, and then
-given their weights one by one, matrices in the backbone's format.
+"""A model of transformers without its routed experts: its modules are made without memory for weights, and
+then given their weights one by one, matrices in the backbone's format.
 
-Nothing here knows a family. An experts module is one that transformers decorates with `use_experts_implementation`;
-the module beside it that routes is its `gate` or `router`.
+Nothing here knows a family. An experts module is one that transformers decorates with
+`use_experts_implementation`; the module beside it that routes is its `gate` or `router`.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class _Loader:
             used.append(head)
         self._modules = {names[m]: m for top in used for m in top.modules()}
         self._dense = {m for router in skeleton.routers for m in router.modules()}
-        # The expansion of latents is multiplied as a matrix, see `attention.py`.
-        self._dense |= {m.kv_b_proj for m in self._modules.values() if hasattr(m, "expand_kv")}
+        # expansions of latents, which are multiplied by queries too, see `attention.py`
+        self._expansions = {m.kv_b_proj for m in self._modules.values() if hasattr(m, "expand_kv")}
         tied = getattr(self._model, "all_tied_weights_keys", None) or {}
         self._source = dict(tied)  # of a parameter that has the weights of another one
 
@@ -121,7 +121,7 @@ class _Loader:
         precision, shape = self._precision, (linear.out_features, linear.in_features)
         weight = f"{name}.weight"
         matrix: QuantizedLinear | DenseLinear
-        if precision.quantized:
+        if precision.quantized and linear not in self._expansions:
             made = precision.quantized_matrix(
                 weight, shape, lambda: self._read(weight, linear.weight).numpy()
             )
@@ -200,8 +200,8 @@ def _moe_layer(decoder: nn.Module, name: str, experts: nn.Module) -> MoeLayer:
 
 @contextmanager
 def _bare() -> Iterator[None]:
-    """Within it modules are made with parameters on the meta device, experts without those of tiles, and buffers
-    in memory: those are computed where a module is made."""
+    """Within it modules are made with parameters on the meta device, experts without those of tiles, and
+    buffers in memory: those are computed where a module is made."""
     register = nn.Module.register_parameter
 
     def registered(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

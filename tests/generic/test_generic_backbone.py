@@ -1,5 +1,5 @@
-"""A model of any family on transformers' modules, with its experts computed outside it, gives what transformers' own
-eager forward gives."""
+"""A model of any family on transformers' modules, with its experts computed outside it, gives what
+transformers' own eager forward gives."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from pipeline.device.cpu import CpuDevice
 from pipeline.errors import ModelError, PolicyError, StepFailed
 from pipeline.generic.backbone import GenericBackbone
 from pipeline.generic.trial import new_cache, sequence
-
 from tests.tiny_families import family_names, tiny_model
 
 SAMPLE = (
-    "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "gemma4", "nemotron_h", "granitemoehybrid", "lfm2_moe",
+    "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "gemma4", "nemotron_h", "granitemoehybrid",
+    "lfm2_moe",
 )  # fmt: skip
 NO_DECODERS = {"diffusion_gemma", "openai_privacy_filter"}
 REFUSED = {
