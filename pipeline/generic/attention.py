@@ -44,7 +44,7 @@ def wrap(module: nn.Module) -> None:
 def _wrapped(own: Callable[..., Any]) -> Callable[..., Any]:
     def attention(
         module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any = None, **kwargs: Any
-    ) -> tuple[Tensor, Any]:
+    ) -> Any:
         kind = getattr(module, KIND, None)
         if kind is None and type(key) is not PerSequence:
             return own(module, query, key, value, attention_mask, **kwargs)
@@ -69,7 +69,7 @@ def grouped(
     value: Tensor,
     attention_mask: Tensor | None = None,
     scaling: float | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, width], key and value [1, kv heads, N, *] in the cache's dtype, mask [1, 1, T, N]:
     float32 [1, T, heads, *]."""
@@ -86,13 +86,13 @@ def grouped(
 
 
 def latent(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Any,
     value: Any,
     attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    **kwargs: Any,
+    scaling: float = 1.0,
+    **others: Any,
 ) -> tuple[Tensor, Any]:
     """query [1, heads, T, nope + rope], key Latents, mask [1, 1, T, N]: float32 [1, T, heads, value]. The
     queries are multiplied by the expansion instead of the latents:
@@ -121,7 +121,7 @@ KINDS: dict[str | None, Callable[..., Any]] = {"grouped": grouped, "latent": lat
 
 def keep_latents(module: nn.Module) -> None:
     """Let a module with latent attention give `latent` the latents in place of keys and values."""
-    own = module.expand_kv
+    own: Any = module.expand_kv
     vars(module)["tandem_expand"] = own
 
     def expand(latents: Any, rotated: Any) -> Any:

@@ -15,7 +15,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from pipeline.arrays import FloatArray
 from pipeline.backbone.batch import StepInput, TokenSpan
@@ -29,20 +28,11 @@ from pipeline.generic.caches import LayerKept, StepCache, rows_of
 from pipeline.generic.modules import OwnLinear, fuse_norms
 from pipeline.generic.packing import Packing
 from pipeline.generic.routers import Tap, find_router
-from pipeline.generic.skeleton import IMPLEMENTATION, Skeleton
+from pipeline.generic.skeleton import Skeleton
 from pipeline.generic.trial import Trial, observe
 from pipeline.models.routing import Router
 
-
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-
-
-def _experts(self: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Any:
-    """In place of the forward of every experts module."""
-    return vars(self)["tandem_call"](x, index, weights)
-
-
-ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts)
 
 
 class GenericBackbone:
@@ -68,6 +58,7 @@ class GenericBackbone:
             raise ModelError(f"{model_class.__name__} has no head that gives logits")
         text = config.get_text_config(decoder=True)
         self.vocabulary: int = text.vocab_size
+        self._hidden: int = text.hidden_size
         observed = observe(skeleton, self.vocabulary)
         self.layers = skeleton.layers  # those with routed experts
         self.kept: list[LayerKept] = observed.kept  # by layer of the cache
@@ -124,7 +115,7 @@ class GenericBackbone:
         """Multiply-adds of the largest product of a layer that torch computes, for `rows` rows."""
         on_host = self._precision.device.library is not None
         in_c = on_host and (self._precision.quantized or rows <= FEW_ROWS)
-        return rows * (rows * self._decoder.config.hidden_size if in_c else self._largest_matrix)
+        return rows * (rows * self._hidden if in_c else self._largest_matrix)
 
     def router(self, layer: int, x: Tensor) -> Tensor:
         """Router logits float32 [R, E] of a layer, for the input of any layer's router."""
@@ -208,7 +199,7 @@ class Sibling:
     def __init__(self, module: nn.Module, dims: int) -> None:
         self._own, self._dims = module.forward, dims
         self._ready: Tensor | None = None
-        module.forward = self._called  # type: ignore[method-assign]
+        module.forward = self._called
 
     def compute(self, x: Tensor) -> None:
         self._ready = self._own(x.view(*(1,) * (self._dims - 2), -1, x.shape[-1]))

@@ -141,19 +141,19 @@ class _Steps:
         return self._cache.update_indexer(keys, self._index)
 
 
-class StreamLayer(_Steps, DynamicLayer):
+class StreamLayer(_Steps, DynamicLayer):  # type: ignore[misc]
     """Keys and values."""
 
 
-class StateLayer(_Steps, LinearAttentionLayer):
+class StateLayer(_Steps, LinearAttentionLayer):  # type: ignore[misc]
     """Recurrent states."""
 
 
-class StreamAndStateLayer(_Steps, LinearAttentionAndFullAttentionLayer):
+class StreamAndStateLayer(_Steps, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
     """Both."""
 
 
-class StepCache(Cache):
+class StepCache(Cache):  # type: ignore[misc]
     """All sequences' caches in a step. Modules see those that are `visible`: all, or one at a time."""
 
     def __init__(self, like: Cache, kept: Sequence[LayerKept], raw: frozenset[int] = frozenset()) -> None:

@@ -95,7 +95,7 @@ def fuse_norms(model: nn.Module, device: Device) -> list[nn.Module]:
     for module in model.modules():
         fused = _fused(module, device)
         if fused is not None:
-            module.forward = fused  # type: ignore[method-assign]
+            module.forward = fused
             found.append(module)
     return found
 

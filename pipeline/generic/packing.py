@@ -47,9 +47,9 @@ class Packing:
                 attention.wrap(module)
                 if hasattr(module, "expand_kv"):
                     attention.keep_latents(module)
-        for module in {sys.modules[type(m).__module__] for m in decoder.modules()}:
-            if "modeling_" in module.__name__:
-                _wrap_functions(module)
+        for name in {type(m).__module__ for m in decoder.modules()}:
+            if "modeling_" in name:
+                _wrap_functions(sys.modules[name])
 
     def __call__(self, decoder: nn.Module, tokens: Sequence[int], rows: Sequence[Rows]) -> Tensor:
         """The last hidden states float32 [R, H] of the rows' tokens, in order."""
@@ -149,7 +149,7 @@ def _unwrap(module: nn.Module) -> None:
     ):
         inner = inner.__wrapped__
     if inner is not function and "forward" not in vars(module):
-        module.forward = MethodType(inner, module)  # type: ignore[method-assign]
+        module.forward = MethodType(inner, module)
 
 
 def _wrap_functions(modeling: Any) -> None:

@@ -59,7 +59,7 @@ class Tap:
         self._product: Product | None = None  # matrix and bias of the logits
         self._logits: Tensor | None = None  # of the latest call, where the module was run
         self._blank: dict[int, tuple[Any, ...]] = {}  # outputs without numbers, by rows
-        layer.router.forward = self._called  # type: ignore[method-assign]
+        layer.router.forward = self._called
 
     def use(self, form: Form, product: Product | None) -> None:
         """Compute logits in this form from now on."""
@@ -111,7 +111,7 @@ class Tap:
         return functional.linear(x.view(-1, matrix.shape[1]), matrix, bias)
 
     def _first(self, outputs: tuple[Any, ...]) -> Tensor:
-        logits = outputs[0].reshape(-1, self._count).float()
+        logits: Tensor = outputs[0].reshape(-1, self._count).float()
         return logits.log() if self.form == "log first" else logits
 
     def _blanks(self, rows: int) -> tuple[Any, ...]:

@@ -121,7 +121,7 @@ class _Watched:
     def _watch(self, module: nn.Module, instead: Callable[..., Any]) -> None:
         own = module.forward
         self._own.append((module, vars(module).get("forward")))
-        module.forward = lambda *args, **kwargs: instead(module, own, *args, **kwargs)  # type: ignore[method-assign]
+        module.forward = lambda *args, **kwargs: instead(module, own, *args, **kwargs)
 
     def _router(self, module: nn.Module, own: Callable[..., Any], x: Tensor, *more: Any, **named: Any) -> Any:
         outputs = own(x, *more, **named)
@@ -242,7 +242,7 @@ class Trial:
         sequences = [self._sequence() for _ in plan[0]]
         found: list[list[Tensor]] = [[] for _ in sequences]
         for counts in plan:
-            hidden = iter(self._step(sequences, counts).split([count for count in counts if count]))
+            hidden = iter(torch.split(self._step(sequences, counts), [n for n in counts if n]))
             for parts, kv, count in zip(found, sequences, counts, strict=True):
                 if count:
                     parts.append(next(hidden))
