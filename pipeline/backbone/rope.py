@@ -55,8 +55,12 @@ class RopeTables:
 
 
 def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """x float32 [R, heads, width] by `RopeTables`' factors: numbers i and i + width / 2 are a pair."""
+    """x float32 [R, heads, numbers] by `RopeTables`' factors of the first `width` numbers of each head: i and
+    i + width / 2 are a pair."""
     cos, sin = cos_sin
+    width = cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat((rotate(x[..., :width], cos_sin), x[..., width:]), dim=-1)
     return x * cos + torch.roll(x, x.shape[-1] // 2, dims=-1) * sin
 
 

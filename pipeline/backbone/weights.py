@@ -42,6 +42,8 @@ class Weights:
         """A norm or a router: float32, on the device. Raises ModelError where it is not finite: a router's
         NaN chooses experts silently, and these are few numbers."""
         numbers = self._float32(role)
+        if self._specs[role].plus:
+            numbers = numbers + np.float32(self._specs[role].plus)
         if not np.isfinite(numbers).all():
             raise ModelError(f"the tensor {self._specs[role].name} holds numbers that are not finite")
         return self._keep(torch.from_numpy(numbers), torch.float32)

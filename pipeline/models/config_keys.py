@@ -108,16 +108,25 @@ def grouped_query(
     output_bias: bool = False,
     qk_norm: Literal["", "head", "all"] = "",
     clip: float | None = None,
+    rotary: float | None = None,
+    gated: bool = False,
 ) -> GroupedQuery:
+    """`rotary`: the family's default share of a head that is rotated; None: always all of it."""
     heads = required(config, "num_attention_heads", int)
+    head_dim = optional(config, "head_dim", int) or required(config, "hidden_size", int) // heads
+    rotated = 0 if rotary is None else int(head_dim * rotary_share(config, rotary))
+    if rotary is not None and rotated == 0:
+        raise ModelError(f"config.json: no number of a head of {head_dim} is rotated by position")
     return GroupedQuery(
         heads=heads,
         kv_heads=required(config, "num_key_value_heads", int),
-        head_dim=optional(config, "head_dim", int) or required(config, "hidden_size", int) // heads,
+        head_dim=head_dim,
         bias=bias,
         output_bias=output_bias,
         qk_norm=qk_norm,
         clip=clip,
+        rotary=rotated,
+        gated=gated,
     )
 
 
@@ -138,11 +147,26 @@ def rope_parameters(config: Config) -> tuple[str, Mapping[str, Any]]:
     if kind not in ROPE_KINDS:
         known = ", ".join(ROPE_KINDS)
         raise ModelError(f"config.json: RoPE of type {shown(kind)} is not supported (only {known})")
-    expect(parameters, "partial_rotary_factor", 1)
-    expect(config, "partial_rotary_factor", 1)
     if kind in SCALED:
         required(parameters, "factor", float)
     return kind, parameters
+
+
+def rotary_share(config: Config, default: float) -> float:
+    """The share of a head's numbers that are rotated by position."""
+    _, parameters = rope_parameters(config)
+    key = "partial_rotary_factor"
+    share = optional(parameters, key, float) or optional(config, key, float, default)
+    if share > 1:
+        raise ModelError(f"config.json: {key} must be at most 1, it is {shown(share)}")
+    return float(share)
+
+
+def refuse_partial_rotary(config: Config) -> None:
+    """Raises ModelError where only a part of a head is to be rotated."""
+    _, parameters = rope_parameters(config)
+    for keys in (parameters, config):
+        expect(keys, "partial_rotary_factor", 1)
 
 
 def original_positions(config: Config) -> int:
@@ -164,6 +188,27 @@ def check_rope(config: Config, rope_dim: int) -> None:
         factors = parameters.get(key)
         if not isinstance(factors, list) or len(factors) != rope_dim // 2 or not all(map(_positive, factors)):
             raise ModelError(f"config.json: RoPE of type {kind!r} needs {rope_dim // 2} numbers as {key}")
+
+
+def text_config(config: Config) -> Config:
+    """The decoder's part of a config.json that has several, with what it has for all of them."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping) or "hidden_size" in config:
+        return config
+    tied = "tie_word_embeddings"
+    return {**text, tied: config[tied]} if tied in config else text
+
+
+def layer_kinds(config: Config, first: str, other: str) -> list[str]:
+    """`layer_types`: of each layer one of two kinds. Without it every fourth one is of the first, or another
+    one by `full_attention_interval`."""
+    count, kinds = bounded(config, "num_hidden_layers"), config.get("layer_types")
+    if kinds is None:
+        every = optional(config, "full_attention_interval", int, 4)
+        return [other if (i + 1) % every else first for i in range(count)]
+    if not isinstance(kinds, list) or len(kinds) != count or not all(kind in (first, other) for kind in kinds):
+        raise ModelError(f"config.json: layer_types must name {count} layers, each {first} or {other}")
+    return kinds
 
 
 def sparse_layers(config: Config) -> tuple[int, ...]:

@@ -15,16 +15,19 @@ from pipeline.models.config_keys import (
     experts,
     flag,
     grouped_query,
+    layer_kinds,
     optional,
     original_positions,
+    refuse_partial_rotary,
     required,
     rope,
     rope_parameters,
     shown,
     sparse_layers,
+    text_config,
 )
 from pipeline.models.routing import Softmax, SparseMixer
-from pipeline.models.spec import GroupedQuery, Latent, ModelSpec, Rope
+from pipeline.models.spec import GatedDelta, GroupedQuery, Latent, ModelSpec, Rope
 from shm.layout import ExpertShape, TileFormat, suitable_tile
 
 
@@ -89,6 +92,49 @@ def _qwen3_moe(config: Config) -> dict[str, Any]:
         "windows": _same_window(config) if sliding else (None,) * bounded(config, "num_hidden_layers"),
         "dense_intermediate": required(config, "intermediate_size", int),
     }
+
+
+def _qwen3_next(config: Config) -> dict[str, Any]:
+    full, recurrent = "full_attention", "linear_attention"
+    kinds = layer_kinds(config, full, recurrent)
+    dense = sparse_layers(config) != tuple(range(len(kinds)))
+    return {
+        "moe_layers": sparse_layers(config),
+        "intermediate": required(config, "moe_intermediate_size", int),
+        "experts": experts(config, "num_experts"),
+        "attention": _gated_attention(config),
+        "router": Softmax(required(config, "num_experts_per_tok", int), flag(config, "norm_topk_prob", True)),
+        "dense_intermediate": required(config, "intermediate_size", int) if dense else 0,
+        "shared_intermediate": required(config, "shared_expert_intermediate_size", int),
+        "shared_gate": True,
+        "recurrent": _gated_delta(config),
+        "recurrent_layers": tuple(i for i, kind in enumerate(kinds) if kind == recurrent),
+    }
+
+
+def _qwen3_5_moe(config: Config) -> dict[str, Any]:
+    """The text model's part. Its weights of a token always sum to 1, and no layer is dense."""
+    expect(config, "attn_output_gate", True)
+    plain = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return _qwen3_next({**config, **plain})
+
+
+def _gated_attention(config: Config) -> GroupedQuery:
+    bias = flag(config, "attention_bias", False)
+    return grouped_query(config, bias=bias, output_bias=bias, qk_norm="head", rotary=0.25, gated=True)
+
+
+def _gated_delta(config: Config) -> GatedDelta:
+    keys, values = (required(config, f"linear_num_{kind}_heads", int) for kind in ("key", "value"))
+    if values % keys:
+        raise ModelError(f"config.json: {values} heads of values cannot share {keys} heads of keys")
+    return GatedDelta(
+        key_heads=keys,
+        value_heads=values,
+        key_dim=required(config, "linear_key_head_dim", int),
+        value_dim=required(config, "linear_value_head_dim", int),
+        taps=required(config, "linear_conv_kernel_dim", int),
+    )
 
 
 def _deepseek_v2(config: Config) -> dict[str, Any]:
@@ -203,6 +249,17 @@ FAMILIES = (
     Architecture("deepseek_v2", _deepseek_v2, shared_name="shared_experts"),
     # Queries and keys are normalised over all heads together and may be clipped.
     Architecture("olmoe", _olmoe),
+    # Most layers are recurrent, by the gated delta rule; the others have gates behind their attention.
+    Architecture("qwen3_next", _qwen3_next, joined=True, norms_plus=1.0, unread=("mtp.",)),
+    # The same with other projections. Beside the text model it may have one for images, which is left aside.
+    Architecture("qwen3_5_moe_text", _qwen3_5_moe, norms_plus=1.0, unread=("mtp.",)),
+    Architecture(
+        "qwen3_5_moe",
+        _qwen3_5_moe,
+        prefix="model.language_model",
+        norms_plus=1.0,
+        unread=("mtp.", "model.visual."),
+    ),
 )
 MAX_SIZE = 1 << 24  # numbers of a vector; the largest known vocabulary has a fiftieth
 ARCHITECTURES = {family.model_type: family for family in FAMILIES}
@@ -219,7 +276,8 @@ def architecture_of(config: Config) -> Architecture:
 
 def model_spec(config: Config) -> ModelSpec:
     """The checked spec. Raises ModelError for an unknown family, or a variant that is not supported."""
-    spec = architecture_of(config).spec(config)
+    architecture, config = architecture_of(config), text_config(config)
+    spec = architecture.spec(config)
     if spec.top_k > spec.experts:
         raise ModelError(f"config.json: {spec.top_k} experts a token, but only {spec.experts} a layer")
     if not spec.moe_layers:
@@ -231,6 +289,8 @@ def model_spec(config: Config) -> ModelSpec:
             f"config.json: {attention.heads} heads cannot share {attention.kv_heads} key/value heads"
             f" of {attention.head_dim} numbers"
         )
+    if not (isinstance(attention, GroupedQuery) and attention.rotary):
+        refuse_partial_rotary(config)
     if attention.rope_dim % 2:
         raise ModelError(f"config.json: RoPE rotates pairs of numbers, and a head has {attention.rope_dim}")
     check_rope(config, attention.rope_dim)

@@ -33,6 +33,8 @@ class GroupedQuery:
     output_bias: bool = False
     qk_norm: Literal["", "head", "all"] = ""  # RMS norm of queries and keys: of each head, or of all together
     clip: float | None = None  # queries, keys and values are clamped to [-clip, clip]
+    rotary: int = 0  # the first numbers of a head that are rotated by position; 0: all
+    gated: bool = False  # a head's output is scaled by the sigmoid of gates, which lie behind its queries
 
     @property
     def kv_streams(self) -> tuple[tuple[int, int], ...]:
@@ -42,7 +44,7 @@ class GroupedQuery:
     @property
     def rope_dim(self) -> int:
         """Numbers of a head that are rotated by position."""
-        return self.head_dim
+        return self.rotary or self.head_dim
 
     @property
     def qk_dim(self) -> int:
