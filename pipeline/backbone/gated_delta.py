@@ -75,7 +75,9 @@ class GatedDeltaNet:
             inputs = self._inputs(self._convolved(padded), log_decay[rows], rate[rows])
             out, after = delta_rule(inputs, matrices)
             if batch.stored:
-                for pending, new in zip(span.kv.pending[layer], (padded[len(padded) - s.taps + 1 :], after), strict=True):
+                for pending, new in zip(
+                    span.kv.pending[layer], (padded[len(padded) - s.taps + 1 :], after), strict=True
+                ):
                     pending.copy_(new)
             outputs.append(out)
         heads = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -206,7 +206,11 @@ def layer_kinds(config: Config, first: str, other: str) -> list[str]:
     if kinds is None:
         every = optional(config, "full_attention_interval", int, 4)
         return [other if (i + 1) % every else first for i in range(count)]
-    if not isinstance(kinds, list) or len(kinds) != count or not all(kind in (first, other) for kind in kinds):
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != count
+        or not all(kind in (first, other) for kind in kinds)
+    ):
         raise ModelError(f"config.json: layer_types must name {count} layers, each {first} or {other}")
     return kinds
 

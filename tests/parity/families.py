@@ -124,7 +124,7 @@ def draw(model: nn.Module, seed: int, dtype: torch.dtype) -> None:
         elif name.endswith("A_log"):
             numbers = 0.5 * numbers - 1.5  # a state remembers some tokens
         elif weight.dim() == 1:
-            numbers = 1 + 0.3 * numbers
+            numbers = weight + 0.3 * numbers  # a norm begins as 1, or as 0 where it adds 1
         elif name.endswith("embed_tokens.weight"):
             numbers *= 0.25 if tied else 1.0
         else:

@@ -218,7 +218,7 @@ OPTIONS: dict[str, dict[str, Options]] = {  # family -> name of a case -> its op
             "linear_value_head_dim": 9,
         },
         "dense-where-listed-yarn": {
-            **yarn(**RAMP, partial_rotary_factor=0.75),
+            **yarn(**RAMP, rope_theta=20.0, partial_rotary_factor=0.75),
             "num_hidden_layers": 4,
             "mlp_only_layers": [0, 3],
             "attention_bias": True,
@@ -243,10 +243,10 @@ OPTIONS: dict[str, dict[str, Options]] = {  # family -> name of a case -> its op
             "num_experts_per_tok": 3,
             "linear_num_value_heads": 6,
             "linear_key_head_dim": 5,
-            "linear_value_head_dim": 3,
+            "linear_value_head_dim": 9,
         },
         "most-linear-yarn": {
-            **yarn(**RAMP, partial_rotary_factor=0.5),
+            **yarn(**RAMP, rope_theta=20.0, partial_rotary_factor=0.5),
             "num_hidden_layers": 4,
             "attention_bias": True,
             "layer_types": [*LINEAR, *LINEAR, *LINEAR, "full_attention"],
@@ -259,7 +259,13 @@ OPTIONS: dict[str, dict[str, Options]] = {  # family -> name of a case -> its op
         },
     },
 }
-WRITTEN = {"interval": {"full_attention_interval": 2}}  # by name of a case; instead of layer_types
+WRITTEN = {  # by name of a case; version 4 had no layer_types
+    "interval": {"full_attention_interval": 2},
+    **{
+        name: {"layer_types": OPTIONS[family][name]["layer_types"]}
+        for family, name in (("qwen3_next", "wide-values-linear"), ("qwen3_5_moe_text", "attention-first"))
+    },
+}
 SILENT = {  # numbers whose change transformers does not notice
     "phimoe longrope": {"rope long_factor"},  # transformers has the short ones for every length
     "qwen3_moe odd-tied-interleaved-dynamic": {"rope factor"},  # begins beyond max_position_embeddings

@@ -27,10 +27,16 @@ def read(cached: np.ndarray) -> np.ndarray:
 
 
 def turned(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
-    half = x.shape[-1] // 2
-    swapped = np.concatenate((-x[..., half:], x[..., :half]), axis=-1)
-    both = np.concatenate((angles, angles))
-    return x * np.cos(both) + swapped * np.sin(both)
+    """The first numbers of the last axis, two for each angle."""
+    half = len(angles)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate((first * cos - second * sin, second * cos + first * sin, rest), axis=-1)
+
+
+def opened(heads: np.ndarray, gates: np.ndarray) -> np.ndarray:
+    """Outputs of heads by their gates."""
+    return heads / (1 + np.exp(-gates.astype(np.float64)))
 
 
 def tables(angles: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from attention_cases import EPS, as_cached, grouped_inputs, numbers, read, softmax, tables
+from attention_cases import EPS, as_cached, grouped_inputs, numbers, opened, read, softmax, tables
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,10 +26,11 @@ def spans(
     counts: list[int],
     **facts: object,
 ) -> np.ndarray:
-    """The kernel's result [tokens, heads, width] for qkv [tokens, heads + 2 kv_heads, width] in calls of so
-    many tokens each."""
+    """The kernel's result [tokens, heads, width] for qkv [tokens, heads + 2 kv_heads, width], after as many
+    gates as queries where the facts say so, in calls of so many tokens each."""
     kv_heads, capacity, width = caches[0].shape
-    heads = qkv.shape[1] - 2 * kv_heads
+    heads = (qkv.shape[1] - 2 * kv_heads) // (2 if facts.get("gated") else 1)
+    facts = {"rotated": turns.shape[2]} | facts
     shape = {"bits": 8 * caches[0].itemsize, "heads": heads, "kv_heads": kv_heads, "width": width}
     kernel = SpanKernel(library, team, Grouped(**shape, eps=EPS, scale=width**-0.5, **facts), Kept())
     out = np.full((len(qkv), heads, width), np.nan, np.float32)
@@ -49,6 +50,8 @@ def spans(
     kv_heads=st.integers(1, 3),
     shared=st.integers(1, 6),
     half=st.integers(1, 40),
+    rest=st.sampled_from([0, 0, 1, 30]),
+    gated=st.booleans(),
     position=st.integers(0, 150),
     counts=st.lists(st.integers(1, 90), min_size=1, max_size=3),
     window=st.none() | st.integers(1, 150),
@@ -56,9 +59,17 @@ def spans(
     norm=st.sampled_from(QK_NORMS),
     clip=st.none() | st.floats(0.1, 2.0),
 )
-def test_spans(library, seed, kv_heads, shared, half, position, counts, window, bits, norm, clip) -> None:
-    random, width, heads, tokens = np.random.default_rng(seed), 2 * half, kv_heads * shared, sum(counts)
-    qkv = numbers(random, tokens, heads + 2 * kv_heads, width)
+def test_spans(
+    library, seed, kv_heads, shared, half, rest, gated, position, counts, window, bits, norm, clip
+) -> None:
+    random, width, heads, tokens = (
+        np.random.default_rng(seed),
+        2 * half + rest,
+        kv_heads * shared,
+        sum(counts),
+    )
+    qkv = numbers(random, tokens, heads * (1 + gated) + 2 * kv_heads, width)
+    gates = qkv[:, : heads * gated].copy()
     caches = [as_cached(numbers(random, kv_heads, position + tokens + 3, width), bits) for _ in range(2)]
     caches = [np.ascontiguousarray(cache) for cache in caches]
     before = [cache.copy() for cache in caches]
@@ -66,10 +77,11 @@ def test_spans(library, seed, kv_heads, shared, half, position, counts, window, 
     weights = [numbers(random, size) for size in sizes]
     angles = random.uniform(0, 6, (tokens, half))
     turns = np.ascontiguousarray(np.stack([tables(each) for each in angles], axis=1))
-    facts = {"normed": QK_NORMS.index(norm), "clip": clip or 0, "window": window or 0}
+    facts = {"normed": QK_NORMS.index(norm), "clip": clip or 0, "window": window or 0, "gated": gated}
     facts |= {"query_norm": weights[0].ctypes.data, "key_norm": weights[1].ctypes.data}
     inputs = [
-        grouped_inputs(x, each, kv_heads, norm, weights, clip) for x, each in zip(qkv, angles, strict=True)
+        grouped_inputs(x[heads * gated :], each, kv_heads, norm, weights, clip)
+        for x, each in zip(qkv, angles, strict=True)
     ]
 
     team = library.team(3)
@@ -92,6 +104,7 @@ def test_spans(library, seed, kv_heads, shared, half, position, counts, window, 
         for head in range(heads):
             scores = keys[head // shared, seen] @ inputs[token][0][head] * width**-0.5
             wanted = softmax(scores) @ values[head // shared, seen]
+            wanted = opened(wanted, gates[token, head]) if gated else wanted
             np.testing.assert_allclose(found[token, head], wanted, rtol=2e-4, atol=2e-5)
 
 
