@@ -143,8 +143,8 @@ class Architecture:
         return shapes
 
     def optional(self, name: str, spec: ModelSpec) -> bool:
-        """Returns whether a checkpoint may have this unread tensor: old buffers, a tied model's copied head, or
-        a part of the model that is no part of the decoder."""
+        """Returns whether a checkpoint may have this unread tensor: old buffers, a tied model's copied head,
+        or a part of the model that is no part of the decoder."""
         if name.startswith(self.unread):
             return True
         return name.endswith(".rotary_emb.inv_freq") or (spec.tied_embeddings and name == "lm_head.weight")

@@ -64,6 +64,7 @@ PLAIN: dict[str, Options] = {
     "qwen3_next": RECURRENT,
     "qwen3_5_moe_text": RECURRENT,
 }
+ATTENDING = [family for family, options in PLAIN.items() if options is not RECURRENT]  # in every layer
 
 # Options that say how large something is. A reader that gets one wrong finds tensors of another shape.
 SIZES = {
@@ -147,6 +148,8 @@ def of_version_4(config: Options) -> Options:
     """A config with its rotary embedding's numbers where version 4 of transformers had them, and without what
     only later ones write."""
     old = {k: v for k, v in config.items() if k not in ("rope_parameters", "layer_types", "dtype")}
+    if "linear_attention" in config.get("layer_types", ()):
+        old["layer_types"] = config["layer_types"]
     rope = dict(config["rope_parameters"])
     old |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": config["dtype"]}
     if "partial_rotary_factor" in rope:

@@ -259,13 +259,8 @@ OPTIONS: dict[str, dict[str, Options]] = {  # family -> name of a case -> its op
         },
     },
 }
-WRITTEN = {  # by name of a case; version 4 had no layer_types
-    "interval": {"full_attention_interval": 2},
-    **{
-        name: {"layer_types": OPTIONS[family][name]["layer_types"]}
-        for family, name in (("qwen3_next", "wide-values-linear"), ("qwen3_5_moe_text", "attention-first"))
-    },
-}
+# by name of a case
+WRITTEN = {"interval": {"layer_types": None, "full_attention_interval": 2}}
 SILENT = {  # numbers whose change transformers does not notice
     "phimoe longrope": {"rope long_factor"},  # transformers has the short ones for every length
     "qwen3_moe odd-tied-interleaved-dynamic": {"rope factor"},  # begins beyond max_position_embeddings

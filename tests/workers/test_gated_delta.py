@@ -1,5 +1,5 @@
-"""The gated delta rule: a layer in one call of C, in every variant that runs here, the chunks of torch, and one
-token of torch, equal transformers' own functions; a row's bits depend neither on the other rows nor on the
+"""The gated delta rule: a layer in one call of C, in every variant that runs here, and the chunks and the one
+token of torch equal transformers' own functions; a row's bits depend neither on the other rows nor on the
 number of threads, and a layer writes nothing but its pending states."""
 
 from __future__ import annotations
@@ -107,10 +107,8 @@ class Rows:
         before = [[[a.copy() for a in layer] for layer in row] for row in self.states]
         kernel = LayerKernel(library, team, LAYER, parts, Kept())
         kernel(Tokens(tokens), h.ctypes.data, out.ctypes.data, x.ctypes.data, None, None)
-        for row, old in zip(self.states, before, strict=True):
-            assert all(
-                np.array_equal(a, b) for now, then in zip(row, old, strict=True) for a, b in zip(now, then)
-            )
+        flat = [[a for row in all for layer in row for a in layer] for all in (self.states, before)]
+        assert all(np.array_equal(a, b) for a, b in zip(*flat, strict=True))
         others = [a for row in pending for n, layer in enumerate(row) if n != LAYER for a in layer]
         assert all(np.isnan(a).all() for a in others)
         return [[out[at], *pending[at][LAYER]] for at in range(len(rows))]

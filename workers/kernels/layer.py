@@ -217,8 +217,9 @@ class SpanKernel:
         out: Address,
     ) -> None:
         """`count` tokens, the first after `position` others: qkv [count, (heads + 2 kv_heads) * width], after
-        the gates if it is gated, changed in place; cosines and sines [count, rotated]; the streams are keys and values [kv_heads,
-        capacity, width]; out [count, heads * width]. Raises IndexError for positions outside the capacity."""
+        the gates if it is gated, changed in place; cosines and sines [count, rotated]; the streams are keys
+        and values [kv_heads, capacity, width]; out [count, heads * width]. Raises IndexError for positions
+        outside the capacity."""
         self._function(
             handle_of(self._team), ctypes.byref(self._grouped), qkv, *cos_sin, *streams, capacity, position,
             count, out, self._scratch.reserve(self._size),
