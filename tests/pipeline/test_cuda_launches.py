@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from counting_gpu import CountingDevice, counting_device
-from families import PLAIN, Case, save
+from families import ATTENDING, Case, save
 from mover_parts import encoded_store
 from thread_engine import CONTEXT, PROMPT, engine_in_threads
 
@@ -97,7 +97,7 @@ def test_a_layer_launches_few_kernels_and_waits_once(engine) -> None:
                 assert layer["allocations"] <= layer["from host"] + 5, preset
 
 
-@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("family", ATTENDING)
 @pytest.mark.parametrize("flash", [False, True])
 def test_backbones_stay_on_the_device(family: str, flash: bool, tmp_path: Path) -> None:
     """Prefill, and decode of several sequences, in every family."""
