@@ -103,8 +103,8 @@ class GatedDeltaNet:
         s = self._spec
         keys = s.key_heads * s.key_dim
         q, k, v = torch.split(convolved, [keys, keys, self._values], dim=1)
-        q, k = (_unit(part.unflatten(1, (s.key_heads, s.key_dim))) for part in (q, k))
-        v = v.unflatten(1, (s.value_heads, s.value_dim))
+        q, k = (_unit(part.view(len(part), s.key_heads, s.key_dim)) for part in (q, k))
+        v = v.view(len(v), s.value_heads, s.value_dim)
         return DeltaInputs(q * s.key_dim**-0.5, k, v, log_decay, rate)
 
 
@@ -167,8 +167,8 @@ def _chunk(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     def shared(part: Tensor) -> Tensor:
         return part.repeat_interleave(each, 0) if each > 1 else part
 
-    of_keys, of_queries = shared(keys_queries @ k.transpose(1, 2)).split(count, dim=1)  # with each key
-    known, read = (shared(keys_queries) @ state).split(count, dim=1)
+    of_keys, of_queries = torch.split(shared(keys_queries @ k.transpose(1, 2)), count, dim=1)
+    known, read = torch.split(shared(keys_queries) @ state, count, dim=1)
     wanted = rate * (v - since * known)
     system = between * of_keys * rate
     changes = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True).contiguous()

@@ -46,6 +46,7 @@ CASES = [
             **{"topk_group": 1, "num_experts_per_tok": 3, "q_lora_rank": 18},
         },
     ),
+    Case("qwen3_next", "recurrent", {"linear_num_key_heads": 1}),
     Case("phimoe", "near", {"router_jitter_noise": 0.01, "attention_bias": True, "lm_head_bias": True}),
     Case("phimoe", "far", {"router_jitter_noise": 0.4}),
 ]
