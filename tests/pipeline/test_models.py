@@ -166,6 +166,7 @@ DEEPSEEK = SHAPES["deepseek-v2-lite"]
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 SCALES = {"short_mscale": 1.0, "long_mscale": 1.0}
 QWEN2 = SHAPES["qwen1.5-moe-a2.7b"]
+QWEN3_NEXT = SHAPES["qwen3-next-80b-a3b"]
 
 
 @pytest.mark.parametrize(
@@ -225,6 +226,16 @@ QWEN2 = SHAPES["qwen1.5-moe-a2.7b"]
         (DEEPSEEK | {"moe_layer_freq": 2}, "moe_layer_freq"),
         (DEEPSEEK | {"sliding_window": 5}, "sliding_window"),
         (DEEPSEEK | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 9}, "9 best of 8"),
+        (QWEN3_NEXT | {"linear_num_key_heads": 5}, "32 heads of values cannot share 5"),
+        (QWEN3_NEXT | {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim"),
+        (QWEN3_NEXT | {"layer_types": ["full_attention"]}, "48 layers, each full_attention or"),
+        (QWEN3_NEXT | {"layer_types": ["full_attention"] * 47 + [["x"]]}, "48 layers, each full_attention"),
+        (QWEN3_NEXT | {"full_attention_interval": 0}, "full_attention_interval"),
+        (QWEN3_NEXT | {"partial_rotary_factor": 1.5}, "partial_rotary_factor must be at most 1"),
+        (QWEN3_NEXT | {"partial_rotary_factor": 1e-6}, "no number of a head of 256"),
+        (QWEN3_NEXT | {"mlp_only_layers": [0]}, "intermediate_size"),
+        (SHAPES["qwen3.5-35b-a3b"] | {"attn_output_gate": False}, "attn_output_gate"),
+        (GOOD | {"model_type": "qwen3_5_moe", "text_config": "x"}, "moe_intermediate_size"),
         (GOOD | {"num_hidden_layers": 10_001}, "num_hidden_layers is 10001"),
         (GOOD | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (SHAPES["phi-3.5-moe"] | {"router_jitter_noise": -0.1}, "router_jitter_noise"),

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
+import torch
 from families import Case, save
 from test_scheduler import Harness
 from thread_engine import engine_in_threads
 
 from launch.equality import Verdict, compare
+from pipeline.backbone.kv_cache import KVCache
+from pipeline.calibration.reading import Window, lanes
 from pipeline.engine.engine import Engine
 from pipeline.errors import ShardFailed
 from pipeline.policies.presets import make_policy
@@ -115,3 +119,14 @@ def test_a_failed_step_leaves_states_as_they_were(engine, monkeypatch) -> None:
     assert len(failed) == 3
     for message in asked:
         assert equal(harness.answer(message.request)[0], anew(engine, message))
+
+
+def test_calibration_decodes_the_same_answers_again(engine) -> None:
+    """Its windows go back to the end of their prompts."""
+    tokens = [[3 + (7 + n) * i % 290 for i in range(30)] for n in range(2)]
+    kv = KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), CONTEXT)
+    with lanes(engine, kv, [Window(ids, 19) for ids in tokens], chunk=8) as held:
+        held.read_prompts(lambda _: None)
+        first, again = (held.loss(lambda _: None) for _ in range(2))
+    np.testing.assert_allclose(again, first, rtol=1e-6)
+    assert kv.used == 0
