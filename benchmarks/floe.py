@@ -21,7 +21,7 @@ from launch.profile import PhaseProfile
 from pipeline.assets import model_dir
 from pipeline.checkpoint.open import open_model
 from pipeline.memory.needs import staging_tiles
-from pipeline.models.registry import expert_shape
+from pipeline.models.facts import expert_shape
 from pipeline.models.routing import Softmax
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +19,8 @@ from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import EngineConfig, FormatName
 from pipeline.counters import difference
 from pipeline.errors import CalibrationError
-from pipeline.memory.needs import Needs, backbone_tensors, needs, plain_bytes, quantized_bytes
-from pipeline.models.registry import expert_shape
+from pipeline.memory.needs import Needs, needs, plain_bytes, quantized_bytes
+from pipeline.models.facts import expert_shape
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
@@ -73,35 +72,34 @@ class Sizes:
 def sizes_of(source: ModelSource, config: EngineConfig, format: FormatName) -> Sizes:
     """Returns a model's sizes with the config's device and workers. Raises as `needs`."""
     known = needs(source, config, format)
-    spec, tile_format = known.spec, format_named(format)
+    facts, tile_format = known.facts, format_named(format)
     shape = expert_shape(source.config, config.tile, tile_format)
     layout = StoreLayout(shape, tile_format)
-    tensors = list(backbone_tensors(source, spec))
-    table, number = spec.vocabulary * spec.hidden, plain_bytes(config)
+    table, number = facts.vocabulary * facts.hidden, plain_bytes(config)
     # a token reads the head's table, and of the embeddings' a row; a tied table is one tensor
-    once = spec.tied_embeddings and not quantized_bytes(tensors, spec, config)
+    once = facts.tied_embeddings and not quantized_bytes(facts, config)
     read = known.backbone - (0 if once else table * number)
-    numbers = sum(math.prod(tensor.shape) for tensor in tensors) - (0 if spec.tied_embeddings else table)
-    weights = max(0, numbers - table) // spec.layers
+    numbers = facts.matrix_numbers + facts.other_numbers - (0 if facts.tied_embeddings else table)
+    weights = max(0, numbers - table) // facts.layers
     head = round(read * table / max(numbers, 1))
     header = Header(
         model=source.name,
         fingerprint=source.fingerprint("calibration", 0),
         store=source.fingerprint(format, shape.tile),
-        shape=ModelShape(shape.layers, shape.experts, shape.tiles, spec.top_k),
+        shape=ModelShape(shape.layers, shape.experts, shape.tiles, facts.top_k),
         tile_bytes=layout.tile_bytes,
-        router=spec.router,
+        router=facts.router,
         depth=DEPTH,
     )
     return Sizes(
         needs=known,
         header=header,
         expert=layout.expert_bytes,
-        expert_weights=shape.math.matrices * spec.hidden * spec.intermediate,
-        other=max(0, read - head) // spec.layers,
+        expert_weights=shape.math.matrices * facts.hidden * facts.intermediate,
+        other=max(0, read - head) // facts.layers,
         other_weights=weights,
         head=head,
-        kv_token=known.kv_token // spec.layers,
+        kv_token=known.kv_token // facts.layers,
     )
 
 
@@ -157,13 +155,13 @@ class Expected:
 def by_rates(sizes: Sizes, speeds: Speeds, left_out: float) -> Expected:
     """Returns the speed after CONTEXT other tokens. `left_out`: the share of an expert's channels that a
     token leaves out in a floe format."""
-    spec, shape, tile_format = sizes.needs.spec, sizes.header.shape, format_named(sizes.format)
+    facts, shape, tile_format = sizes.needs.facts, sizes.header.shape, format_named(sizes.format)
     expert = sizes.expert
     if isinstance(tile_format, FloeFormat):
         expert -= round(left_out * sizes.header.tile_bytes * shape.tiles)
     experts = shape.layers * shape.top_k * expert
-    backbone, kv = spec.layers * sizes.other + sizes.head, CONTEXT * sizes.needs.kv_token
-    rest = spec.layers * speeds.layer + kv / speeds.memory
+    backbone, kv = facts.layers * sizes.other + sizes.head, CONTEXT * sizes.needs.kv_token
+    rest = facts.layers * speeds.layer + kv / speeds.memory
     seconds = experts / speeds.experts[sizes.format] + backbone / speeds.backbone + rest
     limit = speeds.memory / (experts + backbone + kv)
     return Expected(experts, backbone, kv, limit, min(1 / seconds, limit))

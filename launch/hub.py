@@ -167,10 +167,10 @@ def _check_kind(name: str, sizes: dict[str, int]) -> None:
 def _check_architecture(name: str, config: Path) -> None:
     """Raises WrongUsage for a model that cannot be run, before its weights are downloaded."""
     from pipeline.checkpoint.index import read_fields
-    from pipeline.models.registry import model_spec
+    from pipeline.models.facts import facts_of
 
     try:
-        model_spec(read_fields(config))
+        facts_of(read_fields(config))
     except ModelError as e:
         raise WrongUsage(f"{name}: {e}; nothing more was downloaded") from None
 

@@ -170,7 +170,7 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
         if not pool.short:
             why = f"with {names[position - 1]} fewer than {GOOD_CONTEXT} tokens of context would fit"
         lines.append(f"--format {plan.needs.format}: {why}")
-    if asked.context is None and plan.context < choose_context(None, plan.needs.spec):
+    if asked.context is None and plan.context < choose_context(None, plan.needs.facts):
         why = "--kv-tokens is no larger" if plan.context == asked.kv_tokens else "more does not fit"
         lines.append(f"--context {plan.context}: {why}")
     elif asked.kv_tokens is None and plan.kv_tokens < KV_CONTEXTS * plan.context:

@@ -27,7 +27,7 @@ import zmq
 
 from pipeline.checkpoint.open import open_model
 from pipeline.errors import UsageError
-from pipeline.models.registry import expert_shape
+from pipeline.models.facts import expert_shape
 from protocol.codec import decode, encode
 from protocol.messages import VERSION, Failed, Progress, Ready, Shutdown
 from protocol.sockets import connect_dealer, ipc_endpoint

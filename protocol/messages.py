@@ -38,7 +38,7 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True):
 
 Kind = TypeVar("Kind", bound=type[Record])
 TAGS: dict[int, type[Record]] = {}
-VERSION = 8
+VERSION = 9
 MAX_TOKENS = 128  # of an answer, where a request does not say
 CALIBRATION_TOKENS = 8192  # the same of a calibration
 SAY_HELLO = "say Hello first"  # the text of the Error that answers a peer without a Welcome
@@ -151,6 +151,7 @@ class Generate(Record, frozen=True):
 
     `template`: a JSON object of what the chat template reads beside the messages, such as `tools`; or "".
     With `logprobs` of 0 or more each Token has its log-probability and those of so many best tokens.
+    With `marks` the text has those special tokens that mark reasoning and calls of tools in the answer.
     """
 
     request: Int
@@ -168,6 +169,7 @@ class Generate(Record, frozen=True):
     shaping: Shaping = Shaping()
     logprobs: Int = -1
     template: str = ""
+    marks: bool = False
 
 
 @message(15)
@@ -259,10 +261,12 @@ class Tokenize(Record, frozen=True):
 
 @message(20)
 class Tokenized(Record, frozen=True, eq=False):
-    """A Tokenize's answer."""
+    """A Tokenize's answer. `ending`: the last characters of a rendered conversation, of which some templates
+    begin the answer."""
 
     request: Int
     ids: I32Vector
+    ending: str = ""
 
 
 @message(9)
@@ -504,10 +508,11 @@ class Encode(Record, frozen=True):
 
 @message(50)
 class Encoded(Record, frozen=True):
-    """The answer to an Encode, or why there is none."""
+    """The answer to an Encode, or why there is none; `ending` as in Tokenized."""
 
     ids: I32Vector
     error: str = ""
+    ending: str = ""
 
 
 @message(52)

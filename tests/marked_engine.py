@@ -18,7 +18,7 @@ import psutil
 from waiting import wait_until
 
 from pipeline.checkpoint.index import CheckpointIndex, fingerprint
-from pipeline.models.registry import expert_shape
+from pipeline.models.facts import expert_shape
 from shm.layout import format_named
 from shm.locks import build_folder
 from shm.store import store_name

@@ -14,7 +14,7 @@ from launch.terminal.plot import check_picture
 from pipeline.assets import model_dir
 from pipeline.checkpoint.open import open_model
 from pipeline.config import DEFAULT_CONTEXT, KV_BLOCK, KV_CONTEXTS, EngineConfig
-from pipeline.models.registry import model_spec
+from pipeline.models.facts import facts_of
 from pipeline.policies.presets import PRESETS, RandomPlan, make_policy
 from pipeline.policies.view import PolicyRequest
 
@@ -62,8 +62,8 @@ class BenchPlan:
             check_picture(plan.plot)
         if not options.connect:
             # Checked before a large model is loaded.
-            spec = model_spec(open_model(config.model or model_dir()).config)
-            context = config.context or min(spec.max_positions, DEFAULT_CONTEXT)
+            facts = facts_of(open_model(config.model or model_dir()).config)
+            context = config.context or min(facts.max_positions, DEFAULT_CONTEXT)
             plan.check_lengths(context, config.kv_tokens or KV_CONTEXTS * context)
         return plan
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,14 @@ from launch.terminal.log import notice
 from launch.terminal.output import show
 from pipeline.errors import RequestError
 from pipeline.policies.options import did_you_mean
+from pipeline.text.chat_output import PARSER, ChatOutput, Part, opens_reasoning
 from pipeline.text.generation_defaults import validate
+from pipeline.text.tokenizer import read_template
 from protocol.answer import Answer
 from protocol.client import Client
 from protocol.errors import MalformedMessage, RequestFailed
 from protocol.messages import ChatMessage, Done, Sampling
+from protocol.program import visible
 from shm.atomic_file import atomic_file
 
 log = logging.getLogger("tandem")
@@ -82,6 +87,14 @@ class View:
         """Show the next part of the answer, in whole characters."""
         show(text)
 
+    def reason(self, text: str) -> None:
+        """Show the next part of the model's reasoning, apart from the answer: here on stderr."""
+        print(visible(text), end="", file=sys.stderr, flush=True)
+
+    def reasoned(self) -> None:
+        """Note that this reasoning has ended."""
+        print(file=sys.stderr, flush=True)
+
     def notice(self, text: str) -> None:
         """Show a message at once; the answer continues below it."""
         log.warning(text)
@@ -94,9 +107,10 @@ class View:
 @dataclass(frozen=True)
 class Reply:
     text: str
-    tokens: int
+    tokens: int  # with those of the reasoning
     first_s: float | None  # seconds from the request to its first token, by the client's clock
     done: Done
+    reasoning: str = ""
 
 
 class Conversation:
@@ -115,6 +129,8 @@ class Conversation:
         self.turns: tuple[ChatMessage, ...] = ()  # questions and answers in alternation
         self._client = client
         self._interrupts = interrupts
+        self._template = read_template(Path(client.welcome.model))
+        self._opened: bool | None = None  # whether prompts end within reasoning, once that is known
 
     async def ask(self, text: str | None, view: View) -> Reply:
         """Ask a question, or the last one again. Raises AnswerLost where the engine shuts down meanwhile,
@@ -137,11 +153,13 @@ class Conversation:
                 dropped = count((len(turns) - len(kept)) // 2, "old turn")
                 notice = f"dropped {dropped}: the context of {context} tokens left too little room"
             else:
-                self.turns = (*kept, ChatMessage("assistant", reply.text))
+                thoughts = json.dumps({"reasoning_content": reply.reasoning}) if reply.reasoning else ""
+                self.turns = (*kept, ChatMessage("assistant", reply.text, thoughts))
                 return reply
 
     async def _answer(self, turns: Sequence[ChatMessage], room: int, view: View, notice: str) -> Reply:
         """Send `turns`, show the answer. Raises _PromptTooLong where they leave less than `room` tokens."""
+        opened = self._template.thinks and await self._opens_reasoning()
         began = time.monotonic()
         answer = self._send(turns, room)
         answer.on_queued = view.queued
@@ -150,38 +168,80 @@ class Conversation:
         def cancel() -> None:
             cancelling.add(asyncio.ensure_future(answer.cancel()))
 
-        text, tokens, first = "", 0, None
+        tokens, first = 0, None
         try:
             with self._interrupts.handled_by(cancel):
+                if self._template.thinks:
+                    await asyncio.to_thread(__import__, PARSER)  # while the engine reads the prompt
+                shown = _Shown(ChatOutput(self._template, {}, thinking=opened), view)
                 async for token in answer:
                     if first is None:
                         first = time.monotonic() - began
                         if notice:
                             view.notice(notice)
-                    text, tokens = text + token.text, tokens + 1
-                    view.append(token.text)
+                    tokens += 1
+                    shown.feed(token.text)
         except RequestFailed as e:
             if answer.done is not None and "prompt_tokens" in answer.done.stats and first is None:
                 raise _PromptTooLong(str(e), usage=True) from e
             raise
         assert answer.done is not None  # the loop above raises otherwise
-        view.append(answer.done.text)
-        view.ended()
+        shown.feed(answer.done.text)
+        shown.end()
         if answer.done.reason == "cancelled" and not cancelling:
             raise AnswerLost("the engine cancelled this answer; it is shutting down")
-        return Reply(text + answer.done.text, tokens, first, answer.done)
+        return Reply(shown.texts["content"], tokens, first, answer.done, shown.texts["reasoning"])
+
+    async def _opens_reasoning(self) -> bool:
+        if self._opened is None:
+            asked = await self._client.tokenize(messages=(ChatMessage("user", "x"),))
+            self._opened = opens_reasoning(asked.ending)
+        return self._opened
 
     def _send(self, turns: Sequence[ChatMessage], room: int) -> Answer:
         first = [] if self.system is None else [ChatMessage("system", self.system)]
         messages = [*first, *turns]
         settings = {key: value for key, value in self.settings.items() if key not in SAMPLING_FIELDS}
         settings |= {"sampling": sampling(self.settings), "conversation": KV_NAME, "reserve": room}
+        if self._template.marks:
+            settings["marks"] = True
         try:
             return self._client.generate(messages=messages, **settings)
         except MalformedMessage as e:  # larger than a message may be
             characters = sum(len(message.content) for message in messages)
             text = f"the prompt has {characters} characters, more than an engine accepts; shorten it"
             raise _PromptTooLong(text, usage=True) from e
+
+
+class _Shown:
+    """Shows an answer as it is taken apart, and adds up its `texts`: the content and the reasoning."""
+
+    def __init__(self, output: ChatOutput, view: View) -> None:
+        self._output = output
+        self._view = view
+        self._kind = "content"
+        self.texts = {"content": "", "reasoning": ""}
+
+    def feed(self, text: str) -> None:
+        """Show what more of the answer makes certain."""
+        self._show(self._output.feed(text))
+
+    def end(self) -> None:
+        """Show the rest."""
+        self._show(self._output.finish())
+        self._turn("content")
+        self._view.ended()
+
+    def _show(self, parts: Iterator[Part]) -> None:
+        for part in parts:
+            self._turn(part.kind)
+            self.texts[part.kind] += part.text
+            (self._view.reason if part.kind == "reasoning" else self._view.append)(part.text)
+
+    def _turn(self, kind: str) -> None:
+        if self._kind == "reasoning" and kind != "reasoning":
+            self._view.reasoned()
+        self._kind = kind
 
 
 class _PromptTooLong(RequestFailed):

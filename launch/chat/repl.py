@@ -173,6 +173,17 @@ class AnswerView(View):
             self._at_line_start = text.endswith("\n")
             self._empty = False
 
+    def reason(self, text: str) -> None:
+        if text:
+            self._clear_status()
+            self._write(self._dim(text))
+            self._at_line_start = text.endswith("\n")
+            self._empty = False
+
+    def reasoned(self) -> None:
+        self.ended()
+        self._write("\n")
+
     def notice(self, text: str) -> None:
         self.ended()
         self._screen.note(text)
@@ -185,10 +196,12 @@ class AnswerView(View):
 
     def _show_status(self, text: str) -> None:
         self._status_shown = True
-        console = self._screen.console
-        with console.capture() as capture:
-            console.print(Text(text[: console.width - 1], style="dim"), end="")
-        self._write(CLEAR + capture.get())
+        self._write(CLEAR + self._dim(text[: self._screen.console.width - 1]))
+
+    def _dim(self, text: str) -> str:
+        with self._screen.console.capture() as capture:
+            self._screen.console.print(Text(text, style="dim"), end="", soft_wrap=True)
+        return capture.get()
 
     def _clear_status(self) -> None:
         if self._status_shown:

@@ -19,7 +19,7 @@ from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig
 from pipeline.memory.plan import AUTOMATIC
-from pipeline.models.registry import expert_shape
+from pipeline.models.facts import expert_shape
 from pipeline.models.shapes import is_shape, shape_config
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy

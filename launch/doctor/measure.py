@@ -34,7 +34,7 @@ from pipeline.checkpoint.open import open_config
 from pipeline.config import EngineConfig, FormatName
 from pipeline.errors import PipelineError
 from pipeline.memory.plan import AUTOMATIC
-from pipeline.models.registry import expert_shape
+from pipeline.models.facts import expert_shape
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from protocol.errors import ProtocolError

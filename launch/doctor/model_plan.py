@@ -29,7 +29,7 @@ from pipeline.checkpoint.open import open_config
 from pipeline.config import FloeName, FormatName
 from pipeline.memory.needs import Needs
 from pipeline.memory.plan import AUTOMATIC, LEFT_FREE, Plan
-from pipeline.models.registry import model_spec
+from pipeline.models.facts import facts_of
 from shm.segment import SHM_FOLDER, byte_size
 
 TableRow = tuple[str, str, Sequence[Cell]]  # a name, what is available, a cell for each format
@@ -180,11 +180,11 @@ async def _expected(
 
 
 def _head(plan: ModelPlan) -> Iterator[RenderableType]:
-    spec, config = model_spec(plan.source.config), plan.now.config
-    which = "" if len(spec.moe_layers) == spec.layers else f", {len(spec.moe_layers)} of them"
-    experts = f"{count(spec.experts, 'expert')}, {spec.top_k} active per token"
+    facts, config = facts_of(plan.source.config), plan.now.config
+    which = "" if len(facts.moe_layers) == facts.layers else f", {len(facts.moe_layers)} of them"
+    experts = f"{count(facts.experts, 'expert')}, {facts.top_k} active per token"
     yield Text(plan.source.name, style="bold")
-    yield f"{count(spec.layers, 'layer')}{which} with {experts}; context of up to {spec.max_positions} tokens"
+    yield f"{count(facts.layers, 'layer')}{which} with {experts}; context of up to {facts.max_positions} tokens"
     yield f"with --device {config.device} --policy {config.policy}"
 
 

@@ -68,6 +68,7 @@ class GroupedQueryAttention:
         self._dtype = precision.dtype
         self._qkv = weights.linear("query", "key", "value")
         self._output = weights.linear("output")
+        self._sinks = weights.vector("sinks") if spec.sinks else None  # [heads]
         self._norms = None
         if spec.qk_norm:
             self._norms = weights.vector("query_norm"), weights.vector("key_norm")
@@ -89,7 +90,8 @@ class GroupedQueryAttention:
         q, k, v = qk[:, : s.heads], qk[:, s.heads :], heads[:, qk_heads:].to(self._dtype)
         if batch.decode is not None:
             batch.decode.append(layer, k, v)
-            attended = batch.decode.attend(layer, q, s.kv_heads, s.head_dim, self._window, s.head_dim**-0.5)
+            scale, sinks = s.head_dim**-0.5, self._sinks
+            attended = batch.decode.attend(layer, q, s.kv_heads, s.head_dim, self._window, scale, sinks)
             return self._output(attended)
         outputs, start = [], 0
         for number, span in enumerate(batch.spans):
@@ -106,9 +108,10 @@ class GroupedQueryAttention:
         """Structure for C; valid as long as this object."""
         s = self._spec
         norms = (None, None) if self._norms is None else (n.data_ptr() for n in self._norms)
+        sinks = None if self._sinks is None else self._sinks.data_ptr()
         return Grouped(
-            8 * self._dtype.itemsize, s.heads, s.kv_heads, s.head_dim, self._window or 0,
-            QK_NORMS.index(s.qk_norm), *norms, self._eps, s.clip or 0, s.head_dim**-0.5,
+            8 * self._dtype.itemsize, s.heads, s.kv_heads, s.head_dim, s.rope_dim, self._window or 0,
+            QK_NORMS.index(s.qk_norm), *norms, sinks, self._eps, s.clip or 0, s.head_dim**-0.5,
         )  # fmt: skip
 
     def _heads(self, qkv: Tensor) -> Tensor:
@@ -134,11 +137,14 @@ class GroupedQueryAttention:
         the batch's span of this number: [T, heads * head_dim]."""
         new = q.shape[1]
         if new > 1:
-            return attend_span(q, keys, values, batch, number, self._window).reshape(new, -1)
-        # Query heads of a group become rows of one product: repeating the keys takes ten times as long.
-        q = q.view(self._spec.kv_heads, -1, self._spec.head_dim)
+            attended = attend_span(q, keys, values, batch, number, self._window, sinks=self._sinks)
+            return attended.reshape(new, -1)
         if self._window is not None:
             keys, values = keys[:, -self._window :], values[:, -self._window :]
+        if self._sinks is not None:
+            return _by_scores(q, keys, values, None, None, self._sinks).view(1, -1)
+        # Query heads of a group become rows of one product: repeating the keys takes ten times as long.
+        q = q.view(self._spec.kv_heads, -1, self._spec.head_dim)
         return functional.scaled_dot_product_attention(q[None], keys[None], values[None])[0].view(1, -1)
 
 
@@ -151,8 +157,9 @@ class LatentAttention:
 
     def __init__(self, spec: LatentSpec, weights: Weights, precision: Precision) -> None:
         self._spec, self._dtype = spec, precision.dtype
-        # Checkpoints rotate number 2i with 2i + 1; `rotate` wants the even ones before the odd ones.
-        halves = np.r_[: spec.rope_dim : 2, 1 : spec.rope_dim : 2]
+        halves = np.arange(spec.rope_dim)
+        if spec.interleaved:  # `rotate` wants the even ones before the odd ones
+            halves = np.r_[: spec.rope_dim : 2, 1 : spec.rope_dim : 2]
         latent = np.r_[: spec.rank, spec.rank + halves]
         head = np.r_[: spec.nope_dim, spec.nope_dim + halves]
         query = (np.arange(spec.heads)[:, None] * len(head) + head).ravel()
@@ -309,27 +316,54 @@ def attend_span(
     number: int,
     window: int | None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q [heads, T, width], the last T of the N tokens of keys and values [kv_heads, N, width], of the batch's
-    span of this number: [T, heads, width]. `window`: tokens that each token attends to, itself included."""
+    span of this number: [T, heads, width]. `window`: tokens that each token attends to, itself included;
+    `sinks` float32 [heads]: each joins its head's softmax as the score of a value of 0."""
     if batch.flash and batch.stored and q.element_size() == 2 and q.shape[2] in FLASH_WIDTHS:
-        return _flash(q, keys, values, window, scale)
+        return _flash(q, keys, values, window, scale, sinks)
     masks = batch.masks[window]
     mask = masks[number]
     new, total = q.shape[1], keys.shape[1]
-    step = new if on_cpu(q) else max(1, SCORE_BYTES // (4 * len(q) * total))
-    parts = [
-        functional.scaled_dot_product_attention(
-            q.narrow(1, lo, min(step, new - lo)).unsqueeze(0),
-            keys.unsqueeze(0),
-            values.unsqueeze(0),
-            attn_mask=None if mask is None else mask.narrow(0, lo, min(step, new - lo)),
-            scale=scale,
-            enable_gqa=len(keys) < len(q),
-        ).squeeze(0)
-        for lo in range(0, new, step)
-    ]
+    whole = on_cpu(q) and sinks is None
+    step = new if whole else max(1, SCORE_BYTES // (4 * len(q) * total))
+    parts = []
+    for lo in range(0, new, step):
+        count = min(step, new - lo)
+        rows, seen = q.narrow(1, lo, count), None if mask is None else mask.narrow(0, lo, count)
+        if sinks is None:
+            parts.append(_by_torch(rows, keys, values, seen, scale))
+        else:
+            parts.append(_by_scores(rows, keys, values, seen, scale, sinks))
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).transpose(0, 1)
+
+
+def _by_torch(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Attention of q [heads, T, width] by torch's own function: [heads, T, width]."""
+    return functional.scaled_dot_product_attention(
+        q.unsqueeze(0),
+        keys.unsqueeze(0),
+        values.unsqueeze(0),
+        attn_mask=mask,
+        scale=scale,
+        enable_gqa=len(keys) < len(q),
+    ).squeeze(0)
+
+
+def _by_scores(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None, sinks: Tensor
+) -> Tensor:
+    """The same with sinks, which torch's function does not have: all scores are in memory."""
+    heads, new, width = q.shape
+    shared = len(keys), -1, width  # query heads of a group become rows of one product
+    scores = torch.bmm(q.reshape(shared), keys.transpose(1, 2)).view(heads, new, -1).float()
+    scores = scores * (width**-0.5 if scale is None else scale)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    total = torch.logaddexp(scores.logsumexp(-1, keepdim=True), sinks.view(-1, 1, 1))
+    weights = (scores - total).exp().to(values.dtype)
+    return torch.bmm(weights.view(len(keys), -1, keys.shape[1]), values).view(heads, new, -1)
 
 
 def on_cpu(q: Tensor) -> bool:
@@ -337,12 +371,16 @@ def on_cpu(q: Tensor) -> bool:
     return q.device.type == "cpu"
 
 
-def _flash(q: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float | None) -> Tensor:
+def _flash(
+    q: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float | None, sinks: Tensor | None
+) -> Tensor:
     """Does what `attend_span` does, by flash attention. The last token attends to itself and to the window
     - 1 before it."""
     left = None if window is None or window >= keys.shape[1] else window - 1
     rows = (x.transpose(0, 1).unsqueeze(0) for x in (q, keys, values))  # [1, tokens, heads, width]
-    out: Tensor = torch.ops.aten._flash_attention_forward(
+    out: Tensor  # [1, T, heads, width]
+    logsumexp: Tensor  # of the scores, [1, heads, T]
+    out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
         *rows,
         None,
         None,
@@ -354,5 +392,9 @@ def _flash(q: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: f
         scale=scale,
         window_size_left=left,
         window_size_right=None if left is None else 0,
-    )[0]
-    return out.squeeze(0)
+    )
+    if sinks is None:
+        return out.squeeze(0)
+    # What a sink takes of a softmax is known from the sum of the others.
+    left_over = torch.sigmoid(logsumexp.squeeze(0) - sinks.view(-1, 1))
+    return out.squeeze(0) * left_over.transpose(0, 1).unsqueeze(-1)

@@ -32,6 +32,7 @@ from pipeline.backbone.step import Attended, OwnStep, answers
 from pipeline.backbone.weights import Weights
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.device.base import Device
+from pipeline.models.facts import facts_of
 from pipeline.models.registry import architecture_of
 from pipeline.models.routing import Router, Scored
 from pipeline.models.spec import GroupedQuery, ModelSpec
@@ -41,7 +42,9 @@ READERS = 2  # threads that load layers: one reads while the other converts
 
 
 class Backbone:
-    """A model's weights outside its routed experts, on a device."""
+    """A model's weights outside its routed experts, on a device: an AnyBackbone."""
+
+    several = chunks = True
 
     def __init__(
         self,
@@ -53,7 +56,7 @@ class Backbone:
     ) -> None:
         """`context`: positions that the rotary tables cover. `progress` is called in this thread with the
         bytes loaded so far. Raises ModelError, as Weights."""
-        self.spec = spec
+        self.spec, self.facts = spec, facts_of(source.config)
         self.dtype = precision.dtype
         self._precision = precision
         self._scratch = Kept()  # of the layers' kernels on the host
@@ -104,6 +107,10 @@ class Backbone:
             attention = GroupedQueryAttention(spec.attention, weights, window, eps, *shared)
         else:
             attention = LatentAttention(spec.attention, weights, self._precision)
+
+        def vector(role: str) -> Tensor | None:
+            return weights.vector(role) if role in weights else None
+
         return DecoderLayer(
             index,
             attention_norm=Norm("attention_norm", weights, spec.norm_eps, device),
@@ -111,7 +118,9 @@ class Backbone:
             mlp_norm=Norm("mlp_norm", weights, spec.norm_eps, device),
             dense=SwiGLU.load("dense", weights),
             shared=SwiGLU.load("shared", weights),
-            router=weights.vector("router") if "router" in weights else None,
+            router=vector("router"),
+            router_bias=vector("router_bias"),
+            expert_biases=vector("expert_biases"),
             precision=self._precision,
             scratch=self._scratch,
         )
@@ -120,6 +129,12 @@ class Backbone:
     def device(self) -> Device:
         """Where it lies."""
         return self._precision.device
+
+    def check_probes(self, policy: str) -> None:
+        """Return: every router can be applied to any layer's input."""
+
+    def check_choices(self, policy: str) -> None:
+        """Return: every router gives weights for any experts."""
 
     @property
     def differentiable(self) -> bool:

@@ -61,10 +61,17 @@ class DecodeRows:
         self.kernels.append(self._of(layer), *new)
 
     def attend(
-        self, layer: int, q: Tensor, kv_heads: int, value_width: int, window: int | None, scale: float
+        self,
+        layer: int,
+        q: Tensor,
+        kv_heads: int,
+        value_width: int,
+        window: int | None,
+        scale: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attends, as `DecodeAttention.attend` does."""
-        return self.kernels.attend(self._of(layer), q, kv_heads, value_width, window, scale)
+        return self.kernels.attend(self._of(layer), q, kv_heads, value_width, window, scale, sinks)
 
     def _of(self, layer: int) -> Rows:
         rows, first = self.table.shape[1], self.table.data_ptr()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pipeline.arrays import FloatArray, IntArray
 from pipeline.backbone.attention import Attention
 from pipeline.backbone.batch import Batch
 from pipeline.backbone.linear import FEW_ROWS, Linear, Precision
@@ -88,13 +90,19 @@ class DecoderLayer:
         dense: SwiGLU | None,
         shared: SwiGLU | None,
         router: Tensor | None,
+        router_bias: Tensor | None,
+        expert_biases: Tensor | None,
         precision: Precision,
         scratch: Kept,
     ) -> None:
-        """`router`: float32 [E, H]. `scratch`: of all layers' kernels on the host."""
+        """float32: `router` [E, H], `router_bias` [E], `expert_biases` [E, H] of the experts' outputs.
+        `scratch`: of all layers' kernels on the host."""
         self._index = index
         self._attention_norm, self._attention, self._mlp_norm = attention_norm, attention, mlp_norm
-        self._dense, self._shared, self._router = dense, shared, router
+        self._dense, self._shared = dense, shared
+        self._router, self._router_bias = router, router_bias
+        self.expert_biases = expert_biases
+        self._device = precision.device
         self._most = None if precision.quantized else FEW_ROWS  # rows that C multiplies faster than torch
         device = precision.device
         self._kernel: LayerKernel | None = None
@@ -115,6 +123,7 @@ class DecoderLayer:
             query=query,
             output=output,
             router=None if self._router is None else self._router.data_ptr(),
+            router_bias=None if self._router_bias is None else self._router_bias.data_ptr(),
             up=None if block is None else block.up.on_host(),
             down=None if block is None else block.down.on_host(),
             gate=None if block is None or block.gate is None else block.gate.data_ptr(),
@@ -160,7 +169,7 @@ class DecoderLayer:
     def router(self, x: Tensor) -> Tensor:
         """Router logits float32 [R, E]."""
         assert self._router is not None
-        return functional.linear(x, self._router)
+        return functional.linear(x, self._router, self._router_bias)
 
     @property
     def shares(self) -> bool:
@@ -170,6 +179,15 @@ class DecoderLayer:
     def shared_experts(self, x: Tensor) -> Tensor | None:
         """float32 [R, H]; None for a layer without them."""
         return None if self._shared is None else self._shared(x)
+
+    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Tensor | None:
+        """The biases of the routed experts' outputs by their weights, both [R, k]: float32 [R, H]; None for a
+        layer without them. An expert of weight 0 adds nothing."""
+        if self.expert_biases is None:
+            return None
+        of_each = np.zeros((len(experts), len(self.expert_biases)), np.float32)  # [R, E]
+        np.add.at(of_each, (np.arange(len(experts))[:, None], experts), weights)
+        return self._device.from_host(of_each) @ self.expert_biases
 
 
 @dataclass(slots=True)  # not frozen, which takes longer to make
@@ -190,3 +208,7 @@ class AfterAttention:
     def shared(self) -> Tensor | None:
         """The output of the shared experts, float32 [R, H]; None for a layer without them."""
         return self.layer.shared_experts(self.x) if self._shared is None else self._shared
+
+    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Tensor | None:
+        """The biases of the routed experts' outputs, as `DecoderLayer.expert_bias`."""
+        return self.layer.expert_bias(experts, weights)

@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipeline.arrays import FloatArray
+from pipeline.arrays import FloatArray, IntArray
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.device.base import Device
+from pipeline.models.facts import ModelFacts
 from pipeline.models.routing import Router
-from pipeline.models.spec import ModelSpec
 
 Probe = Callable[[int, Tensor], Tensor]  # a target of `Policy.probes` and x [R, H]: logits float32 [R, E]
 
@@ -42,6 +42,11 @@ class LayerCall(Protocol):
         """The output of the shared experts, float32 [R, H], which the caller may change; None where there are
         none, or the backbone adds it itself."""
 
+    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Tensor | None:
+        """The biases of the routed experts' outputs, which no tile has, by the weights that the outputs had,
+        both [R, k]: float32 [R, H], which the caller may change; None where there are none. An expert of
+        weight 0 adds nothing."""
+
 
 Experts = Callable[
     [LayerCall], Tensor | None
@@ -61,10 +66,12 @@ class BackboneStep(Protocol):
 class AnyBackbone(Protocol):
     """A model's weights outside its routed experts, on a device."""
 
-    spec: ModelSpec
+    facts: ModelFacts
     router_math: Router  # with its arrays by layer
     dtype: torch.dtype  # of keys and values
     bytes: int
+    several: bool  # whether a step may have several sequences
+    chunks: bool  # whether a prompt may come in parts
 
     @property
     def device(self) -> Device:
@@ -75,6 +82,13 @@ class AnyBackbone(Protocol):
 
     def router(self, layer: int, x: Tensor) -> Tensor:
         """Router logits float32 [R, E] of any layer for an input of experts float32 [R, H]."""
+
+    def check_probes(self, policy: str) -> None:
+        """Raise PolicyError where routers cannot be applied to the input of another layer, as this policy
+        wants."""
+
+    def check_choices(self, policy: str) -> None:
+        """Raise PolicyError where a layer's router cannot be given other experts, as this policy wants."""
 
     def largest_product(self, rows: int) -> int:
         """Multiply-adds of the largest product of a layer that torch computes, for `rows` rows."""

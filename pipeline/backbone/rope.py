@@ -17,6 +17,7 @@ from torch import Tensor
 from pipeline.device import Device
 from pipeline.errors import ModelError
 from pipeline.models.config_keys import Config
+from pipeline.models.registry import architecture_of
 from pipeline.models.spec import Rope
 
 
@@ -55,8 +56,12 @@ class RopeTables:
 
 
 def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """x float32 [R, heads, width] by `RopeTables`' factors: numbers i and i + width / 2 are a pair."""
+    """x float32 [R, heads, width] by `RopeTables`' factors: numbers i and i + rotated / 2 are a pair. The
+    factors may be of the first numbers only; the others stay."""
     cos, sin = cos_sin
+    rotated = cos.shape[-1]
+    if rotated < x.shape[-1]:
+        return torch.cat((rotate(x[..., :rotated], cos_sin), x[..., rotated:]), dim=-1)
     return x * cos + torch.roll(x, x.shape[-1] // 2, dims=-1) * sin
 
 
@@ -81,10 +86,12 @@ def _frequencies(rope: Rope, config: Config, width: int, long: bool) -> tuple[Te
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    architecture = architecture_of(config)
+    name = architecture.known_as or architecture.model_type
     length = rope.switch + 1 if long and rope.switch is not None else None
     try:
         # A deep copy, because `from_dict` modifies its argument.
-        parsed = CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(dict(config)))
+        parsed = CONFIG_MAPPING[name].from_dict(deepcopy(dict(config)))
         frequencies, scale = ROPE_INIT_FUNCTIONS[rope.kind](parsed, torch.device("cpu"), length)
         scale = float(scale)
     except Exception as e:  # transformers raises many types for wrong values

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.arrays import FloatArray
+from pipeline.arrays import FloatArray, IntArray
 from pipeline.backbone.batch import StepInput, logit_rows
 from pipeline.backbone.protocol import Experts
 from pipeline.device import Device
@@ -25,6 +25,9 @@ class Attended(Protocol):
 
     def shared(self) -> Tensor | None:
         """The output of the shared experts, float32 [R, H], which the caller may change; None without."""
+
+    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Tensor | None:
+        """The routed experts' biases, as LayerCall's."""
 
 
 class StepLayers(Protocol):
@@ -72,6 +75,9 @@ class OwnStep:
 
     def shared(self) -> Tensor | None:
         return self._attended.shared()
+
+    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Tensor | None:
+        return self._attended.expert_bias(experts, weights)
 
     def answers(self, inputs: Sequence[StepInput]) -> list[FloatArray]:
         return self._layers.answers(self.h, inputs)

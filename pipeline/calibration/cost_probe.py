@@ -213,7 +213,7 @@ class _Probe:
         model, device = self._engine.backbone, self._engine.device
         longest = min(ROWS[-1], context)
         # A separate cache, because requests may have filled the engine's.
-        sequence = KVCache(model.spec, model.dtype, device.torch_device, longest).allocate(longest)
+        sequence = KVCache(model.facts, model.dtype, device.torch_device, longest).allocate(longest)
         by_rows = {}
         for rows in sorted({min(rows, longest) for rows in ROWS}, reverse=True):  # the longest fills it first
             sequence.truncate(0)

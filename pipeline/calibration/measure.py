@@ -65,7 +65,6 @@ def calibrate(
 class _Measurement:
     def __init__(self, ctx: CalibrationContext, division: Division, progress: Progress) -> None:
         self._ctx, self._division, self._progress = ctx, division, progress
-        self._spec = ctx.engine.backbone.spec
         windows = division.training + division.validation
         self._findings = Findings(tokens=division.tokens)
         longest, free = max(len(window.tokens) for window in windows), ctx.kv.free
@@ -89,7 +88,7 @@ class _Measurement:
     def _train(self) -> Calibration:
         """Read the training part of the text: stages 1 and 2."""
         engine, windows = self._ctx.engine, self._division.training
-        shape, hidden = engine.shape, self._spec.hidden
+        shape, hidden = engine.shape, engine.layout.shape.hidden
         pair = 4 * (hidden + shape.experts)
         count = sum(len(window.tokens) for window in windows)
         train_pass = TrainPass(shape, hidden, every=1 + count * pair // PAIR_BYTES)

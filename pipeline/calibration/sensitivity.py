@@ -129,6 +129,8 @@ class _Model:
         h, x, shared = attended.h, attended.x, attended.shared()
         routing = self._routing(attended.logits(), layer)
         h = h if shared is None else h + shared
+        bias = attended.expert_bias(routing.experts, routing.weights)
+        h = h if bias is None else h + bias
         for expert, rows, places in _used(routing):
             weights = torch.from_numpy(routing.weights[rows, places]).to(x.device)
             at = torch.from_numpy(rows).to(x.device)
@@ -157,6 +159,9 @@ class _Model:
         routing = self._routing(logits, layer)
         weights = self.backbone.router_math.differentiable(logits, routing, layer)
         of_x, of_weights = self._through_experts(layer, x.detach(), routing, gradient)
+        if (biases := attended.layer.expert_biases) is not None:
+            experts = torch.from_numpy(routing.experts).to(gradient.device, torch.int64)
+            of_weights += (gradient @ biases.T).gather(1, experts)
         ends = [(attended.h, gradient), (x, of_x), (weights, of_weights)]
         shared = attended.shared()
         if shared is not None:

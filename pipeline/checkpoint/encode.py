@@ -8,10 +8,12 @@ bytes as `StoreLayout.encode_expert`, in a small part of its memory.
 A quantized matrix consists of blocks of 16 outputs, so any multiple of 16 rows of gate, up or down can be
 encoded alone; such rows of down have records in every tile. A plain tile, and one that is read by channel,
 has down transposed: its rows are columns of the checkpoint's matrix, which is therefore held in memory as a
-whole. Biases are a chunk of their own.
+whole. Biases are a chunk of their own. Where the checkpoint has all matrices transposed (`architecture.py`,
+interleaved), so are all, once each, whatever the format.
 
 Memory beyond the store and the page cache: two `down` matrices, or READ_AHEAD_BYTES / 3 of smaller ones (none
-for formats of quantized blocks), and CHUNK_BYTES for each core, whatever the model's size.
+for formats of quantized blocks), or whole experts where they are transposed, and CHUNK_BYTES for each core,
+whatever the model's size.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from pipeline.checkpoint.reader import Bits, RawTensor, TensorReader, to_float32
+from pipeline.checkpoint.reader import Bits, RawTensor, to_float32
 from pipeline.errors import ModelError
 from pipeline.models.architecture import ExpertRows, TensorRows
 from shm.errors import WeightsUnusable
@@ -56,7 +58,7 @@ class _Pending(NamedTuple):
 
 
 def encode_experts(
-    reader: TensorReader, locate: LocateExpert, builder: StoreBuilder, progress: Callable[[int], None]
+    reader: Experts, locate: LocateExpert, builder: StoreBuilder, progress: Callable[[int], None]
 ) -> None:
     """`progress` is called in this thread with the bytes of the store encoded so far. Raises ModelError where
     a tensor is missing, has another shape or weights that cannot be encoded, or its file changed."""
@@ -109,6 +111,13 @@ class Rows(Protocol):
         """See TensorReader.rows; for any thread."""
 
 
+class Experts(Rows, Protocol):
+    """A source of a checkpoint's experts."""
+
+    def advise(self, part: TensorRows, advice: int) -> int:
+        """See TensorReader.advise."""
+
+
 def expert_chunks(
     reader: Rows,
     downs: ThreadPoolExecutor,
@@ -121,6 +130,10 @@ def expert_chunks(
     uint8 [expert_stride], heads uint8 [head_stride]."""
     shape = layout.shape
     layout.clear_padding(out, heads)
+    if len(expert) != shape.math.matrices + shape.math.biases:
+        raise ValueError(f"{len(expert)} parts of an expert of {shape.math}")
+    if any(part.transposed for part in expert):
+        reader = Transposed(reader, downs, expert)
     *wide, down = matrices = expert[: shape.math.matrices]
     biases = expert[shape.math.matrices :]
     chunks: list[Chunk] = [partial(_encode_biases, reader, layout, biases, out, heads)] if biases else []
@@ -131,7 +144,7 @@ def expert_chunks(
             for matrix, (part, (rows, columns)) in enumerate(zip(matrices, sizes, strict=True))
             for lo, hi in _ranges(rows, max(16, CHUNK_NUMBERS // columns // 16 * 16))
         ]
-    whole_down = downs.submit(reader.rows, down, 0, down.rows)
+    whole_down = downs.submit(reader.rows, down, 0, down.height)
     step = max(1, CHUNK_NUMBERS // shape.hidden)
     if isinstance(layout.format, FloeFormat):  # the tiles of an expert are as one tile
         return chunks + [
@@ -143,6 +156,24 @@ def expert_chunks(
         for tile in range(shape.tiles)
         for lo, hi in _ranges(shape.tile, step)
     ]
+
+
+class Transposed:
+    """Rows of an expert whose matrices a checkpoint has transposed. Each is read once, as a whole; matrices
+    with alternating columns lie in the same rows."""
+
+    def __init__(self, reader: Rows, readers: ThreadPoolExecutor, expert: ExpertRows) -> None:
+        """Begins to read, in the threads of `readers`."""
+        self._wholes = {
+            part.stored: readers.submit(reader.rows, part.stored, 0, part.rows)
+            for part in dict.fromkeys(part.stored for part in expert)
+        }
+
+    def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor:
+        dtype, _, bits = self._wholes[part.stored].result()
+        columns = bits[:, part.start :: part.step]
+        rows = _transposed(columns[:, lo:hi]) if part.transposed else columns[lo:hi]
+        return RawTensor(dtype, rows.shape, rows)
 
 
 def _ranges(rows: int, step: int) -> list[tuple[int, int]]:
@@ -199,8 +230,8 @@ def _naming(part: TensorRows) -> Iterator[None]:
 
 def _rows(reader: Rows, part: TensorRows, lo: int, hi: int) -> RawTensor:
     """Rows [lo, hi) of `part`; rows past its end are left out."""
-    lo = min(lo, part.rows)
-    return reader.rows(part, lo, max(lo, min(hi, part.rows)))
+    lo = min(lo, part.height)
+    return reader.rows(part, lo, max(lo, min(hi, part.height)))
 
 
 def _transposed(bits: Bits) -> Bits:

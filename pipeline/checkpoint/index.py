@@ -24,7 +24,7 @@ import numpy as np
 
 from pipeline.errors import ModelError
 from pipeline.models.architecture import Architecture
-from pipeline.models.registry import model_spec
+from pipeline.models.facts import facts_of
 from pipeline.models.spec import ModelSpec
 from protocol.files import MAX_SETTINGS, open_regular, read_json
 
@@ -44,6 +44,7 @@ DTYPE_BYTES = {
 }
 FOREIGN = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.gguf")  # pickles, and llama.cpp's files
 QUANTIZED = ("quantization_config", "compression_config")  # keys of config.json
+DEQUANTIZED = ("fp8", "mxfp4")  # methods whose weights are read
 # Part of every fingerprint; incremented when the same weights would get other bytes in the store.
 ENCODER_VERSION = 3
 FEW = 10_000  # tensors that are named in no time
@@ -215,7 +216,7 @@ def fingerprint(index: CheckpointIndex, format_name: str, tile: int) -> str:
         "encoder": ENCODER_VERSION,
         "format": format_name,
         "tile": tile,
-        "math": model_spec(index.config).math.plain(),
+        "math": facts_of(index.config).math.plain(),
         "config": json.dumps(index.config, sort_keys=True),
         "shards": [(s.path.name, s.size, s.mtime_ns, s.header_digest) for s in index.shards],
     }
@@ -242,10 +243,12 @@ def _refuse_quantized(path: Path, config: Mapping[str, Any]) -> None:
     for key in QUANTIZED:
         if config.get(key):
             method = config[key].get("quant_method") if isinstance(config[key], dict) else None
+            if method in DEQUANTIZED:
+                continue
             what = f" ({method[:40]})" if isinstance(method, str) else ""
             raise ModelError(
-                f"{path} has a {key}{what}: checkpoints that are quantized already are not read; download "
-                "the original one, and Tandem quantizes it (--format int8, int4)"
+                f"{path} has a {key}{what}: of checkpoints that are quantized already only those in "
+                f"{' and '.join(DEQUANTIZED)} are read; download the original one, and Tandem quantizes it (--format int8, int4)"
             )
 
 

@@ -33,6 +33,7 @@ class ModelSource(ABC):
     kind: str  # the origin of its weights, for log lines
     filling: str  # the stage name of `fill`, for progress displays
     fused: bool  # the layout of its tensors, see `pipeline/models/architecture.py`
+    note: str = ""  # a line about tensors that are not read
 
     @abstractmethod
     def fingerprint(self, format_name: str, tile: int) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,16 +14,26 @@ from pipeline.checkpoint.index import CONFIG_FILE, CheckpointIndex, check_tensor
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.random_model import RandomModel
 from pipeline.checkpoint.reader import TensorReader
+from pipeline.errors import ModelError
 from pipeline.models.architecture import ExpertRows
+from pipeline.models.facts import check_headers, facts_of, is_own
 from pipeline.models.registry import architecture_of, model_spec
 from pipeline.models.shapes import is_shape, short_name
 from shm.store import StoreBuilder
+
+if TYPE_CHECKING:
+    from pipeline.checkpoint.converted import ConvertedTensors
 
 
 def open_model(model: Path) -> ModelSource:
     """The checkpoint in this folder, or random weights for a shape:NAME. Reads no weights. Raises ModelError,
     one line, where the model does not exist or cannot be used."""
-    return RandomModel(str(model)) if is_shape(model) else Checkpoint(model)
+    if is_shape(model):
+        return RandomModel(str(model))
+    index = CheckpointIndex.open(model)
+    if is_own(index.config) and not index.config.get("quantization_config"):
+        return Checkpoint(model, index)
+    return ConvertedCheckpoint(index)
 
 
 def open_config(model: Path) -> ModelSource:
@@ -34,14 +46,14 @@ def open_config(model: Path) -> ModelSource:
 
 
 class Checkpoint(ModelSource):
-    """The model in a folder."""
+    """The model in a folder, of a family of our own."""
 
     kind = "checkpoint"
     filling = "encoding the experts"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, index: CheckpointIndex | None = None) -> None:
         """Check config.json and the headers against each other. Raises ModelError, one line."""
-        self._index = CheckpointIndex.open(folder)
+        self._index = CheckpointIndex.open(folder) if index is None else index
         self.name = str(folder)
         self.config = self._index.config
         self._architecture = architecture_of(self.config)
@@ -69,3 +81,46 @@ class Checkpoint(ModelSource):
     def _locate(self, layer: int, expert: int) -> ExpertRows:
         """An expert's location; `layer` counts only layers with experts, as in the store."""
         return self._architecture.expert(self._spec, self._spec.moe_layers[layer], expert, self.fused)
+
+
+class ConvertedCheckpoint(ModelSource):
+    """The model in a folder, of any family, in any layout, or quantized; read as transformers reads it, which takes
+    importing it: a child process of the supervisor's, and the processes that read weights, do."""
+
+    kind = "checkpoint"
+    filling = "converting the experts"
+    fused = True  # names are those of transformers' own parameters
+
+    def __init__(self, index: CheckpointIndex) -> None:
+        """Check config.json and the headers against each other. Raises ModelError, one line."""
+        self._index = index
+        self._headers = {name: (entry.dtype, entry.shape) for name, entry in index.tensors.items()}
+        self.name = str(index.folder)
+        self.config = index.config
+        facts_of(self.config)  # what cannot be run is said first
+        try:
+            self.note = check_headers(self.config, self._headers)
+        except ModelError as e:
+            raise ModelError(f"{index.listing}: {e}") from None
+
+    def fingerprint(self, format_name: str, tile: int) -> str:
+        return fingerprint(self._index, format_name, tile)
+
+    def worth_keeping(self, format_name: str) -> bool:
+        return True
+
+    @contextmanager
+    def tensors(self) -> Iterator[ConvertedTensors]:
+        from pipeline.checkpoint.converted import ConvertedTensors, conversion_of
+
+        with TensorReader(self._index) as reader:
+            yield ConvertedTensors(conversion_of(self.config, [*self._headers]), reader, self._headers)
+
+    def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
+        from pipeline.checkpoint.converted import ConvertedExperts, conversion_of
+
+        with TensorReader(self._index) as reader:
+            conversion = conversion_of(self.config, [*self._headers])
+            with ConvertedExperts(conversion, reader, self._headers) as experts:
+                encode_experts(experts, experts.locate, builder, progress)
+            return reader.bytes_read

@@ -26,7 +26,7 @@ from msgspec import msgpack
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.reader import RawTensor
 from pipeline.models.config_keys import Config
-from pipeline.models.registry import model_spec
+from pipeline.models.facts import facts_of
 from pipeline.models.shapes import shape_config
 from shm.formats import Bytes, Float32, fill_bf16, random_numbers, widen_bf16
 from shm.layout import StoreLayout
@@ -57,7 +57,7 @@ class RandomModel(ModelSource):
             "config": json.dumps(self.config, sort_keys=True),
             "format": format_name,
             "tile": tile,
-            "math": model_spec(self.config).math.plain(),
+            "math": facts_of(self.config).math.plain(),
         }
         return hashlib.blake2b(msgpack.encode(facts), digest_size=32).hexdigest()
 
@@ -103,8 +103,8 @@ class RandomTensors:
         self._pool = pool
 
     def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
-        """Ones for a norm, zeros for a bias, otherwise random numbers with mean 0."""
-        if len(shape) == 1:
+        """Ones for a norm, zeros for biases, otherwise random numbers with mean 0."""
+        if name.endswith("bias") or len(shape) == 1:
             return np.full(shape, 0 if name.endswith("bias") else 1, np.float32)
         return widen_bf16(self.stacked([(name, shape)]).bits.view(np.uint16))
 

@@ -20,7 +20,7 @@ from pipeline.errors import ModelError
 from pipeline.models.architecture import TensorRows
 from protocol.files import open_regular
 from shm.huge import private
-from shm.layout import Float32
+from shm.layout import Bytes, Float32
 
 Bits = NDArray[np.uint16 | np.uint32]
 
@@ -77,6 +77,15 @@ class TensorReader:
         self._read(entry, (part.first + lo) * columns * bits.itemsize, bits)
         return RawTensor(entry.dtype, bits.shape, bits)
 
+    def part(self, name: str, lo: int = 0, hi: int | None = None) -> Bytes:
+        """The bytes of a tensor of any dtype, or of places [lo, hi) of its first axis; the caller owns them. Raises
+        ModelError as `stacked`; KeyError without such a tensor."""
+        entry = self._index.tensors[name]
+        step = entry.nbytes if hi is None else entry.nbytes // entry.shape[0]
+        out = np.empty(entry.nbytes if hi is None else (hi - lo) * step, np.uint8)
+        self._read(entry, lo * step, out)
+        return out
+
     def advise(self, part: TensorRows, advice: int) -> int:
         """Tell the kernel how `part` is used next (os.POSIX_FADV_*); returns its bytes. Raises as `rows`."""
         entry = self._entry(part.name, part.shape)
@@ -91,7 +100,7 @@ class TensorReader:
             raise ModelError(f"{self._index.folder} has no tensor {name} of shape {list(shape)} in {kinds}")
         return entry
 
-    def _read(self, entry: TensorEntry, begin: int, out: Bits) -> None:
+    def _read(self, entry: TensorEntry, begin: int, out: Bits | Bytes) -> None:
         """Fill `out` with a tensor's bytes from its byte `begin` on."""
         target = out.reshape(-1).view(np.uint8).data
         descriptor = self._open(entry)

@@ -60,7 +60,7 @@ class Engine:
         self.backbone, self.layout = backbone, layout
         self.device = device
         self.pool = pool
-        self.shape = ModelShape(s.layers, s.experts, s.tiles, backbone.spec.top_k)
+        self.shape = ModelShape(s.layers, s.experts, s.tiles, backbone.facts.top_k)
         self.memory = DeviceMemory(self.shape, device)
         self._channel_bytes = layout.tile_bytes // s.tile if layout.head_bytes else 0
         self.counters = Counters(layout.tile_bytes, s.layers, self._channel_bytes)
@@ -111,8 +111,12 @@ class Engine:
             staging=memory.staging,
             up=self.up,
         )
-        self.driver = PolicyDriver(policy, view, *decode.prefetched)
-        self.timing = timing
+        if not policy.exact:
+            self.backbone.check_choices(policy.name)
+        driver: PolicyDriver[Ticket] = PolicyDriver(policy, view, *decode.prefetched)
+        if any(policy.probes(layer, driver.view) for layer in range(self.shape.layers)):
+            self.backbone.check_probes(policy.name)
+        self.driver, self.timing = driver, timing
         self.probing = Probing(self.backbone, self.device.torch_device, calibration)
         placement = self.driver.placement
         memory.mover.retarget(Target(i, e, int(placement[i, e])) for i, e in np.ndindex(placement.shape))
@@ -270,6 +274,9 @@ class TensorExecutor:
         assert ticket is not None
         if not self._device.on_host:
             self._compute_shared_experts()
+        routing = decision.gated.routing
+        if (y := self.call.expert_bias(routing.experts, routing.weights)) is not None:
+            self._outputs.append(y)
         if len(split.device.items):
             self._outputs.append(self._memory.compute(work, self.call.x, self.clock))
             self.engine.timing.device_began(split)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.arrays import FloatArray
+from pipeline.arrays import FloatArray, IntArray
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.decoder_layer import DecoderLayer
@@ -157,6 +157,9 @@ class _Attended:
     def shared(self) -> Tensor | None:
         return self._bucket.shared(self._layer)
 
+    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Tensor | None:
+        return self._bucket.computed[self._layer].expert_bias(experts, weights)
+
 
 class Bucket:
     """Decode steps of at most so many rows: StepLayers, one step after the other."""
@@ -176,7 +179,7 @@ class Bucket:
         self._x_host = gpu.answers(rows, spec.hidden)
         self._logits: dict[int, tuple[Tensor, FloatArray]] = {}  # by how many; on the device and the host
         self._results: dict[str, tuple[Tensor, FloatArray]] = {}  # of the head
-        self._layers: dict[int, DecoderLayer] = {}  # those that were computed
+        self.computed: dict[int, DecoderLayer] = {}
         self._replays: dict[Hashable, Callable[[], None]] = {}
         self._steps = 0
         # of the present step:
@@ -218,7 +221,7 @@ class Bucket:
 
         def work() -> None:
             attended = self._backbone.attend(layer, self._h, self._batch, routed=own)
-            self._layers[layer] = attended.layer
+            self.computed[layer] = attended.layer
             routed = [attended.logits()] if own else []
             routed += [probing.logits(target, attended.x) for target in probes]
             if routed:
@@ -239,7 +242,7 @@ class Bucket:
         return [self._x_host[: self._rows].copy(), *(one[: self._rows].copy() for one in logits)]
 
     def shared(self, layer: int) -> Tensor | None:
-        computed = self._layers[layer]
+        computed = self.computed[layer]
         if not computed.shares:
             return None
 

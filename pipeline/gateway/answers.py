@@ -16,19 +16,24 @@ from typing import Any, Literal
 
 from pipeline.gateway.bodies import CallPart, Content, Object, parse_json
 from pipeline.gateway.call import Call, check_model
-from pipeline.gateway.chat_output import CLOSE_CALL, ChatOutput, Part, ToolCall
 from pipeline.gateway.engine_links import model_name
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.metrics import Meter
 from pipeline.gateway.settings import Settings, Tools
+from pipeline.text.chat_output import PARSER, ChatOutput, Part, ToolCall, opens_reasoning
 from pipeline.text.detokenizer import Detokenizer
 from protocol.answer import Answer
 from protocol.client import Client
 from protocol.errors import ProtocolError
 from protocol.messages import ChatMessage, Done, Token, Welcome
 
-PARSER = "transformers.utils.chat_parsing"  # takes a second to import
-ENDING = 12  # last tokens of a prompt in which <think> may be
+# Behind a tool's result some templates begin the answer otherwise than behind a question.
+CALLED = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": {}}}
+AFTER_TOOL = (
+    ChatMessage("user", "x"),
+    ChatMessage("assistant", "", json.dumps({"tool_calls": [CALLED]})),
+    ChatMessage("tool", "x", json.dumps({"tool_call_id": CALLED["id"]})),
+)
 # Coding agents put a token into the system prompt that changes with every request.
 CHANGING = re.compile(r"\bcch=[0-9a-zA-Z]+;?[ \t]*")
 
@@ -336,17 +341,21 @@ class ChatAnswer(ABC):
                         texts = TokenTexts(await self.call.service.detokenizer())
                         yield place, texts.chat(event)
                     continue
-                for part in output.finish():
+                for part in output.finish(cut=event.reason == "length"):
                     yield place, part
                 yield place, End("tool_calls" if output.calls else event.reason, event.stats.get("stop"))
 
     def _generate(self, index: int, conversation: str) -> Answer:
-        request = self.request
+        request, end = self.request, self.call.service.template.end
         arguments = request.settings.of_choice(index)
-        if request.tools.given and not request.tools.parallel and self.call.service.template.calls:
-            arguments["stop"] = (*arguments["stop"], CLOSE_CALL)
+        if request.tools.given and not request.tools.parallel and end:
+            arguments["stop"] = (*arguments["stop"], end)
         return self._client.generate(
-            messages=request.messages, template=request.template, conversation=conversation, **arguments
+            messages=request.messages,
+            template=request.template,
+            conversation=conversation,
+            marks=bool(self.call.service.template.marks),
+            **arguments,
         )
 
     async def _opens_thinking(self) -> bool:
@@ -354,12 +363,11 @@ class ChatAnswer(ABC):
         if not self.call.service.template.thinks:
             return False
         openings, variables = self.call.service.openings, self.request.variables
-        name = hashed(variables)
+        after_tool = self.request.messages[-1].role == "tool"
+        name = hashed([variables, after_tool])
         if name not in openings:
             template = json.dumps(variables) if variables else ""
-            asked = await self._client.tokenize(messages=[ChatMessage("user", "x")], template=template)
-            texts = TokenTexts(await self.call.service.detokenizer())
-            ending = b"".join(map(texts.raw, asked.ids[-ENDING:].tolist()))
-            _, opened, rest = ending.rpartition(b"<think>")
-            openings[name] = bool(opened) and b"</think>" not in rest
+            messages = AFTER_TOOL if after_tool else AFTER_TOOL[:1]
+            prompt = await self._client.tokenize(messages=messages, template=template)
+            openings[name] = opens_reasoning(prompt.ending)
         return openings[name]

@@ -171,8 +171,14 @@ class OutputItem(Struct):
     output: Content = None
 
 
+class ReasoningText(Struct):
+    text: str = ""
+
+
 class ReasoningItem(Struct):
-    """Reasoning of an earlier answer, which is not rendered."""
+    """Reasoning of an earlier answer, which the template may keep; without `content` it is encrypted."""
+
+    content: list[ReasoningText] | None = None
 
 
 class TextOptions(Struct):

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 from pipeline.gateway.access import Scope, header_of
 from pipeline.gateway.bodies import decoded
-from pipeline.gateway.chat_output import TemplateKind
 from pipeline.gateway.engine_links import EngineLinks, model_name
 from pipeline.gateway.errors import ApiError, of_engine
 from pipeline.gateway.metrics import Meter
+from pipeline.text.chat_format import TemplateKind
 from pipeline.text.detokenizer import Detokenizer
 from protocol.client import Client
 from protocol.errors import ProtocolError
@@ -70,7 +70,7 @@ class Service:
     started: float = field(default_factory=time.time)
     draining: bool = False
     meter: Meter = field(default_factory=Meter)
-    openings: dict[str, bool] = field(default_factory=dict)  # by variables: does the prompt open reasoning
+    openings: dict[str, bool] = field(default_factory=dict)  # does such a prompt open reasoning
     _detokenizer: Detokenizer | None = None
 
     async def detokenizer(self) -> Detokenizer | None:

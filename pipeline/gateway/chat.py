@@ -9,12 +9,15 @@ from typing import Any
 from pipeline.gateway.answers import ChatAnswer, ChatRequest, End, Whole, check_chats, rendered_call, turn
 from pipeline.gateway.bodies import ChatBody, ChatTurn, Object
 from pipeline.gateway.call import Call, event_of
-from pipeline.gateway.chat_output import Part, TemplateKind, ToolCall
 from pipeline.gateway.errors import bad
 from pipeline.gateway.settings import grammar_of, openai_tools, settings_of
+from pipeline.text.chat_format import TemplateKind
+from pipeline.text.chat_output import Part, ToolCall
 from pipeline.text.tokenizer import RESERVED
 from protocol.messages import ChatMessage, Welcome
 
+# Harmony's efforts for the others: its models always think.
+EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 DONE = b"data: [DONE]\n\n"
 
 
@@ -44,7 +47,18 @@ def reasoning_variables(effort: str | None, kind: TemplateKind, name: str) -> Ob
         return {}
     if not kind.thinks:
         raise bad(name, "this model's chat template has no reasoning")
-    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return {"reasoning_effort": known_effort(effort, kind), **thinking_variables(effort != "none")}
+
+
+def known_effort(effort: str, kind: TemplateKind) -> str:
+    """Returns an effort as the template knows it."""
+    return EFFORTS.get(effort, effort) if kind.calls == "harmony" else effort
+
+
+def thinking_variables(wanted: bool) -> Object:
+    """Returns the template's variables for an answer with reasoning, or without: families name it
+    differently."""
+    return dict.fromkeys(("enable_thinking", "thinking"), wanted)
 
 
 def chat_request(body: ChatBody, welcome: Welcome, kind: TemplateKind) -> ChatRequest:
@@ -60,7 +74,7 @@ def chat_request(body: ChatBody, welcome: Welcome, kind: TemplateKind) -> ChatRe
         body.max_completion_tokens or body.max_tokens or welcome.context,
         stop=body.stop,
         choices=body.n,
-        grammar=grammar_of(body.response_format, "response_format", tools.grammar(kind)),
+        grammar=grammar_of(body.response_format, "response_format", tools.grammar()),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     return ChatRequest(turns, settings, tools, _variables(body, kind))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -19,9 +20,11 @@ from pipeline.gateway.bodies import (
     UseBlock,
 )
 from pipeline.gateway.call import Call, event_of
-from pipeline.gateway.chat_output import Part, TemplateKind, ToolCall
+from pipeline.gateway.chat import known_effort, thinking_variables
 from pipeline.gateway.errors import bad
 from pipeline.gateway.settings import Tools, chosen_tools, flat_tools, grammar_of, settings_of
+from pipeline.text.chat_format import TemplateKind
+from pipeline.text.chat_output import Part, ToolCall
 from protocol.messages import ChatMessage, Welcome
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -44,7 +47,7 @@ def messages_request(
         max_tokens,
         stop=body.stop_sequences,
         stop_field="stop_sequences",
-        grammar=grammar_of(form, name, tools.grammar(kind)),
+        grammar=grammar_of(form, name, tools.grammar()),
     )
     messages = [turn("system", body.system)] if body.system else []
     if messages and not messages[0].content:
@@ -61,10 +64,10 @@ def _variables(body: CountBody, kind: TemplateKind) -> Object:
         wanted = body.thinking.type
         if wanted == "enabled" and not kind.thinks:
             raise bad("thinking", "this model's chat template has no reasoning")
-        variables = {"enable_thinking": wanted != "disabled"}
+        variables = thinking_variables(wanted != "disabled")
     effort = None if body.output_config is None else body.output_config.effort
     if effort is not None and kind.thinks:
-        variables["reasoning_effort"] = effort
+        variables["reasoning_effort"] = known_effort(effort, kind)
     elif effort not in (None, "high"):  # which is the API's default
         raise bad("output_config.effort", "this model's chat template has no reasoning")
     return variables
@@ -185,7 +188,7 @@ def _block(part: Part, *, whole: bool) -> Object:
             given = json.loads(call.arguments) if whole else {}
             return {
                 "type": "tool_use",
-                "id": name.replace("call_", "toolu_"),
+                "id": re.sub("^call_", "toolu_", name),
                 "name": call.name,
                 "input": given,
             }

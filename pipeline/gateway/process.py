@@ -19,10 +19,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from pipeline.gateway.access import Access, bind, split_address
 from pipeline.gateway.app import App
 from pipeline.gateway.call import Service, dumps
-from pipeline.gateway.chat_output import read_template
 from pipeline.gateway.engine_links import EngineLinks
 from pipeline.gateway.errors import ApiError
 from pipeline.text.detokenizer import DECODER
+from pipeline.text.tokenizer import read_template
 from protocol.codec import decode, encode
 from protocol.connection import HEARTBEAT_SECONDS
 from protocol.errors import MalformedMessage, ProtocolError

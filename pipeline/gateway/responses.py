@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.gateway.answers import ChatAnswer, ChatRequest, Whole, check_chats, rendered_call, turn
@@ -11,6 +12,7 @@ from pipeline.gateway.bodies import (
     CalledFunction,
     CallItem,
     CallPart,
+    Content,
     MessageItem,
     Object,
     OutputItem,
@@ -21,9 +23,10 @@ from pipeline.gateway.bodies import (
 )
 from pipeline.gateway.call import Call, event_of
 from pipeline.gateway.chat import reasoning_variables
-from pipeline.gateway.chat_output import Part, TemplateKind
 from pipeline.gateway.errors import bad
 from pipeline.gateway.settings import chosen_tools, flat_tools, grammar_of, settings_of
+from pipeline.text.chat_format import TemplateKind
+from pipeline.text.chat_output import Part
 from protocol.messages import ChatMessage, Welcome
 
 Event = tuple[str, Object]
@@ -57,7 +60,7 @@ def response_request(body: ResponsesBody, welcome: Welcome, kind: TemplateKind) 
         welcome,
         body.max_output_tokens or welcome.context,
         stop=body.stop,
-        grammar=grammar_of((body.text or TextOptions()).format, "text.format", tools.grammar(kind)),
+        grammar=grammar_of((body.text or TextOptions()).format, "text.format", tools.grammar()),
     )
     variables = reasoning_variables(effort, kind, "reasoning.effort")
     return ChatRequest(_messages(body), settings, tools, variables)
@@ -66,21 +69,54 @@ def response_request(body: ResponsesBody, welcome: Welcome, kind: TemplateKind) 
 def _messages(body: ResponsesBody) -> tuple[ChatMessage, ...]:
     turns = [turn("system", body.instructions)] if body.instructions else []
     given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    answer = _Answer()
     for place, value in enumerate(given):
         where = f"input[{place}]"
         kind = value.get("type") or "message"
         if not isinstance(kind, str) or kind not in ITEMS:
             raise bad(f"{where}.type", f"must be one of {', '.join(ITEMS)}")
         item: Any = fitting(value, ITEMS[kind], where)
+        if not answer.add(item, where):
+            turns += answer.turns()
+            answer = _Answer()
+            match item:
+                case OutputItem():
+                    turns.append(turn("tool", item.output, {"tool_call_id": item.call_id}))
+                case MessageItem() if item.role != "assistant":
+                    turns.append(turn(item.role, item.content))
+                case _:
+                    answer.add(item, where)
+    return (*turns, *answer.turns())
+
+
+@dataclass
+class _Answer:
+    """What the model wrote at once, which templates read as one message: reasoning, a text, calls."""
+
+    reasoning: str = ""
+    content: Content = None
+    calls: list[Object] = field(default_factory=list)
+
+    def add(self, item: Any, where: str) -> bool:
+        """Add the next item; returns False where it is of another message."""
         match item:
-            case MessageItem():
-                turns.append(turn(item.role, item.content))
+            case ReasoningItem() if self.content is None and not self.calls:
+                self.reasoning += "".join(part.text for part in item.content or ())
+            case MessageItem(role="assistant") if self.content is None and not self.calls:
+                self.content = item.content or ""
             case CallItem():
                 part = CallPart(CalledFunction(item.name, item.arguments), item.call_id)
-                turns.append(turn("assistant", "", {"tool_calls": [rendered_call(part, where)]}))
-            case OutputItem():
-                turns.append(turn("tool", item.output, {"tool_call_id": item.call_id}))
-    return tuple(turns)
+                self.calls.append(rendered_call(part, where))
+            case _:
+                return False
+        return True
+
+    def turns(self) -> list[ChatMessage]:
+        """Returns the message, none without a text and calls."""
+        if self.content is None and not self.calls:
+            return []
+        extra = {"reasoning_content": self.reasoning, "tool_calls": self.calls}
+        return [turn("assistant", self.content, {name: value for name, value in extra.items() if value})]
 
 
 async def create(call: Call) -> None:

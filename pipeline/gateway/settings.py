@@ -21,8 +21,8 @@ from pipeline.gateway.bodies import (
     Tool,
     fitting,
 )
-from pipeline.gateway.chat_output import CLOSE_CALL, OPEN_CALL, TemplateKind
 from pipeline.gateway.errors import bad
+from pipeline.text.chat_format import FORMS, TemplateKind
 from pipeline.text.detokenizer import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from protocol.messages import Sampling, Shaping, TokenBias, Welcome
 
@@ -51,17 +51,17 @@ class Tools:
     wanted: tuple[str, ...] = ()
     parallel: bool = True
 
-    def grammar(self, kind: TemplateKind) -> Grammar:
+    def grammar(self) -> Grammar:
         """Returns that of an answer that calls a wanted tool; none where no tool has to be called."""
         if not self.wanted:
             return Grammar()
-        calls, rules = [], []
+        calls, rules, form = [], [], FORMS["json"]
         for place, name in enumerate(self.wanted):
             compact = {"x-guidance": {"whitespace_flexible": False}}
             schema = json.dumps((self.schemas[name] or {"type": "object"}) | compact)
             rules.append(f"arguments{place}: %json {schema}")
-            head = json.dumps(f'{OPEN_CALL}\n{{"name": {json.dumps(name)}, "arguments": ')
-            calls.append(f"{head} arguments{place} " + json.dumps(f"}}\n{CLOSE_CALL}"))
+            head = json.dumps(f'{form.open}\n{{"name": {json.dumps(name)}, "arguments": ')
+            calls.append(f"{head} arguments{place} " + json.dumps(f"}}\n{form.close}"))
         return _made("lark", "\n".join([f"start: {' | '.join(calls)}", *rules]), "tools")
 
 
@@ -110,7 +110,7 @@ def chosen_tools(
         return Tools(parallel=parallel)
     if not kind.tools:
         raise bad("tools", "this model's chat template has no place for tools")
-    if names and (not kind.calls or kind.calls == "xml"):
+    if names and kind.calls != "json":
         raise bad("tool_choice", "calls of this model's form cannot be enforced; use auto")
     return Tools(tuple(tools), schemas, names, parallel)
 

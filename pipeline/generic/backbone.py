@@ -9,14 +9,14 @@ once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pipeline.arrays import FloatArray
+from pipeline.arrays import FloatArray, IntArray
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.linear import FEW_ROWS, Precision
 from pipeline.backbone.protocol import Experts, Probe
@@ -30,6 +30,7 @@ from pipeline.generic.packing import Packing
 from pipeline.generic.routers import Tap, find_router
 from pipeline.generic.skeleton import Skeleton
 from pipeline.generic.trial import Trial, observe
+from pipeline.models.facts import ModelFacts
 from pipeline.models.routing import Router
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -40,6 +41,7 @@ class GenericBackbone:
 
     def __init__(
         self,
+        facts: ModelFacts,
         model_class: type[PreTrainedModel],
         config: PreTrainedConfig,
         weights: Mapping[str, Tensor],
@@ -49,6 +51,7 @@ class GenericBackbone:
         """`weights`: by parameters' names in the whole model; `progress` is called with the bytes loaded so
         far. Raises ModelError where the family cannot run here, or weights are missing."""
         transformers.logging.set_verbosity_error()  # of slower ways that are the only ones here
+        self.facts = facts
         self.dtype = precision.dtype
         self._precision = precision
         skeleton = Skeleton(model_class, config)
@@ -101,15 +104,19 @@ class GenericBackbone:
         """The layers whose modules choose experts in a way that is not known."""
         return tuple(i for i, tap in enumerate(self._taps) if tap.form == "own")
 
-    def check_policy(self, name: str, exact: bool, probes: bool) -> None:
-        """Raise PolicyError where a policy needs what the routers of this family do not give: an inexact one
-        other choices of experts, and one with `probes` routers on other layers' inputs."""
-        needs = "chooses other experts" if not exact else "probes later layers' routers" if probes else ""
-        if (self.own_choices and not exact) or (probes and not all(tap.can_probe for tap in self._taps)):
-            raise PolicyError(
-                f"policy {name} {needs}, and {type(self._model).__name__} routes in a way of its own:"
-                " use all-host, on-demand, layerwise or fiddler"
-            )
+    def check_probes(self, policy: str) -> None:
+        if not all(tap.can_probe for tap in self._taps):
+            self._refuse(policy, "applies routers to other layers' inputs")
+
+    def check_choices(self, policy: str) -> None:
+        if self.own_choices:
+            self._refuse(policy, "chooses experts itself")
+
+    def _refuse(self, policy: str, what: str) -> NoReturn:
+        raise PolicyError(
+            f"policy {policy} {what}, and {type(self._model).__name__} routes in a way of its own:"
+            " use all-host, on-demand, layerwise or fiddler"
+        )
 
     def largest_product(self, rows: int) -> int:
         """Multiply-adds of the largest product of a layer that torch computes, for `rows` rows."""
@@ -251,9 +258,10 @@ class GenericCall:
         for sibling in self._siblings:
             sibling.compute(self._tap.x)
 
-    def expert_bias(self, experts: Tensor, weights: Tensor) -> Tensor | None:
+    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Tensor | None:
         """The sum of the experts' down biases [R, H], for experts and weights [R, k]; None without any."""
         if self.down_bias is None:
             return None
-        bias = self.down_bias
-        return torch.einsum("rk,rkh->rh", weights.to(bias.device), bias[experts.to(bias.device).long()])
+        device = self._backbone.device
+        biases = self.down_bias[device.from_host(experts).long()]
+        return torch.einsum("rk,rkh->rh", device.from_host(weights), biases)

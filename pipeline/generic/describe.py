@@ -1,9 +1,9 @@
-"""The decoder of a config.json as transformers makes it, and its facts: made on the meta device, without memory for
-weights, and run once on a few tokens without arithmetic.
+"""The decoder of a config.json as transformers makes it, and its facts: made on the meta device, without
+memory for weights, and run once on a few tokens without arithmetic.
 
-As a process of its own, started by `pipeline/models/facts.py`: reads {"config": ..., "headers": ...} as JSON from its
-standard input and writes facts, or {"error": one line}. `headers`, where they are given, are those of a checkpoint, by
-tensor: they are checked against the model.
+As a process of its own, started by `pipeline/models/facts.py`: reads {"config": ..., "headers": ...} as JSON
+from its standard input and writes facts, or {"error": one line}. `headers`, where they are given, are those
+of a checkpoint, by tensor: they are checked against the model.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -29,7 +30,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto import modeling_auto
 
 from pipeline.errors import ModelError
-from pipeline.generic.caches import kept_by
+from pipeline.generic.caches import LayerKept, kept_by
 from pipeline.generic.found_math import found_math
 from pipeline.generic.skeleton import MATRICES, ROUTERS, experts_of
 from pipeline.models.config_keys import MAX_COUNT, Config, shown
@@ -57,16 +58,16 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _called)
 
 
 def decoder_of(config: Config) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """The class of the model whose decoder and head are run, and its config. Of a model of text and images it is the
-    whole one where transformers has no other. Raises ModelError."""
+    """The class of the model whose decoder and head are run, and its config. Of a model of text and images it
+    is the whole one where transformers has no other. Raises ModelError."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise ModelError(
-            f"config.json: model_type {shown(kind)} is unknown to transformers {transformers.__version__}; a newer one"
-            " may know it: pip install -U transformers"
+            f"config.json: model_type {shown(kind)} is unknown to transformers {transformers.__version__}; a newer"
+            " one may know it: pip install -U transformers"
         )
     with _in_one_line("read this config"):
-        made = CONFIG_MAPPING[kind].from_dict(deepcopy(dict(config)))
+        made = CONFIG_MAPPING[kind].from_dict(PreTrainedConfig._decode_special_floats(deepcopy(dict(config))))
     parts = [getattr(made, name, None) for name in made.sub_configs]
     # A model that also speaks has the one that reads and writes as a part.
     candidates = [part for part in parts if part is not None and "text_config" in part.sub_configs]
@@ -75,7 +76,10 @@ def decoder_of(config: Config) -> tuple[type[PreTrainedModel], PreTrainedConfig]
             model = mapping.get(type(candidate), None)
             if model is not None and issubclass(model, GenerationMixin):
                 text = candidate.get_text_config(decoder=True)
-                return model, text if model.config_class is type(text) else candidate
+                chosen = text if model.config_class is type(text) else candidate
+                if config.get("quantization_config") is not None:
+                    chosen.quantization_config = config["quantization_config"]
+                return model, chosen
     model = _by_name(type(made))
     if model is None or made.is_encoder_decoder:
         raise ModelError(
@@ -90,9 +94,11 @@ def _by_name(config: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
     if modeling is None:
         modeling = importlib.import_module(config.__module__.replace(".configuration_", ".modeling_"))
     for made in vars(modeling).values():
-        if isinstance(made, type) and issubclass(made, PreTrainedModel) and made.config_class is config:
-            if made.__name__.endswith("ForCausalLM") and issubclass(made, GenerationMixin):
-                return made
+        kind = (
+            isinstance(made, type) and issubclass(made, PreTrainedModel) and issubclass(made, GenerationMixin)
+        )
+        if kind and made.config_class is config and made.__name__.endswith("ForCausalLM"):
+            return made
     return None
 
 
@@ -131,11 +137,7 @@ def describe(model: PreTrainedModel) -> ModelFacts:
     decoder = model.get_decoder()
     head, text = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
     _check_hooks(model, decoder)
-    fx_config.meta_nonzero_assume_all_nonzero = True  # of masks: any number of tokens does
-    with _in_one_line("run this model's decoder"), torch.inference_mode():
-        ids = torch.zeros((1, TOKENS), dtype=torch.long, device="meta")
-        kept = kept_by(decoder(input_ids=ids, use_cache=True).past_key_values, TOKENS)
-    used = {name: module for name, module in experts_of(decoder) if "described_k" in vars(module)}
+    kept, used = _run(decoder)
     kinds = {_kind(module) for module in used.values()}
     if len(kinds) > 1:
         raise ModelError("config.json: the layers' experts differ in number or size, which is not supported")
@@ -159,6 +161,24 @@ def describe(model: PreTrainedModel) -> ModelFacts:
         latent=any(hasattr(module, "kv_b_proj") for module in decoder.modules()),
         left_aside=_left_aside(model),
     )
+
+
+def experts_used(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The experts modules that text goes through, by their names in the whole model, in the order of the
+    layers."""
+    _, used = _run(model.get_decoder())
+    names = {module: name for name, module in model.named_modules()}
+    return {names[module]: module for module in used.values()}
+
+
+def _run(decoder: nn.Module) -> tuple[list[LayerKept], dict[str, nn.Module]]:
+    """What each layer of the cache keeps, and the experts modules that were called."""
+    fx_config.meta_nonzero_assume_all_nonzero = True  # of masks: any number of tokens does
+    with _in_one_line("run this model's decoder"), torch.inference_mode():
+        ids = torch.zeros((1, TOKENS), dtype=torch.long, device="meta")
+        cache = decoder(input_ids=ids, use_cache=True).past_key_values
+    used = {name: module for name, module in experts_of(decoder) if "described_k" in vars(module)}
+    return kept_by(cache, TOKENS), used
 
 
 def _check_hooks(model: PreTrainedModel, decoder: nn.Module) -> None:
@@ -229,9 +249,15 @@ def main() -> None:
 
 def _answer(config: Config, headers: dict[str, Any] | None) -> ModelFacts:
     model = without_memory(*decoder_of(config))
+    facts = describe(model)
     if headers is None:
-        return describe(model)
-    raise NotImplementedError
+        return facts
+    from pipeline.checkpoint.converted import check_headers  # which imports this module
+
+    headers = {name: (dtype, tuple(shape)) for name, (dtype, shape) in headers.items()}
+    return replace(
+        facts, left_aside="; ".join(filter(None, (facts.left_aside, check_headers(model, headers))))
+    )
 
 
 if __name__ == "__main__":

@@ -26,9 +26,7 @@ from pipeline.config import (
 )
 from pipeline.device.base import CONTEXT_BYTES, SLOT_ALIGNMENT
 from pipeline.errors import UsageError
-from pipeline.models.architecture import TensorSpec
-from pipeline.models.registry import architecture_of, expert_shape, model_spec
-from pipeline.models.spec import Latent, ModelSpec
+from pipeline.models.facts import ModelFacts, expert_shape, facts_of
 from shm.layout import FORMATS, BlockFormat, format_named
 from shm.manifest import StoreManifest, store_bytes
 from shm.segment import SHM_FOLDER
@@ -66,35 +64,34 @@ class Needs:
     max_sequences: int  # that run together
     processes: int  # private memory of the processes, on the host
     steps: int  # on a GPU: a step's allocations, CUDA graphs, the second process's context; 0 on the host
-    spec: ModelSpec
+    facts: ModelFacts
 
 
 def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Needs:
     """`config`: with its device and its number of workers. Raises UsageError where the format does not have
     the tiles of --tile, ModelError for a model that is not supported."""
-    spec, tile_format = model_spec(source.config), format_named(format)
+    facts, tile_format = facts_of(source.config), format_named(format)
     shape = expert_shape(source.config, config.tile, tile_format)
     fingerprint = source.fingerprint(format, shape.tile)
     manifest = StoreManifest(fingerprint, shape, format, source.name)
     store = store_bytes(manifest)
     cuda = config.device == "cuda"
     slot, heads = manifest.layout.tile_bytes, manifest.layout.head_stride
-    staging = staging_tiles(shape.tiles, spec.top_k, heads > 0)
+    staging = staging_tiles(shape.tiles, facts.top_k, heads > 0)
     tiles = shape.layers * shape.experts * shape.tiles
-    tensors = list(backbone_tensors(source, spec))
-    rows = min(config.chunk or CHUNK_MAX, config.context or spec.max_positions)
-    activations = 4 * rows * (spec.vocabulary + HIDDEN_COPIES * spec.hidden)
-    activations += MASK_BYTES * rows * (config.context or min(spec.max_positions, DEFAULT_CONTEXT))
+    rows = min(config.chunk or CHUNK_MAX, config.context or facts.max_positions)
+    activations = 4 * rows * (facts.vocabulary + HIDDEN_COPIES * facts.hidden)
+    activations += MASK_BYTES * rows * (config.context or min(facts.max_positions, DEFAULT_CONTEXT))
     if cuda and config.backbone_dtype == "f32":  # flash attention is of 16-bit numbers
         activations += SCORE_COPIES * SCORE_BYTES
-    if isinstance(spec.attention, Latent):
+    if facts.latent:
         activations += EXPANDED_COPIES * EXPANDED_KV_BYTES
     # Each weight is read as float32, whatever its dtype in memory, before activations are allocated.
-    largest = 4 * max(math.prod(tensor.shape) for tensor in tensors)
+    largest = 4 * max(math.prod(group.shape) for group in facts.backbone)
     device = "cuda" if cuda else "cpu"
     workers = 1 if config.workers is None else config.workers
     processes = COORDINATOR[device] + workers * WORKER + PREFETCHER[device] + TOKENIZER
-    processes += 4 * rows * spec.hidden * (workers + 1 if workers else 0)  # the arena
+    processes += 4 * rows * facts.hidden * (workers + 1 if workers else 0)  # the arena
     graphs = GRAPH_BYTES if config.graphs != "off" else 0
     return Needs(
         format=format,
@@ -105,21 +102,16 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         tiles=tiles,
         staging=staging,
         # The host computes each tile as it lands, so more slots would save nothing there.
-        layer_staging=layer_staging(shape.tiles, spec.top_k) if cuda and not heads else staging,
-        backbone=backbone_bytes(tensors, spec, config),
-        position=8 * spec.attention.rope_dim * (1 if spec.rope.switch is None else 2),
-        kv_token=spec.kv_numbers_per_token * plain_bytes(config),
-        states=state_bytes(spec),
+        layer_staging=layer_staging(shape.tiles, facts.top_k) if cuda and not heads else staging,
+        backbone=backbone_bytes(facts, config),
+        position=8 * facts.rope_numbers,
+        kv_token=facts.kv_numbers_per_token * plain_bytes(config),
+        states=state_bytes(facts),
         max_sequences=config.max_sequences,
         processes=processes + (largest if cuda else max(largest, activations)),
         steps=activations + CONTEXT_BYTES + graphs if cuda else 0,
-        spec=spec,
+        facts=facts,
     )
-
-
-def backbone_tensors(source: ModelSource, spec: ModelSpec) -> Iterator[TensorSpec]:
-    """Every tensor of the backbone. A checkpoint's layout changes their names and not their sizes."""
-    return architecture_of(source.config).backbone(spec, fused=False)
 
 
 def plain_bytes(config: EngineConfig) -> int:
@@ -127,25 +119,26 @@ def plain_bytes(config: EngineConfig) -> int:
     return 4 if config.backbone_dtype == "f32" else 2
 
 
-def backbone_bytes(tensors: list[TensorSpec], spec: ModelSpec, config: EngineConfig) -> int:
+def backbone_bytes(facts: ModelFacts, config: EngineConfig) -> int:
     """Bytes of the weights on the device."""
-    total = quantized = quantized_bytes(tensors, spec, config)
-    for tensor in tensors:
-        if tensor.kind == "float32":
-            total += 4 * math.prod(tensor.shape)
-        elif tensor.kind != "matrix" or not quantized:
-            total += plain_bytes(config) * math.prod(tensor.shape)
+    total = quantized = quantized_bytes(facts, config)
+    for kind, shape, count in facts.backbone:
+        if kind == "float32":
+            total += 4 * math.prod(shape) * count
+        elif kind != "matrix" or not quantized:
+            total += plain_bytes(config) * math.prod(shape) * count
     return total
 
 
-def quantized_bytes(tensors: list[TensorSpec], spec: ModelSpec, config: EngineConfig) -> int:
+def quantized_bytes(facts: ModelFacts, config: EngineConfig) -> int:
     """Bytes of the matrices that are quantized; 0 where none are."""
     tile_format = FORMATS[config.backbone_dtype]
     if not isinstance(tile_format, BlockFormat):
         return 0
-    total = sum(tile_format.matrix_bytes(*tensor.shape) for tensor in tensors if tensor.kind == "matrix")
-    if spec.tied_embeddings:  # a plain table cannot serve as the quantized head
-        total += tile_format.matrix_bytes(spec.vocabulary, spec.hidden)
+    matrices = [group for group in facts.backbone if group.kind == "matrix"]
+    total = sum(tile_format.matrix_bytes(*group.shape) * group.count for group in matrices)
+    if facts.tied_embeddings:  # a plain table cannot serve as the quantized head
+        total += tile_format.matrix_bytes(facts.vocabulary, facts.hidden)
     return total
 
 
@@ -176,12 +169,12 @@ def cache_tiles(share: float, tiles: int) -> int:
     return int(share * tiles + 1e-9)
 
 
-def choose_context(requested: int | None, spec: ModelSpec) -> int:
+def choose_context(requested: int | None, facts: ModelFacts) -> int:
     """Tokens of prompt and answer together. Raises UsageError beyond the model's positions."""
     if requested is None:
-        return min(spec.max_positions, DEFAULT_CONTEXT)
-    if requested > spec.max_positions:
-        raise UsageError(f"--context {requested} is more than the model's {spec.max_positions} positions")
+        return min(facts.max_positions, DEFAULT_CONTEXT)
+    if requested > facts.max_positions:
+        raise UsageError(f"--context {requested} is more than the model's {facts.max_positions} positions")
     return requested
 
 
@@ -196,9 +189,9 @@ def kv_budget(requested: int | None, context: int) -> int:
     return requested
 
 
-def state_bytes(spec: ModelSpec) -> int:
+def state_bytes(facts: ModelFacts) -> int:
     """Of the recurrent states of one sequence: the present and the pending ones, and those of snapshots."""
-    return 4 * spec.state_numbers * (2 + SNAPSHOTS)
+    return 4 * facts.state_numbers * (2 + SNAPSHOTS)
 
 
 def kv_sequences(tokens: int, max_sequences: int) -> int:

@@ -2,13 +2,16 @@
 
 Checkpoints come in two layouts. transformers up to version 4 wrote one tensor for each matrix of an expert.
 Version 5 can also write the *fused* layout: all experts of a layer in two tensors, `gate_up_proj` [E, 2 I, H]
-(each expert's gate rows, then its up rows) and `down_proj` [E, H, I], with other names for some modules.
+(each expert's gate rows, then its up rows) and `down_proj` [E, H, I], with other names for some modules. A
+family whose experts are *interleaved* has only this one, with transposed matrices: `gate_up_proj` [E, H, 2
+I], in which gate's and up's columns alternate, and `down_proj` [E, I, H].
 
 A family is an object (`registry.py`) with only its differences from the names that most families share.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -29,12 +32,26 @@ class TensorSpec(NamedTuple):
 
 
 class TensorRows(NamedTuple):
-    """`rows` rows of a tensor from row `first` on; a row is its last axis."""
+    """`rows` rows of a tensor from row `first` on; a row is its last axis. Of an interleaved tensor every
+    `step`-th column from `start` on, and of a transposed one the columns are the rows that are meant."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
     first: int
     rows: int
+    start: int = 0
+    step: int = 1
+    transposed: bool = False
+
+    @property
+    def height(self) -> int:
+        """The rows that are meant."""
+        return len(range(self.start, self.shape[-1], self.step)) if self.transposed else self.rows
+
+    @property
+    def stored(self) -> TensorRows:
+        """All of the stored rows, as they are."""
+        return TensorRows(*self[:4])
 
 
 # gate [I, H] unless ungated, up [I, H], down [H, I]; then the biases that tiles have, gate's and up's [1, I]
@@ -56,6 +73,9 @@ class Architecture:
     fused_router_name: str = "gate"
     matrix_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
     shared_name: str = "shared_expert"
+    interleaved: bool = False  # the experts
+    choice_bias: str = ""  # within that module; "": the router has none
+    known_as: str = ""  # the model_type of its config in transformers, where that is another
 
     def spec(self, config: Config) -> ModelSpec:
         """The model that a config.json describes. Raises ModelError for an unsupported variant."""
@@ -84,9 +104,17 @@ class Architecture:
             tensors |= latent(f"{at}.self_attn", spec.hidden, attention)
         if layer not in spec.moe_layers:
             return tensors | swiglu("dense", f"{at}.mlp", spec.hidden, spec.dense_intermediate)
-        moe, router = ("mlp", self.fused_router_name) if fused else (self.moe_name, "gate")
+        whole = fused or self.interleaved
+        moe, router = ("mlp", self.fused_router_name) if whole else (self.moe_name, "gate")
         shared = f"{at}.{moe}.{self.shared_name}"
         tensors["router"] = TensorSpec(f"{at}.{moe}.{router}.weight", (spec.experts, spec.hidden))
+        if spec.router_bias:
+            tensors["router_bias"] = TensorSpec(f"{at}.{moe}.{router}.bias", (spec.experts,))
+        if spec.math.bias:  # those of gate and up lie in the experts' tiles
+            name = f"{self._fused(layer)[1]}_bias"
+            tensors["expert_biases"] = TensorSpec(name, (spec.experts, spec.hidden))
+        if self.choice_bias:
+            tensors["choice_bias"] = TensorSpec(f"{at}.{moe}.{self.choice_bias}", (spec.experts,))
         if spec.shared_intermediate:
             tensors |= swiglu("shared", shared, spec.hidden, spec.shared_intermediate)
         if spec.shared_gate:
@@ -96,6 +124,8 @@ class Architecture:
     def expert(self, spec: ModelSpec, layer: int, expert: int, fused: bool) -> ExpertRows:
         """The location of a decoder layer's expert in the checkpoint."""
         wide, hidden = spec.intermediate, spec.hidden
+        if self.interleaved:
+            return interleaved(*self._fused(layer), spec, expert)
         if fused:
             gate_up, down = self._fused(layer)
             gate_up_shape = (spec.experts, 2 * wide, hidden)
@@ -115,7 +145,7 @@ class Architecture:
 
     def is_fused(self, names: Container[str], spec: ModelSpec) -> bool:
         """Returns whether a checkpoint with these tensors has the fused layout."""
-        return self._fused(spec.moe_layers[0])[0] in names
+        return self.interleaved or self._fused(spec.moe_layers[0])[0] in names
 
     def backbone(self, spec: ModelSpec, fused: bool) -> Iterator[TensorSpec]:
         """Every tensor but those of routed experts."""
@@ -136,13 +166,29 @@ class Architecture:
         return shapes
 
     def optional(self, name: str, spec: ModelSpec) -> bool:
-        """Returns whether a checkpoint may have this unread tensor: old buffers, or a tied model's copied
-        head."""
-        return name.endswith(".rotary_emb.inv_freq") or (spec.tied_embeddings and name == "lm_head.weight")
+        """Returns whether a checkpoint may have this unread tensor: old buffers, a tied model's copied head,
+        or one of its extra layers."""
+        if name.endswith(".rotary_emb.inv_freq") or (spec.tied_embeddings and name == "lm_head.weight"):
+            return True
+        extra = re.match(r"model\.layers\.(\d{1,9})\.", name)
+        return extra is not None and 0 <= int(extra[1]) - spec.layers < spec.extra_layers
 
     def _fused(self, layer: int) -> tuple[str, str]:
         at = f"model.layers.{layer}.mlp.experts"
         return f"{at}.gate_up_proj", f"{at}.down_proj"
+
+
+def interleaved(gate_up: str, down: str, spec: ModelSpec, expert: int) -> ExpertRows:
+    """The location of an expert in tensors of these names, with the biases of its gate and up."""
+    number, wide, hidden = spec.experts, spec.intermediate, spec.hidden
+    both, biases = (number, hidden, 2 * wide), (number, 2 * wide)
+    return (
+        TensorRows(gate_up, both, hidden * expert, hidden, 0, 2, transposed=True),
+        TensorRows(gate_up, both, hidden * expert, hidden, 1, 2, transposed=True),
+        TensorRows(down, (number, wide, hidden), wide * expert, wide, transposed=True),
+        TensorRows(f"{gate_up}_bias", biases, expert, 1, 0, 2),
+        TensorRows(f"{gate_up}_bias", biases, expert, 1, 1, 2),
+    )
 
 
 def norm(role: str, name: str, spec: ModelSpec) -> Tensors:
@@ -172,6 +218,8 @@ def grouped_query(name: str, hidden: int, a: GroupedQuery) -> Tensors:
     tensors |= matrix("key", f"{name}.k_proj", keys, hidden, a.bias)
     tensors |= matrix("value", f"{name}.v_proj", keys, hidden, a.bias)
     tensors |= matrix("output", f"{name}.o_proj", hidden, queries, a.output_bias)
+    if a.sinks:
+        tensors["sinks"] = TensorSpec(f"{name}.sinks", (a.heads,))
     if a.qk_norm:
         widths = (a.head_dim, a.head_dim) if a.qk_norm == "head" else (queries, keys)
         tensors["query_norm"] = TensorSpec(f"{name}.q_norm.weight", widths[:1])

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from pipeline.errors import ModelError
-from pipeline.models.routing import Softmax
-from pipeline.models.spec import GroupedQuery, Rope
+from pipeline.models.routing import Scored, Softmax
+from pipeline.models.spec import GroupedQuery, Latent, Rope
 
 Config = Mapping[str, Any]
 MAX_INT, MAX_FLOAT = 1 << 31, 1e38  # beyond them, computing with it fails
@@ -108,17 +108,86 @@ def grouped_query(
     output_bias: bool = False,
     qk_norm: Literal["", "head", "all"] = "",
     clip: float | None = None,
+    sinks: bool = False,
+    rotated: float | None = None,
 ) -> GroupedQuery:
+    """`rotated`: where the family rotates a part of each head, its share unless the config says."""
     heads = required(config, "num_attention_heads", int)
+    width = optional(config, "head_dim", int) or required(config, "hidden_size", int) // heads
     return GroupedQuery(
         heads=heads,
         kv_heads=required(config, "num_key_value_heads", int),
-        head_dim=optional(config, "head_dim", int) or required(config, "hidden_size", int) // heads,
+        head_dim=width,
         bias=bias,
         output_bias=output_bias,
         qk_norm=qk_norm,
         clip=clip,
+        sinks=sinks,
+        rotated=None if rotated is None else _rotated(config, width, rotated),
     )
+
+
+def _rotated(config: Config, width: int, share: float) -> int:
+    """The leading numbers of a head that are rotated."""
+    key = "partial_rotary_factor"
+    _, parameters = rope_parameters(config)
+    given = optional(parameters, key, float) or optional(config, key, float, share)
+    number = int(width * given)
+    if not 0 < number <= width:
+        raise ModelError(f"config.json: {key} = {given} of {width} numbers makes no sense")
+    return number
+
+
+def latent(config: Config) -> Latent:
+    """Returns DeepSeek's attention."""
+    heads = required(config, "num_attention_heads", int)
+    expect(config, "num_key_value_heads", heads)
+    nope_dim = required(config, "qk_nope_head_dim", int)
+    rope_dim = required(config, "qk_rope_head_dim", int)
+    return Latent(
+        heads=heads,
+        query_rank=optional(config, "q_lora_rank", int),
+        rank=required(config, "kv_lora_rank", int),
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        value_dim=required(config, "v_head_dim", int),
+        bias=flag(config, "attention_bias", default=False),
+        scale=(nope_dim + rope_dim) ** -0.5 * _yarn_scale(config) ** 2,
+        interleaved=flag(config, "rope_interleave", default=True),
+    )
+
+
+def _yarn_scale(config: Config) -> float:
+    """YaRN's factor of queries and of keys, where the config wants it applied to the scores."""
+    kind, parameters = rope_parameters(config)
+    strength = optional(parameters, "mscale_all_dim", float, 0.0, zero=True)
+    if kind == "default" or strength == 0:
+        return 1.0
+    factor = required(parameters, "factor", float)
+    return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
+
+
+def sigmoid_router(config: Config, routed: int, groups: int = 1, best: int = 1) -> Scored:
+    """DeepSeek-V3's router of `routed` experts, which other families have too; `groups`, `best`: the
+    family's defaults."""
+    expect(config, "scoring_func", "sigmoid")
+    expect(config, "topk_method", "noaux_tc")
+    k = required(config, "num_experts_per_tok", int)
+    groups = optional(config, "n_group", int, groups)
+    best = optional(config, "topk_group", int, best)
+    check_groups(routed, groups, best)
+    of_group = routed // groups
+    if best * of_group < k or of_group < 2:
+        raise ModelError(f"config.json: {k} experts a token do not fit {best} groups of {of_group}")
+    rescaled = flag(config, "norm_topk_prob", True)
+    scale = float(optional(config, "routed_scaling_factor", float, 1.0))
+    return Scored("sigmoid", k, rescaled, scale, groups, best)
+
+
+def check_groups(routed: int, groups: int, best: int) -> None:
+    """Raises ModelError unless so many experts have so many equal groups, and these a number of best ones."""
+    if routed % groups or best > groups:
+        raise ModelError(f"config.json: {routed} experts have no {best} best of {groups} equal groups")
 
 
 def rope(config: Config, theta: float = 1e4) -> Rope:
@@ -138,8 +207,6 @@ def rope_parameters(config: Config) -> tuple[str, Mapping[str, Any]]:
     if kind not in ROPE_KINDS:
         known = ", ".join(ROPE_KINDS)
         raise ModelError(f"config.json: RoPE of type {shown(kind)} is not supported (only {known})")
-    expect(parameters, "partial_rotary_factor", 1)
-    expect(config, "partial_rotary_factor", 1)
     if kind in SCALED:
         required(parameters, "factor", float)
     return kind, parameters
@@ -153,10 +220,13 @@ def original_positions(config: Config) -> int:
     return int(positions or required(config, "max_position_embeddings", int))
 
 
-def check_rope(config: Config, rope_dim: int) -> None:
-    """Raises ModelError for rotary parameters that do not fit heads with `rope_dim` rotated numbers. All else
-    is checked by transformers when the tables are made."""
+def check_rope(config: Config, rope_dim: int, width: int) -> None:
+    """Raises ModelError for rotary parameters that do not fit heads with `rope_dim` rotated numbers, where
+    the family could rotate `width`. All else is checked by transformers when the tables are made."""
     kind, parameters = rope_parameters(config)
+    if rope_dim == width:
+        expect(parameters, "partial_rotary_factor", 1)
+        expect(config, "partial_rotary_factor", 1)
     for key in ("factor", "attention_factor", "beta_fast", "beta_slow"):
         optional(parameters, key, float)
     optional(parameters, "original_max_position_embeddings", int)

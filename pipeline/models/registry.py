@@ -1,20 +1,22 @@
-"""The model families: what each reads of config.json; a config's ModelSpec, and the shape of its experts."""
+"""The model families of our own: what each reads of config.json, and a config's ModelSpec."""
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from typing import Any
 
-from pipeline.errors import ModelError, UsageError
+from pipeline.errors import ModelError
 from pipeline.models.architecture import Architecture
 from pipeline.models.config_keys import (
     Config,
     bounded,
+    check_groups,
     check_rope,
     expect,
     experts,
     flag,
     grouped_query,
+    latent,
     optional,
     original_positions,
     required,
@@ -23,10 +25,10 @@ from pipeline.models.config_keys import (
     shown,
     sparse_layers,
 )
+from pipeline.models.families import deepseek_v3, glm4_moe, glm4_moe_lite, minimax_m2
 from pipeline.models.routing import Softmax, SparseMixer
-from pipeline.models.spec import GroupedQuery, Latent, ModelSpec, Rope
-from shm.expert_math import ExpertMath
-from shm.layout import ExpertShape, FloeFormat, TileFormat, suitable_tile
+from pipeline.models.spec import GroupedQuery, ModelSpec, Rope
+from shm.expert_math import ExpertMath, Glu
 
 
 def _mixtral(config: Config) -> dict[str, Any]:
@@ -105,11 +107,34 @@ def _deepseek_v2(config: Config) -> dict[str, Any]:
         "moe_layers": tuple(range(dense, bounded(config, "num_hidden_layers"))),
         "intermediate": intermediate,
         "experts": routed,
-        "attention": _latent(config),
+        "attention": latent(config),
         "router": _limited_softmax(config, routed),
         "dense_intermediate": required(config, "intermediate_size", int),
         "shared_intermediate": intermediate * optional(config, "n_shared_experts", int, 0, zero=True),
     }
+
+
+def _gpt_oss(config: Config) -> dict[str, Any]:
+    bias, layers = flag(config, "attention_bias", True), bounded(config, "num_hidden_layers")
+    limit = float(optional(config, "swiglu_limit", float, 7.0))
+    alpha = float(optional(config, "swiglu_alpha", float, 1.702))
+    return {
+        "intermediate": required(config, "intermediate_size", int),
+        "experts": experts(config, "num_local_experts", "num_experts"),
+        "attention": grouped_query(config, bias=bias, output_bias=bias, sinks=True),
+        "windows": _typed_windows(config, [i % 2 == 0 for i in range(layers)]),
+        "rope": _stretched_rope(config),
+        "router": Softmax(required(config, "num_experts_per_tok", int), rescaled=True),
+        "router_bias": True,
+        "math": ExpertMath(Glu(alpha=alpha, gate_max=limit, up_limit=limit, offset=1.0), bias=True),
+    }
+
+
+def _stretched_rope(config: Config) -> Rope:
+    """gpt_oss's: YaRN where the config does not say, with numbers that transformers knows."""
+    plain = rope(config, theta=150000.0)
+    said = config.get("rope_scaling") or config.get("rope_parameters")
+    return plain if said else replace(plain, kind="yarn")
 
 
 def _same_window(config: Config) -> tuple[int | None, ...]:
@@ -122,14 +147,19 @@ def _windows(config: Config, layers: int) -> tuple[int | None, ...]:
     `max_window_layers`."""
     if not flag(config, "use_sliding_window", default=False):
         return (None,) * layers
-    types = config.get("layer_types")
-    if types is None:
-        end = optional(config, "max_window_layers", int, 28, zero=True)
-        sliding = [i % 2 == 0 and i < end for i in range(layers)]
-    elif isinstance(types, list) and len(types) == layers:
+    end = optional(config, "max_window_layers", int, 28, zero=True)
+    return _typed_windows(config, [i % 2 == 0 and i < end for i in range(layers)])
+
+
+def _typed_windows(config: Config, sliding: list[bool]) -> tuple[int | None, ...]:
+    """Sliding windows in the layers that `layer_types` names; `sliding`: where it is missing."""
+    types, layers = config.get("layer_types"), len(sliding)
+    if types is not None:
+        if not isinstance(types, list) or len(types) != layers:
+            raise ModelError(f"config.json: layer_types must name {layers} layers")
+        for kind in types:
+            expect({"layer_types": kind}, "layer_types", "sliding_attention", "full_attention")
         sliding = [kind == "sliding_attention" for kind in types]
-    else:
-        raise ModelError(f"config.json: layer_types must name {layers} layers")
     window = required(config, "sliding_window", int)
     return tuple(window if slides else None for slides in sliding)
 
@@ -147,33 +177,6 @@ def _scaled_rope(config: Config) -> Rope:
     return Rope(base.kind, base.theta, switch, (short, long))
 
 
-def _latent(config: Config) -> Latent:
-    heads = required(config, "num_attention_heads", int)
-    expect(config, "num_key_value_heads", heads)
-    nope_dim = required(config, "qk_nope_head_dim", int)
-    rope_dim = required(config, "qk_rope_head_dim", int)
-    return Latent(
-        heads=heads,
-        query_rank=optional(config, "q_lora_rank", int),
-        rank=required(config, "kv_lora_rank", int),
-        nope_dim=nope_dim,
-        rope_dim=rope_dim,
-        value_dim=required(config, "v_head_dim", int),
-        bias=flag(config, "attention_bias", default=False),
-        scale=(nope_dim + rope_dim) ** -0.5 * _yarn_scale(config) ** 2,
-    )
-
-
-def _yarn_scale(config: Config) -> float:
-    """YaRN's factor of queries and of keys, where the config wants it applied to the scores."""
-    kind, parameters = rope_parameters(config)
-    strength = optional(parameters, "mscale_all_dim", float, 0.0, zero=True)
-    if kind == "default" or strength == 0:
-        return 1.0
-    factor = required(parameters, "factor", float)
-    return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
-
-
 def _limited_softmax(config: Config, routed: int) -> Softmax:
     expect(config, "topk_method", "greedy", "group_limited_greedy")
     k = required(config, "num_experts_per_tok", int)
@@ -181,8 +184,7 @@ def _limited_softmax(config: Config, routed: int) -> Softmax:
     groups = best = 1
     if config.get("topk_method") == "group_limited_greedy":
         groups, best = required(config, "n_group", int), required(config, "topk_group", int)
-        if routed % groups or best > groups:
-            raise ModelError(f"config.json: {routed} experts have no {best} best of {groups} equal groups")
+        check_groups(routed, groups, best)
     return Softmax(k, rescaled=False, scale=scale, groups=groups, best_groups=best)
 
 
@@ -204,6 +206,12 @@ FAMILIES = (
     Architecture("deepseek_v2", _deepseek_v2, shared_name="shared_experts"),
     # Queries and keys are normalised over all heads together and may be clipped.
     Architecture("olmoe", _olmoe),
+    # Attention sinks, windows in every second layer, biases everywhere, and experts with clamped gates.
+    Architecture("gpt_oss", _gpt_oss, fused_router_name="router", interleaved=True),
+    *deepseek_v3.FAMILIES,
+    glm4_moe.FAMILY,
+    glm4_moe_lite.FAMILY,
+    minimax_m2.FAMILY,
 )
 MAX_SIZE = 1 << 24  # numbers of a vector; the largest known vocabulary has a fiftieth
 ARCHITECTURES = {family.model_type: family for family in FAMILIES}
@@ -234,7 +242,8 @@ def model_spec(config: Config) -> ModelSpec:
         )
     if attention.rope_dim % 2:
         raise ModelError(f"config.json: RoPE rotates pairs of numbers, and a head has {attention.rope_dim}")
-    check_rope(config, attention.rope_dim)
+    whole = attention.head_dim if isinstance(attention, GroupedQuery) else attention.rope_dim
+    check_rope(config, attention.rope_dim, whole)
     return spec
 
 
@@ -252,34 +261,3 @@ def _check_sizes(spec: ModelSpec) -> None:
             raise ModelError(
                 f"config.json: a model whose {name} is {size} makes no sense (at most {MAX_SIZE})"
             )
-
-
-def expert_shape(config: Config, tile: int | None, tile_format: TileFormat) -> ExpertShape:
-    """The shape of the routed experts, in tiles of `tile` channels (at most a whole expert) or of a suitable
-    number. Raises UsageError where the format has no such tiles."""
-    spec = model_spec(config)
-    check_kind(spec.math, tile_format)
-    group = tile_format.granularity
-    if tile is None:
-        tile = suitable_tile(spec.hidden, spec.intermediate, tile_format, spec.math)
-    elif tile % group:
-        raise UsageError(
-            f"--tile {tile}: --format {tile_format.name} has tiles of whole groups of {group} channels; "
-            f"use a multiple, like {_up(tile, group)}"
-        )
-    tile = min(tile, _up(spec.intermediate, group))
-    return ExpertShape(len(spec.moe_layers), spec.experts, spec.hidden, spec.intermediate, tile, spec.math)
-
-
-def check_kind(math: ExpertMath, tile_format: TileFormat) -> None:
-    """Raise UsageError for experts without a gate in a format that reads gate channel by channel."""
-    if isinstance(tile_format, FloeFormat) and not math.gated:
-        raise UsageError(
-            f"--format {tile_format.name} streams gate's channels, and this model's experts have no gate "
-            f"({math}); use another format, like int4"
-        )
-
-
-def _up(number: int, step: int) -> int:
-    """Rounded up to a multiple of `step`."""
-    return -(-number // step) * step

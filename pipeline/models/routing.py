@@ -171,7 +171,8 @@ class Scored(Router):
         with np.errstate(over="ignore"):  # 1 / inf is the score
             np.exp(scores, out=scores)
         scores += 1
-        return np.reciprocal(scores, out=scores)
+        np.reciprocal(scores, out=scores)
+        return scores
 
     def _weights(self, weights: FloatArray, experts: NDArray[np.integer], layer: Layer) -> FloatArray:
         """The weights of the chosen experts [R, k], from their scores, which are overwritten."""
@@ -227,8 +228,8 @@ class SparseMixer(Router):
         with np.errstate(invalid="ignore"):  # 0 / 0 is not far
             far = (top - logits) / np.maximum(np.abs(logits), top) > 2 * self.jitter
         near = np.where(far, -np.inf, candidates)
-        weight = 1 / np.exp(near - top).sum(axis=1, keepdims=True)
-        return weight.astype(np.float32)
+        weight: FloatArray = (1 / np.exp(near - top).sum(axis=1, keepdims=True)).astype(np.float32)
+        return weight
 
 
 def softmax(logits: FloatArray) -> FloatArray:

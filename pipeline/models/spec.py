@@ -34,6 +34,8 @@ class GroupedQuery:
     output_bias: bool = False
     qk_norm: Literal["", "head", "all"] = ""  # RMS norm of queries and keys: of each head, or of all together
     clip: float | None = None  # queries, keys and values are clamped to [-clip, clip]
+    sinks: bool = False  # each head has a score of its own beside its tokens', whose value is 0
+    rotated: int | None = None  # leading numbers of a head that are rotated by position; None: all
 
     @property
     def kv_streams(self) -> tuple[tuple[int, int], ...]:
@@ -43,7 +45,7 @@ class GroupedQuery:
     @property
     def rope_dim(self) -> int:
         """Numbers of a head that are rotated by position."""
-        return self.head_dim
+        return self.head_dim if self.rotated is None else self.rotated
 
     @property
     def qk_dim(self) -> int:
@@ -64,6 +66,7 @@ class Latent:
     value_dim: int  # numbers of a head's value
     bias: bool  # of the down-projections and of the output
     scale: float  # factor of the scores
+    interleaved: bool = True  # in checkpoints number 2i rotates with 2i + 1; else i with i + rope_dim / 2
 
     @property
     def kv_streams(self) -> tuple[tuple[int, int], ...]:
@@ -119,6 +122,8 @@ class ModelSpec:
     head_bias: bool = False
     dense_intermediate: int = 0  # I of the layers without experts
     shared_intermediate: int = 0  # I of all shared experts of a layer together; 0: none
+    router_bias: bool = False  # of the router's logits
+    extra_layers: int = 0  # behind the last, in checkpoints: they predict further tokens, and are not read
     shared_gate: bool = False  # a sigmoid gate scales the shared experts' output for each token
     math: ExpertMath = SWIGLU  # of the routed experts
     recurrent: GatedDelta | None = None  # takes the place of attention in `recurrent_layers`

@@ -92,11 +92,12 @@ class Worth:
 
     def _observe(self, layers: list[int]) -> None:
         # one layer is a slice, which is quicker and needs no copies
+        several = np.array(layers)
         one = len(layers) == 1
-        part = slice(layers[0], layers[0] + 1) if one else np.array(layers)
+        part = slice(layers[0], layers[0] + 1) if one else several
         share = self._noted[part]
         if self._single:
-            share = self._scores(share, layers[0] if one else part)
+            share = self._scores(share, several)
         kept, weights = _WEIGHTS[self._phase]
         averages = self._averages[part]
         averages *= kept

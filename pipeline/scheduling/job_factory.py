@@ -111,7 +111,11 @@ class JobFactory:
                 rival=None if message.rival == -1 else message.rival,
             ),
             grammar=grammar,
-            text=None if self._detokenizer is None else self._detokenizer.stream(message.stop),
+            text=(
+                None
+                if self._detokenizer is None
+                else self._detokenizer.stream(message.stop, marks=message.marks)
+            ),
             eos=frozenset() if message.ignore_eos else self._eos,
             vocabulary=self._greedy_of,
         )

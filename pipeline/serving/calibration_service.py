@@ -95,7 +95,7 @@ class CalibrationService:
             parts.store,
             parts.kv,
             scheduler.chunk,
-            parts.config.options.max_sequences,
+            parts.max_sequences,
             parts.context,
             parts.config.options.seed,
             up_of(parts.store),
@@ -131,7 +131,7 @@ class CalibrationService:
             raise RequestError("give exactly one of text and token_ids")
         if message.max_loss is not None and not 0 < message.max_loss < math.inf:
             raise RequestError(f"max_loss must be above 0, it is {message.max_loss:g}")
-        check_ids(message.token_ids, self._parts.engine.backbone.spec.vocabulary)
+        check_ids(message.token_ids, self._parts.engine.backbone.facts.vocabulary)
         return message.token_ids
 
     def _about(self, findings: Findings) -> dict[str, Any]:

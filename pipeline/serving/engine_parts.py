@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -15,6 +16,7 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.disk_cache import BackboneCache, backbone_fingerprint
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
+from pipeline.backbone.protocol import AnyBackbone
 from pipeline.calibration.cost_probe import ROWS
 from pipeline.checkpoint.open import open_model
 from pipeline.config import CoordinatorConfig, WorkerCores
@@ -34,8 +36,8 @@ from pipeline.memory.needs import (
     needs,
     state_bytes,
 )
+from pipeline.models.facts import facts_of, is_own
 from pipeline.models.registry import model_spec
-from pipeline.models.spec import ModelSpec
 from pipeline.text.detokenizer import DECODER, Detokenizer
 from pipeline.text.tokenizer import has_tokenizer
 from protocol.messages import Progress
@@ -84,8 +86,8 @@ class EngineParts:
         self.carrier: ArenaCarrier | SocketCarrier | None = None  # of Works to workers
         options = config.options
         self.source = open_model(config.model)
-        spec = model_spec(self.source.config)
-        self.context = choose_context(options.context, spec)  # tokens of prompt and answer together
+        self.facts = facts = facts_of(self.source.config)
+        self.context = choose_context(options.context, facts)  # tokens of prompt and answer together
         self.device = device = open_device(options.device, config.cache)
         closing.callback(device.close)
         self.control = ControlSegment.attach(config.control)
@@ -95,21 +97,24 @@ class EngineParts:
         if config.workers:
             chunk = min(options.chunk or CHUNK_MAX, self.context)
             self._rows = max(chunk, options.max_sequences, *ROWS)  # of a step
-            self.bind_socket("worker", largest=4 * self._rows * spec.hidden)
+            self.bind_socket("worker", largest=4 * self._rows * facts.hidden)
         if config.slab:
             self.bind_socket("prefetcher")
         self.store = Store.attach(config.store, config.fingerprint, writable=True)
         closing.callback(self.store.close)
         with ThreadPoolExecutor(1, "locking") as beside:
             locked = beside.submit(lock_pages, self.store.segment.array)
-            backbone = self._load_backbone(spec)
-        pool = self._open_pool(spec.top_k)
+            backbone = self._load_backbone()
+        if not backbone.chunks:  # a prompt is one chunk
+            self.context = min(self.context, options.chunk or CHUNK_MAX)
+        self.max_sequences = options.max_sequences if backbone.several else 1  # that run together
+        pool = self._open_pool(facts.top_k)
         self.detokenizer = self._detokenizer(text_up)
         held = kv_budget(options.kv_tokens, self.context)
-        sequences = kv_sequences(held, options.max_sequences)
-        self.kv = KVCache(spec, backbone.dtype, device.torch_device, held, sequences)
-        self.kv_bytes = held * spec.kv_numbers_per_token * backbone.dtype.itemsize  # of a full KV cache
-        self.kv_bytes += sequences * state_bytes(spec)
+        sequences = kv_sequences(held, self.max_sequences)
+        self.kv = KVCache(facts, backbone.dtype, device.torch_device, held, sequences)
+        self.kv_bytes = held * facts.kv_numbers_per_token * backbone.dtype.itemsize  # of a full KV cache
+        self.kv_bytes += sequences * state_bytes(facts)
         layout = self.store.layout
         self.engine = Engine(backbone, layout, device, pool, options.graphs)
         self.engine.tick = self.tick
@@ -120,6 +125,7 @@ class EngineParts:
             f"experts: {layout.shape.layers} layers of {layout.shape.experts}; tiles of an expert:"
             f" {layout.shape.tiles}, {byte_size(layout.expert_bytes // layout.shape.tiles)} each",
             f"context: {self.context} tokens; the KV cache holds {held}",
+            *filter(None, (facts.left_aside, self.source.note)),
         ]
 
     def _detokenizer(self, text_up: threading.Event) -> Detokenizer | None:
@@ -139,7 +145,7 @@ class EngineParts:
         self.closing.callback(socket.close)
         self.sockets[role] = socket
 
-    def _load_backbone(self, spec: ModelSpec) -> Backbone:
+    def _load_backbone(self) -> AnyBackbone:
         """Load the backbone from the checkpoint, or the disk cache where quantizing again would take long."""
         dtype, cache = self.config.options.backbone_dtype, None
         if isinstance(FORMATS[dtype], BlockFormat) and self.source.worth_keeping(dtype):
@@ -151,10 +157,23 @@ class EngineParts:
             self.to_supervisor(Progress(STAGE, min(done, total), total))
 
         progress(0)
-        backbone = Backbone(self.source, spec, Precision(dtype, self.device, cache), self.context, progress)
+        precision = Precision(dtype, self.device, cache)
+        backbone = self._backbone_of(precision, progress)
         if cache is not None:
             cache.finish()
         return backbone
+
+    def _backbone_of(self, precision: Precision, progress: Callable[[int], None]) -> AnyBackbone:
+        config = self.source.config
+        if is_own(config):
+            return Backbone(self.source, model_spec(config), precision, self.context, progress)
+        # here, because importing transformers' models takes seconds
+        from pipeline.generic.backbone import GenericBackbone
+        from pipeline.generic.describe import decoder_of
+
+        with self.source.tensors() as weights:
+            assert isinstance(weights, Mapping)  # of a family without names of ours
+            return GenericBackbone(facts_of(config), *decoder_of(config), weights, precision, progress)
 
     def _open_carrier(self, top_k: int) -> ArenaCarrier | SocketCarrier:
         """Open what carries Works to the workers and their answers back."""
@@ -200,7 +219,7 @@ def measure_chunks(engine: Engine, kv: KVCache, context: int) -> tuple[int, int]
     """Returns the prefill tokens that take about CHUNK_SECONDS, by the fastest of up to three trials (a power
     of two, so that a little noise does not change it), and the larger chunk of an engine's only request."""
     count = min(TRIAL_TOKENS, context)
-    tokens = np.linspace(0, engine.backbone.spec.vocabulary - 1, count).astype(int).tolist()
+    tokens = np.linspace(0, engine.backbone.facts.vocabulary - 1, count).astype(int).tolist()
     seconds: list[float] = []
     while len(seconds) < 3 and sum(seconds) < TRIAL_SECONDS:
         sequence = kv.allocate(count)

@@ -59,9 +59,9 @@ class EngineService:
             detokenizer,
             eos_ids(parts.config.model) if detokenizer is None else detokenizer.eos_ids,
             post,
-            vocabulary=parts.engine.backbone.spec.vocabulary,
+            vocabulary=parts.engine.backbone.facts.vocabulary,
             context=parts.context,
-            longest=parts.engine.backbone.spec.max_positions,
+            longest=parts.engine.backbone.facts.max_positions,
             seed=options.seed,
             greedy=not parts.device.on_host,
         )
@@ -69,7 +69,7 @@ class EngineService:
             parts.engine,
             parts.kv,
             jobs,
-            max_sequences=options.max_sequences,
+            max_sequences=parts.max_sequences,
             chunk=options.chunk or TRIAL_TOKENS,
             send=lambda messages: self._post(ToClients(messages)),
             congested=congested,
@@ -88,6 +88,8 @@ class EngineService:
             scheduler.chunk, scheduler.chunk_alone = chunks
             parts.engine.forget_trials()
             self._policies.reset()
+        if not parts.engine.backbone.chunks:
+            scheduler.chunk = scheduler.chunk_alone = parts.context
         if options.record is not None:
             recorder = recorder_of(parts.config, parts.source, parts.engine, options.record)
             parts.closing.callback(recorder.close)

@@ -43,7 +43,7 @@ class EngineStatus:
             device=parts.device.name,
             policy=policy.name,
             exact=policy.exact,
-            vocabulary=parts.engine.backbone.spec.vocabulary,
+            vocabulary=parts.engine.backbone.facts.vocabulary,
             context=parts.context,
             has_tokenizer=parts.detokenizer is not None,
             has_chat_template=parts.detokenizer is not None and has_chat_template(config.model),

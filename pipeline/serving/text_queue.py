@@ -259,7 +259,7 @@ class TextQueue:
         if failure:
             self._refuse(client, message, RequestError(failure))
         elif isinstance(message, Tokenize):
-            self._send(client, Tokenized(message.request, answer.ids))
+            self._send(client, Tokenized(message.request, answer.ids, answer.ending))
         else:
             self._forward(client, with_ids(message, answer))
 

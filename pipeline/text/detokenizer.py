@@ -15,7 +15,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,14 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Detokenizer:
-    """The decoding half of a model's tokenizer. Immutable. `eos_ids` end an answer."""
+    """The decoding half of a model's tokenizer. Immutable. `eos_ids` end an answer; `marks` are the special
+    tokens that mark reasoning and calls of tools in one."""
 
-    def __init__(self, backend: Any, eos_ids: Collection[int]) -> None:
+    def __init__(self, backend: Any, eos_ids: Collection[int], marks: Collection[int] = ()) -> None:
         """`backend`: a tokenizer of the `tokenizers` library. Raises ModelError for an unsupported
         decoder."""
         self.eos_ids = frozenset(eos_ids)
+        self.marks = frozenset(marks)
         self._backend = backend
         self._special = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
@@ -58,8 +60,8 @@ class Detokenizer:
         """Read what `write` wrote. Raises OSError."""
         from tokenizers import Tokenizer
 
-        eos_ids, _, described = path.read_text().partition("\n")
-        return cls(Tokenizer.from_str(described), json.loads(eos_ids))
+        ids, _, described = path.read_text().partition("\n")
+        return cls(Tokenizer.from_str(described), *json.loads(ids))
 
     def write(self, path: Path) -> None:
         """Write it, without what only encodes. It has been loaded once, so its load takes no longer."""
@@ -67,7 +69,8 @@ class Detokenizer:
         if "merges" in described["model"]:
             described["model"]["merges"] = []
         with atomic_file(path, sync=False) as file:
-            file.write(f"{json.dumps(sorted(self.eos_ids))}\n{json.dumps(described)}".encode())
+            ids = json.dumps([sorted(self.eos_ids), sorted(self.marks)])
+            file.write(f"{ids}\n{json.dumps(described)}".encode())
 
     def min_tokens(self, characters: int) -> int:
         """Returns a lower bound on the tokens of so many characters; 0 where encoding takes no time."""
@@ -96,9 +99,9 @@ class Detokenizer:
         id."""
         return tuple(map(self._piece, ids))
 
-    def stream(self, stop: Sequence[str]) -> TextStream:
-        """Returns a new answer's text, up to the first stop string. Raises RequestError for unusable stop
-        strings."""
+    def stream(self, stop: Sequence[str], *, marks: bool = False) -> TextStream:
+        """Returns a new answer's text, up to the first stop string; `marks`: with the text of those special
+        tokens. Raises RequestError for unusable stop strings."""
         if len(stop) > MAX_STOP_STRINGS:
             raise RequestError(
                 f"{len(stop)} stop strings are too many; at most {MAX_STOP_STRINGS} are allowed"
@@ -110,7 +113,8 @@ class Detokenizer:
                 )
         bytewise = ByteDecoder(self._token_bytes) if self._byte_level else None
         decoder = bytewise or RunDecoder(self.decode, self._is_byte)
-        return TextStream(decoder, StopStrings(stop), self._special.__contains__)
+        spelled = {token: self._backend.id_to_token(token) for token in self.marks} if marks else {}
+        return TextStream(decoder, StopStrings(stop), self._special.__contains__, spelled)
 
     def _piece(self, token: int) -> bytes:
         if token in self._special:
@@ -252,11 +256,17 @@ class TextStream:
     """The text of one answer. `stopped` is set once a stop string is complete; no text follows it."""
 
     def __init__(
-        self, decoder: ByteDecoder | RunDecoder, stop: StopStrings, is_special: Callable[[int], bool]
+        self,
+        decoder: ByteDecoder | RunDecoder,
+        stop: StopStrings,
+        is_special: Callable[[int], bool],
+        spelled: Mapping[int, str],
     ) -> None:
+        """`spelled`: special tokens with a text, and that."""
         self._decoder = decoder
         self._stop = stop
         self._is_special = is_special
+        self._spelled = spelled
 
     @property
     def stopped(self) -> bool:
@@ -268,8 +278,13 @@ class TextStream:
         return self._stop.matched
 
     def push(self, token: int) -> str:
-        """Returns the text that becomes certain with this token. Special tokens and unknown ids have none."""
-        if self.stopped or self._is_special(token):
+        """Returns the text that becomes certain with this token. Unknown ids have none, nor have special
+        tokens but the spelled ones."""
+        if self.stopped:
+            return ""
+        if token in self._spelled:
+            return self._stop.push(self._decoder.finish() + self._spelled[token])
+        if self._is_special(token):
             return ""
         return self._stop.push(self._decoder.push(token))
 

@@ -29,6 +29,7 @@ from protocol.messages import Encode, Encoded, Follow, Unfollow
 from workers.child_endpoint import ChildEndpoint
 
 NICENESS = 5  # of the threads that compute steps, each gets three times as much of a core
+ENDING = 64  # characters; the templates that begin an answer write a line or two
 MOST_IDS = 1 << 22  # of one answer: as many as a message has bytes
 
 
@@ -38,13 +39,15 @@ def encoded(tokenizer: Tokenizer, asked: Encode) -> Encoded:
         if asked.grammar:
             check_grammar(asked.grammar)
         ids: list[int] = []
+        ending = ""
         if asked.messages is not None:
-            ids = tokenizer.render_chat(asked.messages, asked.template)
+            prompt = tokenizer.prompt(asked.messages, asked.template)
+            ids, ending = tokenizer.encode_prompt(prompt), prompt[-ENDING:]
         elif asked.text is not None:
             ids = tokenizer.encode(asked.text)
         if len(ids) > MOST_IDS:
             raise RequestError(f"the text has {len(ids)} tokens, more than {MOST_IDS}")
-        return Encoded(np.array(ids, np.int32))
+        return Encoded(np.array(ids, np.int32), ending=ending)
     except RequestError as e:
         reason = str(e)
     except MemoryError:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint.index import check_place, read_fields
 from pipeline.errors import ModelError, RequestError
 from pipeline.models.config_keys import MAX_INT
+from pipeline.text.chat_format import ENDS, TemplateKind
+from pipeline.text.chat_history import as_template_reads
 from pipeline.text.detokenizer import Detokenizer
 from protocol.files import read_small
 from protocol.messages import ChatMessage
@@ -57,6 +60,8 @@ def chat_templates(model_dir: Path) -> dict[str, str]:
     except OSError as e:
         raise ModelError(f"a chat template of {model_dir} cannot be read: {e.strerror}") from None
     given = _fields(model_dir / SETTINGS).get("chat_template")
+    if given is None:  # older models for pictures have it in a file of its own
+        given = _fields(model_dir / "chat_template.json").get("chat_template")
     entries = given if isinstance(given, list) else [{"name": "default", "template": given}]
     named = {str(e.get("name")): e.get("template") for e in entries if isinstance(e, dict)}
     return {name: text for name, text in named.items() if isinstance(text, str)}
@@ -65,6 +70,14 @@ def chat_templates(model_dir: Path) -> dict[str, str]:
 def has_chat_template(model_dir: Path) -> bool:
     """Returns whether a model's files have a template for conversations. Raises ModelError."""
     return bool(chat_templates(model_dir).get("default"))
+
+
+def read_template(model_dir: Path) -> TemplateKind:
+    """Returns what the templates in a model's directory can do; nothing where none can be read."""
+    try:
+        return TemplateKind.of_text("\n".join(chat_templates(model_dir).values()))
+    except (ModelError, OSError):
+        return TemplateKind()
 
 
 def eos_ids(model_dir: Path) -> frozenset[int]:
@@ -90,10 +103,16 @@ class Tokenizer:
     def __init__(self, tokenizer: Any, model_dir: Path) -> None:
         """`tokenizer`: a transformers tokenizer backed by the `tokenizers` library."""
         self._tokenizer = tokenizer
-        own = tokenizer.eos_token_id
+        own, given = tokenizer.eos_token_id, tokenizer.chat_template
         eos = eos_ids(model_dir) or frozenset(() if own is None else (own,))
+        texts = given.values() if isinstance(given, dict) else [given]
+        self._template = "\n".join(text for text in texts if isinstance(text, str))
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
+        special = {token.content: number for number, token in added if token.special}
+        eos |= {special[end] for end in ENDS if end in special and end in self._template}
+        marks = {special[mark] for mark in TemplateKind.of_text(self._template).marks if mark in special}
         try:
-            self.decoder = Detokenizer(tokenizer.backend_tokenizer, eos)
+            self.decoder = Detokenizer(tokenizer.backend_tokenizer, eos, marks)
         except ModelError as e:
             raise ModelError(f"{model_dir}: {e}") from None
 
@@ -106,6 +125,8 @@ class Tokenizer:
             return None
         try:
             tokenizer = _read(model_dir)
+            if tokenizer.chat_template is None:
+                tokenizer.chat_template = chat_templates(model_dir) or None
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # damaged files raise any; the library's panics are no Exception
@@ -137,7 +158,17 @@ class Tokenizer:
         return from_tokenizer(self._tokenizer, n_vocab=vocabulary, eos_token=ends or None)
 
     def render_chat(self, messages: Sequence[ChatMessage], template: str = "") -> list[int]:
-        """Returns the ids of a conversation up to the beginning of the model's answer. `template`: as in
+        """Returns the ids of `prompt`. Raises RequestError."""
+        return self.encode_prompt(self.prompt(messages, template))
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Returns the ids of a text that a template has written, with its special tokens. Raises
+        RequestError."""
+        ids: list[int] = self._tokenizer.encode(_valid(text), add_special_tokens=False, verbose=False)
+        return ids
+
+    def prompt(self, messages: Sequence[ChatMessage], template: str = "") -> str:
+        """Returns the text of a conversation up to the beginning of the model's answer. `template`: as in
         Generate. Raises RequestError where the model has no chat template, or the template refuses the
         conversation."""
         if not self.has_chat_template:
@@ -149,12 +180,11 @@ class Tokenizer:
         if reserved := variables.keys() & RESERVED:
             raise RequestError(f"{min(reserved)} is no variable of a chat template")
         try:
-            text = self._tokenizer.apply_chat_template(turns, tokenize=False, **variables)
+            turns = as_template_reads(turns, self._template)
+            text: str = self._tokenizer.apply_chat_template(turns, tokenize=False, **variables)
         except Exception as error:  # a template is a program, which may raise anything
             raise RequestError(f"the model's chat template refuses this: {one_line(error)}") from error
-        # The template has written the special tokens.
-        ids: list[int] = self._tokenizer.encode(_valid(text), add_special_tokens=False, verbose=False)
-        return ids
+        return text
 
 
 def check_files(model_dir: Path) -> None:
@@ -179,9 +209,7 @@ def _read(model_dir: Path) -> Any:
     if not all(name.isprintable() for name in _names([settings, _fields(model_dir / SPECIAL)])):
         raise ModelError(f"a name in {SETTINGS} or {SPECIAL} has control characters")
     if not (model_dir / "tokenizer.json").is_file():
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
+        return _of_class(model_dir, settings)
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model_dir), local_files_only=True)
@@ -189,6 +217,30 @@ def _read(model_dir: Path) -> Any:
     if _wants_bos(settings) and tokenizer.bos_token_id not in (None, *tokenizer.encode("")):
         tokenizer.add_bos_token = True
     return tokenizer
+
+
+def _of_class(model_dir: Path, settings: dict[str, Any]) -> Any:
+    """Load a tokenizer without tokenizer.json by its class. Raises ModelError where the class is a program in
+    the folder, or needs a package."""
+    own = "AutoTokenizer" in (settings.get("auto_map") or {})
+    ranks = (model_dir / "tiktoken.model").is_file()  # which have no meaning without the program
+    try:
+        if own and ranks:
+            raise ValueError
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        if own:
+            name = str(settings.get("tokenizer_class"))[:40]
+            raise ModelError(
+                f"it is a program of the model's makers ({name}), which is not run here; put a tokenizer.json"
+                " into the folder, as converted copies of the model have"
+            ) from error
+        package = "tiktoken" if ranks else "sentencepiece"
+        if list(model_dir.glob("*.model")) and find_spec(package) is None:
+            raise ModelError(f"it needs the Python package {package}: pip install {package}") from error
+        raise
 
 
 def _wants_bos(settings: dict[str, Any]) -> bool:

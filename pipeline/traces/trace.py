@@ -128,7 +128,10 @@ def _router(plain: dict[str, Any], shape: ModelShape, file: BinaryIO) -> Router:
         fits = fits and not arrays
     if not fits:
         raise ValueError("its router does not fit its shape")
-    return replace(router, **{name: _array(shape, file) for name in arrays})
+    read = {name: _array(shape, file) for name in arrays}
+    if not isinstance(router, Scored):
+        return router
+    return replace(router, bias=read.get("bias"), expert_scale=read.get("expert_scale"))
 
 
 def _array(shape: ModelShape, file: BinaryIO) -> NDArray[np.float32]:

@@ -23,7 +23,8 @@ from pipeline.device import open_device
 from pipeline.device.base import Device
 from pipeline.device.cpu import CpuDevice
 from pipeline.errors import UsageError
-from pipeline.models.registry import expert_shape, model_spec
+from pipeline.models.facts import expert_shape
+from pipeline.models.registry import model_spec
 from shm.layout import format_named
 from shm.manifest import StoreManifest
 from shm.segment import unlink
@@ -46,6 +47,8 @@ CASES = [
             **{"topk_group": 1, "num_experts_per_tok": 3, "q_lora_rank": 18},
         },
     ),
+    Case("deepseek_v3", "chosen-with-a-bias", {"num_experts_per_tok": 3, "routed_scaling_factor": 1.7}),
+    Case("minimax_m2", "not-in-groups"),
     Case("phimoe", "near", {"router_jitter_noise": 0.01, "attention_bias": True, "lm_head_bias": True}),
     Case("phimoe", "far", {"router_jitter_noise": 0.4}),
 ]

@@ -9,15 +9,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from chat_styles import CALLED, KIMI, STYLES, Style
+from chat_styles import SCHEMAS as STYLED_SCHEMAS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.gateway.answers import End
-from pipeline.gateway.chat_output import ChatOutput, Part, TemplateKind, ToolCall
-from pipeline.gateway.messages import Messages
+from pipeline.gateway.answers import AFTER_TOOL, ChatRequest, End
+from pipeline.gateway.bodies import ChatBody, MessagesBody, ResponsesBody, fitting
+from pipeline.gateway.call import Service
+from pipeline.gateway.chat import Chat, chat_request
+from pipeline.gateway.messages import Messages, messages_request
 from pipeline.gateway.metrics import Meter
-from pipeline.gateway.responses import Response
+from pipeline.gateway.responses import Response, response_request
 from pipeline.gateway.settings import Tools
+from pipeline.text.chat_format import TemplateKind
+from pipeline.text.chat_output import ChatOutput, Part, ToolCall
+from protocol.answer import Answer
+from protocol.messages import VERSION, Done, Token, Welcome
 
 JSON_CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 XML_CALL = """<tool_call>
@@ -154,3 +162,93 @@ async def test_blocks_of_a_message_are_streamed_and_whole_alike() -> None:
     assert blocks == whole["content"]
     assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "tool_use", "text"]
     assert sum(event["type"] == "content_block_stop" for event in events) == len(blocks)
+
+
+# --- families' answers in the dialects ---------------------------------------------------------------------
+
+WELCOME = Welcome(VERSION, "e", "m", "f", "cpu", "all-host", True, 9, 1024, True, True)
+ASKED = [{"role": "user", "content": "Rain?"}]
+
+
+class StyledEngine:
+    """Answers each request as a style, a few characters a token. `asked`: what it was asked."""
+
+    def __init__(self, style: Style) -> None:
+        self.welcome = WELCOME
+        self.style = style
+        self.asked: list[dict[str, Any]] = []
+        self.probed: list[Any] = []
+
+    def generate(self, **fields: Any) -> Answer:
+        self.asked.append(fields)
+        answer, text = Answer(0, lambda request: None), self.style.answer
+        for index in range(0, len(text), 5):
+            answer.feed(Token(0, index, 1, text[index : index + 5]))
+        answer.feed(Done(0, "stop"))
+        return answer
+
+    async def tokenize(self, *, messages: Any, template: str) -> Any:
+        self.probed.append(messages)
+        return SimpleNamespace(ending=self.style.ending)
+
+
+def request_of(dialect: type[Any], turns: list[Any], kind: TemplateKind) -> ChatRequest:
+    """A request in a dialect with the tools of the styles, as a client sends it."""
+    body: dict[str, Any] = {"max_tokens": 99, "messages": turns}
+    functions = [
+        {"name": name, "description": "", "parameters": schema} for name, schema in STYLED_SCHEMAS.items()
+    ]
+    if dialect is Chat:
+        tools = [{"type": "function", "function": function} for function in functions]
+        return chat_request(fitting(body | {"tools": tools}, ChatBody, ""), WELCOME, kind)
+    if dialect is Response:
+        body = {"input": turns, "tools": [{"type": "function", **function} for function in functions]}
+        return response_request(fitting(body, ResponsesBody, ""), WELCOME, kind)
+    tools = [{"name": f["name"], "description": "", "input_schema": f["parameters"]} for f in functions]
+    return messages_request(fitting(body | {"tools": tools}, MessagesBody, ""), WELCOME, kind)
+
+
+def sent_back(dialect: type[Any], body: dict[str, Any]) -> list[Any]:
+    """The next turns of a client: the whole answer as it came, and a result of each call."""
+    if dialect is Chat:
+        message = body["choices"][0]["message"]
+        assert body["choices"][0]["finish_reason"] == "tool_calls"
+        results = [{"role": "tool", "tool_call_id": c["id"], "content": "yes"} for c in message["tool_calls"]]
+        return [message, *results]
+    if dialect is Response:
+        calls = [item["call_id"] for item in body["output"] if item["type"] == "function_call"]
+        results = [{"type": "function_call_output", "call_id": name, "output": "yes"} for name in calls]
+        return [*body["output"], *results]
+    assert body["stop_reason"] == "tool_use"
+    uses = [block["id"] for block in body["content"] if block["type"] == "tool_use"]
+    results = [{"type": "tool_result", "tool_use_id": name, "content": "yes"} for name in uses]
+    return [{"role": "assistant", "content": body["content"]}, {"role": "user", "content": results}]
+
+
+@pytest.mark.parametrize("dialect", [Chat, Response, Messages])
+@pytest.mark.parametrize("style", STYLES, ids=lambda style: style.name)
+async def test_an_answer_comes_back_as_one_message_in_each_dialect(style: Style, dialect: type[Any]) -> None:
+    kind = TemplateKind.of_text(style.template)
+    engine = StyledEngine(style)
+    service: Any = Service(SimpleNamespace(), SimpleNamespace(), kind)  # type: ignore[arg-type]
+    call: Any = SimpleNamespace(service=service, id="x", created=1, key_name="")
+    turns: list[Any] = list(ASKED)
+    answer = dialect(call, engine, request_of(dialect, turns, kind))
+    body = await answer._whole()
+    assert engine.asked[0]["marks"]
+    question, said, *results = request_of(dialect, [*turns, *sent_back(dialect, body)], kind).messages
+    assert (question.role, question.content) == ("user", "Rain?")
+    extra = json.loads(said.extra)
+    assert (said.role, said.content.strip()) == ("assistant", "I look.")
+    assert extra["reasoning_content"].strip() == "Oslo, then."
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in extra["tool_calls"]]
+    assert calls == list(CALLED[: style.calls])
+    assert [json.loads(result.extra)["tool_call_id"] for result in results] == [
+        call["id"] for call in extra["tool_calls"]
+    ]
+    if style is KIMI:
+        assert [call["id"] for call in extra["tool_calls"]] == ["functions.weather:0", "functions.clock:1"]
+    again = dialect(call, engine, request_of(dialect, [*turns, *sent_back(dialect, body)], kind))
+    async for _ in again.stream():
+        pass
+    assert engine.probed == [AFTER_TOOL[:1], AFTER_TOOL]

@@ -20,6 +20,7 @@ from pipeline.backbone.protocol import LayerCall
 from pipeline.device.cpu import CpuDevice
 from pipeline.errors import ModelError, PolicyError, StepFailed
 from pipeline.generic.backbone import GenericBackbone
+from pipeline.generic.describe import describe, without_memory
 from pipeline.generic.trial import new_cache, sequence
 from tests.tiny_families import family_names, tiny_model
 
@@ -64,7 +65,7 @@ class Outside:
         routing = self.backbone.router_math(logits, call.layer)
         experts, weights = torch.from_numpy(routing.experts).long(), torch.from_numpy(routing.weights)
         y = self.modules[call.layer](torch.from_numpy(x), experts, weights)
-        bias = call.expert_bias(experts, weights)
+        bias = call.expert_bias(routing.experts, routing.weights)
         return y if bias is None else y + bias
 
 
@@ -76,7 +77,8 @@ def device() -> CpuDevice:
 def loaded(family: str, dtype: str = "f32") -> tuple[Any, GenericBackbone]:
     model = tiny_model(family)
     precision = Precision(dtype, device())
-    return model, GenericBackbone(type(model), model.config, model.state_dict(), precision)
+    facts = describe(without_memory(type(model), model.config))
+    return model, GenericBackbone(facts, type(model), model.config, model.state_dict(), precision)
 
 
 def alone(model: Any, tokens: Sequence[int], counts: Sequence[int]) -> np.ndarray:
@@ -140,6 +142,10 @@ def test_sample(family: str) -> None:
     assert backbone.chunks
     assert not backbone.own_choices
     assert len(backbone.fused) > 2  # norms
+    assert tuple(kept.streams for kept in backbone.kept) == backbone.facts.kv_streams
+    assert tuple(kept.states for kept in backbone.kept) == backbone.facts.state_shapes
+    backbone.check_probes("some")
+    backbone.check_choices("some")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
@@ -177,10 +183,9 @@ def test_routers_of_other_layers() -> None:
 
 def test_policies_that_need_more_than_own_choices_are_refused() -> None:
     _, backbone = loaded("inkling")
-    backbone.check_policy("all-host", exact=True, probes=False)
-    for exact, probes in ((False, False), (True, True)):
+    for check_it in (backbone.check_probes, backbone.check_choices):
         with pytest.raises(PolicyError, match="routes in a way of its own"):
-            backbone.check_policy("some", exact, probes)
+            check_it("some")
     with pytest.raises(PolicyError):
         backbone.router(1, torch.randn(5, 64))
 

@@ -47,11 +47,14 @@ class Sequences:
         self.rows = Rows(len(lengths), positions, capacities, tuple(streams))
 
 
-def exact(q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
-    """q [heads, width], keys and values [kv_heads, N, width]: [heads, value width], float64."""
+def exact(q: Tensor, keys: Tensor, values: Tensor, window: int | None, sinks: Tensor | None = None) -> Tensor:
+    """q [heads, width], keys and values [kv_heads, N, width], sinks [heads]: [heads, value width], float64."""
     group = len(q) // len(keys)
     keys, values = (x.double().repeat_interleave(group, 0)[:, -(window or 1 << 30) :] for x in (keys, values))
-    weights = (keys @ (SCALE * q.double())[:, :, None]).softmax(1)
+    scores = keys @ (SCALE * q.double())[:, :, None]
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double().view(-1, 1, 1)), 1)
+    weights = scores.softmax(1)[:, : keys.shape[1]]
     return (values * weights).sum(1)
 
 
@@ -76,6 +79,7 @@ CASES = st.fixed_dictionaries(
         "group": st.sampled_from([1, 2, 3, 8, 9]),
         "width": st.sampled_from([7, 8, 20, 64]),
         "window": st.sampled_from([None, 1, 3, 130]),
+        "sink": st.sampled_from([None, 0.0, -40.0, 30.0]),
         "dtype": st.sampled_from([torch.float32, torch.bfloat16]),
     }
 )
@@ -90,9 +94,11 @@ def test_rows_attend_to_their_own_sequences(case, seed) -> None:
     number = len(made.lengths)
     qkv = torch.randn(number, (group + 2) * kv_heads, width).to(dtype)
     q, k, v = torch.split(qkv, [group * kv_heads, kv_heads, kv_heads], dim=1)
+    sinks = None if case["sink"] is None else case["sink"] + torch.randn(group * kv_heads)
     kernels = attention(dtype)
     kernels.append(made.rows, k, v)
-    found = kernels.attend(made.rows, q, kv_heads, width, case["window"], SCALE).view(number, -1, width)
+    found = kernels.attend(made.rows, q, kv_heads, width, case["window"], SCALE, sinks)
+    found = found.view(number, -1, width)
     for row, length in enumerate(made.lengths):
         if not length:
             assert (found[row] == 0).all()
@@ -101,7 +107,7 @@ def test_rows_attend_to_their_own_sequences(case, seed) -> None:
         assert torch.equal(keys[:, -1], k[row])
         assert torch.equal(values[:, -1], v[row])
         assert all(each[row][:, length:].isnan().all() for each in made.streams)
-        expected = exact(q[row], keys, values, case["window"])
+        expected = exact(q[row], keys, values, case["window"], sinks)
         torch.testing.assert_close(found[row].double(), expected, rtol=1e-4, atol=1e-5)
 
 

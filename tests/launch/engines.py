@@ -14,7 +14,7 @@ from fork_server import ForkedPython
 
 from launch.runtime import segments
 from pipeline.checkpoint.index import CheckpointIndex, fingerprint
-from pipeline.models.registry import expert_shape
+from pipeline.models.facts import expert_shape
 from protocol.sockets import runtime_root
 from shm.layout import format_named
 from shm.store import store_name

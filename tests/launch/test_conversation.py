@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from chat_styles import GLM47, HARMONY, QWEN_JSON, Style
 from msgspec import structs
 
 from launch.chat.conversation import Conversation, View, load, save
+from launch.chat.repl import Screen
 from launch.errors import WrongUsage
 from launch.terminal.interrupts import Interrupts
+from launch.terminal.log import CLEAR
 from protocol.answer import Answer
 from protocol.errors import MalformedMessage, RequestFailed
 from protocol.messages import VERSION, ChatMessage, Done, Sampling, Token, Welcome
@@ -152,3 +156,53 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, content: object) ->
         load(path)
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+class StyledClient(CountingClient):
+    """Answers as a model of this style, a few characters a token."""
+
+    def __init__(self, style: Style, folder: Path) -> None:
+        super().__init__()
+        (folder / "chat_template.jinja").write_text(style.template)
+        self.welcome = structs.replace(self.welcome, model=str(folder))
+        self.style = style
+
+    def generate(self, *, messages, marks, **_) -> Answer:
+        self.answered.append(tuple(messages))
+        assert marks
+        answer, text = Answer(0, lambda request: None), self.style.answer
+        for index in range(0, len(text), 3):
+            answer.feed(Token(0, index, 1, text[index : index + 3]))
+        answer.feed(Done(0, "stop"))
+        return answer
+
+    async def tokenize(self, **_: Any) -> Any:
+        return SimpleNamespace(ending=self.style.ending)
+
+
+@pytest.mark.parametrize("style", [HARMONY, GLM47, QWEN_JSON], ids=lambda style: style.name)
+async def test_reasoning_is_shown_apart_and_given_back_apart(
+    style: Style, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = StyledClient(style, tmp_path)
+    conversation = conversation_with(client, None, 100)
+    reply = await conversation.ask("Rain?", View())
+    shown = capsys.readouterr()
+    assert shown.err == f"{reply.reasoning}\n"
+    assert reply.reasoning.strip() == "Oslo, then."
+    assert shown.out.startswith("I look.")
+    assert reply.text.startswith("I look.")
+    await conversation.ask("And then?", View())
+    question, said, _ = client.answered[1]
+    assert question == ChatMessage("user", "Rain?")
+    assert said == ChatMessage("assistant", reply.text, json.dumps({"reasoning_content": reply.reasoning}))
+
+
+def test_reasoning_on_a_terminal_has_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with Screen(lambda: False).answer() as view:
+        for text in ("I wond", "er \x1b[2J"):
+            view.reason(text)
+        view.reasoned()
+        view.append("yes")
+    written = capsys.readouterr().out.rpartition(CLEAR)[2]
+    assert written == "I wonder \N{REPLACEMENT CHARACTER}[2J\n\nyes\n"

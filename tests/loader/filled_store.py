@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pipeline.checkpoint.open import Checkpoint
-from pipeline.models.registry import expert_shape
+from pipeline.models.facts import expert_shape
 from shm.layout import Bytes, StoreLayout, format_named
 from shm.manifest import StoreManifest
 from shm.segment import unlink

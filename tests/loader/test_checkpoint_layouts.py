@@ -1,5 +1,6 @@
 """The same weights give the same store in every layout, dtype and number of shards."""
 
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -52,6 +53,15 @@ DEEPSEEK = OTHERS | {
     "v_head_dim": 8,
     "topk_method": "greedy",
 }
+GPT_OSS = OTHERS | {
+    "model_type": "gpt_oss",
+    "intermediate_size": 164,
+    "num_local_experts": 3,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 16,
+}
 FAMILIES = {"mixtral": MIXTRAL, "qwen2_moe": QWEN2, "deepseek_v2": DEEPSEEK}
 
 
@@ -73,7 +83,7 @@ def expert_tensors(config: dict, fused: bool, dtype: torch.dtype) -> dict[str, t
         if fused:
             at = f"model.layers.{layer}.mlp.experts"
             tensors[f"{at}.gate_up_proj"] = torch.cat((gate, up), dim=1)
-            tensors[f"{at}.down_proj"] = down
+            tensors[f"{at}.down_proj"] = down.contiguous()
             continue
         mixtral = config["model_type"] == "mixtral"
         moe, names = "mlp", ("gate_proj", "up_proj", "down_proj")
@@ -113,6 +123,48 @@ def test_both_layouts_give_the_store_of_its_definition(tmp_path, family, format_
     model = Checkpoint(tmp_path)
     assert model.fused == fused
     assert store_bytes(model, format_name) == expected(config, layout_of(config, format_name))
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_transposed_experts_with_alternating_columns(tmp_path, format_name, dtype, monkeypatch):
+    """They and their biases give the store of its definition, and two of them at most are held at a time."""
+    experts = numbers(GPT_OSS)
+    biases = experts[:, :, :2, :, 0].copy()  # [layer, expert, gate | up, I]
+    tensors = {}
+    for layer, (matrices, of_layer) in enumerate(zip(experts, biases, strict=True)):
+        at = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (torch.from_numpy(matrices[:, m]).to(dtype) for m in range(3))
+        both = torch.stack((gate.transpose(1, 2), up.transpose(1, 2)), dim=3)  # [E, H, I, 2]
+        tensors[f"{at}.gate_up_proj"] = both.flatten(2)
+        tensors[f"{at}.down_proj"] = down.contiguous()
+        of_both = torch.from_numpy(of_layer).to(dtype).transpose(1, 2)  # [E, I, 2]
+        tensors[f"{at}.gate_up_proj_bias"] = of_both.flatten(1)
+    tiny_checkpoint.write(tmp_path, tensors, shards=2, settings=GPT_OSS)
+    layout = layout_of(GPT_OSS, format_name)
+    store = np.full((layout.shape.layers, layout.layer_stride), 255, np.uint8)
+    for layer, matrices, of_layer in zip(store, experts, biases, strict=True):
+        heads = layer[: 3 * layout.head_stride].reshape(3, -1)
+        tiles = layer[3 * layout.head_stride :].reshape(3, -1)
+        for (gate, up, down), of_expert, out, head in zip(matrices, of_layer, tiles, heads, strict=True):
+            layout.encode_expert(gate, up, down.T, out, head, of_expert)
+
+    held: list[weakref.ref] = []
+    most = 0
+
+    class Counted(encode.Transposed):
+        def __init__(self, *arguments):
+            nonlocal most
+            super().__init__(*arguments)
+            held.append(weakref.ref(self))
+            most = max(most, sum(one() is not None for one in held))
+
+    monkeypatch.setattr(encode, "Transposed", Counted)
+    monkeypatch.setattr(encode, "CHUNK_NUMBERS", 1000)
+    monkeypatch.setattr(encode, "READ_AHEAD_BYTES", 0)
+    assert store_bytes(Checkpoint(tmp_path), format_name) == store.tobytes()
+    assert len(held) == 6
+    assert most <= 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -87,7 +87,7 @@ MEASURE = """
 import json, sys, threading, uuid
 from pathlib import Path
 from pipeline.checkpoint.open import Checkpoint
-from pipeline.models.registry import expert_shape
+from pipeline.models.facts import expert_shape
 from shm.layout import format_named
 from shm.manifest import StoreManifest
 from shm.store import StoreBuilder

@@ -18,7 +18,7 @@ from pipeline.checkpoint.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex
 from pipeline.checkpoint.open import Checkpoint
 from pipeline.config import EngineConfig
 from pipeline.errors import ModelError, UsageError
-from pipeline.models.registry import expert_shape
+from pipeline.models.facts import expert_shape
 from pipeline.policies.costs import Costs
 from pipeline.text.tokenizer import Tokenizer
 from shm.layout import format_named

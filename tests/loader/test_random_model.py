@@ -16,7 +16,7 @@ from loader_harness import Supervisor, exists
 
 from pipeline.checkpoint.open import open_model
 from pipeline.errors import ModelError
-from pipeline.models.registry import expert_shape
+from pipeline.models.facts import expert_shape
 from pipeline.models.shapes import SHAPES, shape_config, short_name
 from shm.layout import FORMATS, format_named
 from shm.manifest import StoreManifest

@@ -34,6 +34,7 @@ EVERYWHERE: Options = {
     "tie_word_embeddings": False,
 }
 LATENT: Options = {"q_lora_rank": None, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8}
+GROUPS: Options = {"n_group": 2, "topk_group": 1}
 PLAIN: dict[str, Options] = {
     "mixtral": {"num_local_experts": 5},
     "phimoe": {"num_local_experts": 5, "router_jitter_noise": 0.01},
@@ -45,12 +46,32 @@ PLAIN: dict[str, Options] = {
         "n_shared_experts": 1,
         "moe_intermediate_size": 40,
         "v_head_dim": 14,
-        "n_group": 2,
-        "topk_group": 1,
         **LATENT,
+        **GROUPS,
     },
     "olmoe": {"num_experts": 6},
+    "gpt_oss": {"num_local_experts": 6, "head_dim": 8, "sliding_window": 16},
+    "glm4_moe": {"n_routed_experts": 6, "moe_intermediate_size": 40, "head_dim": 8, **GROUPS},
+    "minimax_m2": {"num_local_experts": 6, "head_dim": 8},
+    "glm4_moe_lite": {
+        "num_key_value_heads": 6,
+        "n_routed_experts": 6,
+        "moe_intermediate_size": 40,
+        "v_head_dim": 14,
+        **LATENT,
+        **GROUPS,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 6,
+        "n_routed_experts": 6,
+        "moe_intermediate_size": 40,
+        "v_head_dim": 14,
+        "first_k_dense_replace": 1,
+        **LATENT,
+        **GROUPS,
+    },
 }
+ALWAYS_FUSED = {"gpt_oss"}  # the experts, in every version of transformers
 
 # Options that say how large something is. A reader that gets one wrong finds tensors of another shape.
 SIZES = {
@@ -58,7 +79,7 @@ SIZES = {
     *LATENT,
     *("head_dim", "num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts", "v_head_dim"),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "first_k_dense_replace"),
-    *("decoder_sparse_step", "mlp_only_layers"),
+    *("decoder_sparse_step", "mlp_only_layers", "mlp_layer_types"),
 } - {"num_experts_per_tok"}
 
 
@@ -103,7 +124,8 @@ def draw(model: nn.Module, seed: int, dtype: torch.dtype) -> None:
     by a few nats; were they much livelier, float32 would differ from exact numbers by 1e-4."""
     generator = torch.Generator().manual_seed(seed)
     tied = model.config.tie_word_embeddings
-    for name, weight in model.named_parameters():
+    biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
+    for name, weight in (*model.named_parameters(), *biases):
         numbers = torch.randn(weight.shape, generator=generator)
         if name.endswith("bias"):
             numbers *= 0.3
@@ -134,6 +156,8 @@ def of_version_4(config: Options) -> Options:
     rope = dict(config["rope_parameters"])
     old |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": config["dtype"]}
     kind = rope.pop("rope_type")
+    if "partial_rotary_factor" in rope:
+        old["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     if kind == "longrope":
         old["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     return old | {"rope_scaling": None if kind == "default" else {"type": kind, **rope}}
@@ -162,7 +186,8 @@ def alternatives(case: Case) -> Iterator[tuple[str, Options]]:
             yield key, left
     rope = case.options.get("rope_parameters", {})
     for key in sorted(rope.keys() - {"rope_type"}):
-        yield f"rope {key}", case.config | {"rope_parameters": rope | {key: other(rope[key])}}
+        changed = rope[key] / 3 if key == "partial_rotary_factor" else other(rope[key])
+        yield f"rope {key}", case.config | {"rope_parameters": rope | {key: changed}}
 
 
 def other(value: Any) -> Any:

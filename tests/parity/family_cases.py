@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from families import Case, Options
 
@@ -23,6 +24,12 @@ def longrope(pairs: int, **more: float) -> Options:
 def yarn(**more: float) -> Options:
     named = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 3.0, "original_max_position_embeddings": 42}
     return {"rope_parameters": named | more}
+
+
+def partly(factor: float) -> Options:
+    """A part of each head's numbers is rotated."""
+    named = {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": factor}
+    return {"rope_parameters": named}
 
 
 def scaled(kind: str, **more: float) -> Options:
@@ -201,6 +208,125 @@ OPTIONS: dict[str, dict[str, Options]] = {  # family -> name of a case -> its op
         },
         "longrope": {**longrope(4, factor=2.0), "norm_topk_prob": True, "num_key_value_heads": 6},
     },
+    "gpt_oss": {
+        "yarn": {**yarn(**RAMP), "swiglu_limit": 0.5},
+        "odd-tied-linear": {
+            **ODD,
+            **TIED,
+            **scaled("linear"),
+            "intermediate_size": 50,
+            "head_dim": 10,
+            "attention_bias": False,
+            "sliding_window": 9,
+            "num_experts_per_tok": 3,
+        },
+        "named-windows-yarn": {
+            **yarn(attention_factor=0.7),
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "swiglu_alpha": 0.6,
+            "num_local_experts": 9,
+            "num_experts_per_tok": 4,
+        },
+        "wide-heads-llama3": {
+            **llama3(),
+            "head_dim": 16,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 4,
+            "sliding_window": 5,
+            "rms_norm_eps": 0.02,
+        },
+    },
+    "glm4_moe": {
+        "norms-bias": {
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "rms_norm_eps": 0.02,
+            "head_dim": 12,
+            "n_group": 1,
+        },
+        "odd-tied-three-quarters": {
+            **ODD,
+            **TIED,
+            **partly(0.75),
+            "head_dim": 8,
+            "num_hidden_layers": 5,
+            "first_k_dense_replace": 2,
+            "moe_intermediate_size": 50,
+            "attention_bias": True,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+        },
+        "groups-yarn": {
+            **yarn(**RAMP, partial_rotary_factor=0.5),
+            "head_dim": 16,
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
+        "not-rescaled": {"norm_topk_prob": False, "use_qk_norm": True, "routed_scaling_factor": 1.3},
+    },
+    "minimax_m2": {
+        "half": {**partly(0.5), "head_dim": 12, "rms_norm_eps": 0.02},
+        "odd-tied-whole": {**ODD, **TIED, "head_dim": 6, "intermediate_size": 50, "num_experts_per_tok": 3},
+        "many-experts-yarn": {
+            **yarn(**RAMP, partial_rotary_factor=0.5),
+            "head_dim": 16,
+            "num_local_experts": 12,
+            "num_experts_per_tok": 5,
+            "num_key_value_heads": 1,
+        },
+        "linear": {**scaled("linear", partial_rotary_factor=0.25), "head_dim": 16},
+    },
+    "glm4_moe_lite": {
+        "query-rank": {"q_lora_rank": 18, "rms_norm_eps": 0.02, "routed_scaling_factor": 1.7, "n_group": 1},
+        "odd-tied-apart": {
+            **ODD,
+            **TIED,
+            "rope_interleave": False,
+            "num_hidden_layers": 4,
+            "mlp_layer_types": ["sparse", "dense", "sparse", "dense"],
+            "moe_intermediate_size": 50,
+            "attention_bias": True,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 3,
+        },
+        "groups-yarn": {
+            **yarn(**RAMP, mscale=0.7, mscale_all_dim=1.6),
+            "n_routed_experts": 12,
+            "n_group": 3,
+            "topk_group": 2,
+        },
+        "not-rescaled": {"norm_topk_prob": False, "q_lora_rank": 12, "v_head_dim": 20},
+    },
+    "deepseek_v3": {
+        "groups-yarn": {
+            **yarn(**RAMP, mscale=0.7, mscale_all_dim=1.6),
+            "q_lora_rank": 18,
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "rms_norm_eps": 0.02,
+        },
+        "odd-tied-apart": {
+            **ODD,
+            **TIED,
+            "rope_interleave": False,
+            "moe_intermediate_size": 50,
+            "attention_bias": True,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 3,
+        },
+        "two-dense": {
+            **yarn(mscale=1.0, mscale_all_dim=1.0),
+            "first_k_dense_replace": 2,
+            "num_hidden_layers": 5,
+            "v_head_dim": 8,
+            "n_group": 1,
+        },
+        "not-rescaled": {"norm_topk_prob": False, "n_routed_experts": 8},
+    },
 }
 SILENT = {  # numbers whose change transformers does not notice
     "phimoe longrope": {"rope long_factor"},  # transformers has the short ones for every length
@@ -237,6 +363,7 @@ EDGES = [  # compared in the tests' process only, but for the first
     Case("deepseek_v2", "no-stretch", yarn()),
     Case("qwen3_moe", "all-experts", {"num_experts_per_tok": 6, "norm_topk_prob": True}),
     Case("qwen2_moe", "one-of-six", {"num_experts_per_tok": 1}),
+    Case("gpt_oss", "rope-of-the-family", written={"rope_scaling": None}),
     Case(
         "qwen2_moe",
         "named-windows",
@@ -248,6 +375,20 @@ EDGES = [  # compared in the tests' process only, but for the first
         fused=True,
     ),
 ]
+
+
+# Of these families `make test` compares all configurations in one process and few engines, `make survey` all.
+SAMPLED = ("glm4_moe", "minimax_m2", "glm4_moe_lite", "deepseek_v3")
+ENGINES = {  # family and place
+    *(("deepseek_v3", 0), ("minimax_m2", 0), ("glm4_moe", 1), ("glm4_moe_lite", 1)),
+    ("deepseek_v3", 3),
+}
+
+
+def as_sampled(case: Case) -> tuple[pytest.MarkDecorator, ...]:
+    """The marks of a test that starts engines of this case."""
+    rare = case.family in SAMPLED and (case.family, place(case)) not in ENGINES
+    return (pytest.mark.slow,) if rare else ()
 
 
 def place(case: Case) -> int:

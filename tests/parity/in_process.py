@@ -10,15 +10,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import TokenSpan
 from pipeline.backbone.decoder_layer import AfterAttention
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
+from pipeline.checkpoint.model_source import Tensors
 from pipeline.checkpoint.open import Checkpoint
 from pipeline.device.cpu import CpuDevice
+from pipeline.models.architecture import TensorRows
 from pipeline.models.registry import architecture_of, model_spec
 
 CPU = torch.device("cpu")
@@ -49,11 +50,7 @@ class InProcess:
             for layer, decoder_layer in enumerate(self.spec.moe_layers):
                 for expert in range(self.spec.experts):
                     parts = architecture.expert(self.spec, decoder_layer, expert, source.fused)
-                    whole = [tensors.float32(part.name, part.shape) for part in parts]
-                    self._experts[layer, expert] = [
-                        torch.from_numpy(w.reshape(-1, w.shape[-1])[part.first : part.first + part.rows])
-                        for w, part in zip(whole, parts, strict=True)
-                    ]
+                    self._experts[layer, expert] = [_part_of(tensors, part) for part in parts]
 
     def __enter__(self) -> InProcess:
         return self
@@ -79,17 +76,32 @@ class InProcess:
         for layer in range(len(self.spec.moe_layers)):
             attended = backbone.attend(layer, h, batch)
             h = attended.h + self._routed(layer, attended)
-            shared = attended.shared()
-            h = h if shared is None else h + shared
+            for more in (attended.shared(), self._bias(attended)):
+                h = h if more is None else h + more
         return backbone.head(backbone.finish(h, batch))
+
+    def _bias(self, attended: AfterAttention) -> Tensor | None:
+        routing = self.spec.router(attended.logits().numpy())
+        return attended.expert_bias(routing.experts, routing.weights)
 
     def _routed(self, layer: int, attended: AfterAttention) -> Tensor:
         x, routing = attended.x, self._backbone.router_math(attended.logits().numpy(), layer)
         y = torch.zeros_like(x)
         for expert in np.unique(routing.experts).tolist():
-            gate, up, down = self._experts[layer, expert]
+            gate, up, down, *biases = self._experts[layer, expert]
             rows, places = np.where(routing.experts == expert)
-            inner = functional.silu(x[rows] @ gate.T) * (x[rows] @ up.T)
+            gate_bias, up_bias = biases or (0, 0)
+            inner = self._activated(x[rows] @ gate.T + gate_bias, x[rows] @ up.T + up_bias)
             weights = torch.from_numpy(routing.weights[rows, places])[:, None]
             y.index_add_(0, torch.from_numpy(rows), inner @ down.T * weights)
         return y
+
+    def _activated(self, gate: Tensor, up: Tensor) -> Tensor:
+        return torch.from_numpy(self.spec.math.activation(gate.numpy(), up.numpy()))
+
+
+def _part_of(tensors: Tensors, part: TensorRows) -> Tensor:
+    """A matrix of an expert, or its bias, float32."""
+    whole = tensors.float32(part.name, part.shape)
+    rows = whole.reshape(-1, whole.shape[-1])[part.first : part.first + part.rows, part.start :: part.step]
+    return torch.from_numpy(rows.T if part.transposed else rows)

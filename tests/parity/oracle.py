@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tiny_families import model_class
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 EXACT = 1e-4  # nats: what an engine's float32 log-probabilities may differ by
 BATCH = 14  # texts
@@ -21,11 +22,9 @@ class Oracle:
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         # Expert by expert: torch's grouped products refuse sizes that are not multiples of 16 bytes.
-        self.model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, experts_implementation="eager"
-        ).eval()
-        mlps = [layer.mlp for layer in self.model.model.layers]
-        self.experts = [mlp.experts for mlp in mlps if hasattr(mlp, "experts")]
+        kind = model_class(AutoConfig.from_pretrained(folder))
+        self.model = kind.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
+        self.experts = [m for m in self.model.modules() if hasattr(m, "is_concatenated")]
 
     def logprobs(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """[len(tokens), vocabulary] of one pass over them all; row i predicts token i + 1."""

@@ -59,16 +59,23 @@ class QuantizedOracle(Oracle):
 
 
 def replace_experts(module: nn.Module, format: BlockFormat) -> None:
-    hidden, intermediate = module.hidden_dim, module.intermediate_dim
+    every = list(zip(*matrices(module), strict=True))
+    intermediate, hidden = every[0][0].shape
     tile = -(-intermediate // format.group) * format.group
     layout = StoreLayout(ExpertShape(1, 1, hidden, intermediate, tile), format)
-    gates = module.gate_up_proj.detach().float()
     kept = []
-    for gate_up, down in zip(gates, module.down_proj.detach().float(), strict=True):
-        gate, up = gate_up.chunk(2)
+    for gate, up, down in every:
         data = np.zeros(layout.expert_stride, np.uint8)
         layout.encode_expert(gate.numpy(), up.numpy(), down.numpy(), data)
         kept.append(torch.from_numpy(decode(format, data[: layout.tile_bytes], hidden, tile)))
+    biased = hasattr(module, "down_proj_bias")
+
+    def inner_of(x: Tensor, expert: int, gate: Tensor, up: Tensor) -> Tensor:
+        if not biased:
+            return functional.silu(x @ gate.T) * (x @ up.T)
+        both = torch.stack((x @ gate.T, x @ up.T), dim=2)  # padded to whole groups, unlike the biases
+        both[:, :intermediate] += module.gate_up_proj_bias[expert].view(intermediate, 2)
+        return module._apply_gate(both.flatten(1))
 
     def forward(hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         x = int8_steps(hidden_states, format.group)[:, :hidden]
@@ -77,13 +84,24 @@ def replace_experts(module: nn.Module, format: BlockFormat) -> None:
             rows, places = torch.where(index == expert)
             if len(rows) == 0:
                 continue
-            inner = functional.silu(x[rows] @ gate.T) * (x[rows] @ up.T)
+            inner = inner_of(x[rows], expert, gate, up)
             part = int8_steps(inner, format.group) @ down
+            part = part + module.down_proj_bias[expert] if biased else part
             y.index_add_(0, rows, part * weights[rows, places, None])
         return y
 
     module.decoded = kept
     module.forward = forward
+
+
+def matrices(module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+    """Gate and up [E, I, H] and down [E, H, I], float32."""
+    both, down = module.gate_up_proj.detach().float(), module.down_proj.detach().float()
+    if module.is_transposed:
+        gate, up = both[:, :, ::2], both[:, :, 1::2]
+        return gate.transpose(1, 2), up.transpose(1, 2), down.transpose(1, 2)
+    gate, up = both.chunk(2, dim=1)
+    return gate, up, down
 
 
 def replace_linear(module: nn.Linear, format: BlockFormat) -> None:

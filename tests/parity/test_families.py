@@ -18,7 +18,7 @@ import torch
 from comparison import check_policies, exactly
 from exact_presets import DIVIDING, costs, sample
 from families import Case, save, texts
-from family_cases import CASES, EDGES, place
+from family_cases import CASES, EDGES, as_sampled, place
 from in_process import InProcess
 from oracle import EXACT, Oracle
 
@@ -41,7 +41,7 @@ ENGINES = [case for case in CASES if place(case) < 2]
     ("case", "compiled"),
     [
         *(pytest.param(case, True, id=f"{case}-kernels") for case in (*CASES, *EDGES)),
-        *(pytest.param(case, False, id=f"{case}-torch") for case in CASES if place(case) < 2),
+        *(pytest.param(c, False, id=f"{c}-torch") for c in CASES if place(c) < 2),
     ],
 )
 def test_a_configuration_equals_transformers(case: Case, compiled: bool, tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_configuration_equals_transformers(case: Case, compiled: bool, tmp_pat
                 assert error < EXACT, (count, chunks[:2], error)
 
 
-@pytest.mark.parametrize("case", ENGINES, ids=str)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=as_sampled(c), id=str(c)) for c in ENGINES])
 async def test_a_family_equals_transformers(case: Case, start_engine, tmp_path: Path) -> None:
     number = ENGINES.index(case)
     save(case, tmp_path)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from comparison import check_policies, within
 from families import Case, drawn_texts, save, texts
-from family_cases import CASES, WHOLE_GROUPS, place
+from family_cases import CASES, WHOLE_GROUPS, as_sampled, place
 from oracle import Oracle
 from quantized_oracle import QuantizedOracle
 from rounding import Rounding
@@ -26,7 +26,7 @@ SEEDS = 16  # of noise
 BF16_NOISE = 2**-9  # relative: half a unit in the last place, as much as bfloat16 itself rounds
 BF16_SEEDS = 8
 
-KINDS = ("phimoe", "qwen2_moe", "deepseek_v2")  # between them every kind of tensor
+KINDS = ("phimoe", "qwen2_moe", "deepseek_v2", "gpt_oss")  # between them every kind of tensor
 ROUNDED = [*(case for case in CASES if place(case) == 2 and case.family in KINDS), WHOLE_GROUPS]
 
 FORMATS = {  # of experts and of the rest; no size of a model here is a whole number of their groups
@@ -36,9 +36,18 @@ FORMATS = {  # of experts and of the rest; no size of a model here is a whole nu
     "qwen3_moe": ("int8", "f32"),
     "deepseek_v2": ("int4", "int4"),
     "olmoe": ("int4", "f32"),
+    "gpt_oss": ("int4", "int8"),
+    "glm4_moe": ("int4", "int8"),
+    "minimax_m2": ("int8", "int4"),
+    "glm4_moe_lite": ("int4-g128", "int8"),
+    "deepseek_v3": ("int4", "int4"),
 }
 QUANTIZED = [  # a model, formats of experts and of the rest, workers, tile, policy
-    *(pytest.param(c, FORMATS[c.family], 2, None, "all-host", id=str(c)) for c in CASES if place(c) == 3),
+    *(
+        pytest.param(c, FORMATS[c.family], 2, None, "all-host", marks=as_sampled(c), id=str(c))
+        for c in CASES
+        if place(c) == 3
+    ),
     pytest.param(WHOLE_GROUPS, ("int8", "f32"), 2, 128, "on-demand", id="int8"),
     pytest.param(WHOLE_GROUPS, ("int4", "f32"), 3, 64, "all-host", id="int4"),
     pytest.param(WHOLE_GROUPS, ("int4-g128", "f32"), 1, None, "on-demand", id="int4-g128"),

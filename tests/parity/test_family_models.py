@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import Case, alternatives, build, empty, logprobs, save, texts
+from families import ALWAYS_FUSED, Case, alternatives, build, empty, logprobs, save, texts
 from family_cases import CASES
 from oracle import Oracle
 from safetensors import safe_open
@@ -57,8 +57,9 @@ def test_transformers_reads_what_it_wrote(case: Case, tmp_path: Path) -> None:
         with safe_open(path, "pt") as file:
             names |= set(file.keys())
             dtypes |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-    assert any(name.endswith("mlp.experts.gate_up_proj") for name in names) == case.fused
-    assert any(".experts.0." in name for name in names) != case.fused
+    fused = case.fused or case.family in ALWAYS_FUSED
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in names) == fused
+    assert any(".experts.0." in name for name in names) != fused
     assert ("lm_head.weight" in names) != case.config["tie_word_embeddings"]
     assert dtypes == {{torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[case.dtype]}
     assert json.loads((tmp_path / "config.json").read_bytes())["model_type"] == case.family

@@ -151,7 +151,8 @@ def encoded_store(shape: ExpertShape, source: str, format: str) -> Iterator[Stor
             down = random.standard_normal((wide, high)).astype(np.float32) * 0.2
             biases = [random.standard_normal(high).astype(np.float32) for _ in range(shape.math.biases)]
             out, heads = builder.expert(*place), builder.heads(*place)
-            builder.layout.encode_expert(gate, up, down, out, heads, biases)
+            wide_gate = gate if shape.math.gated else None
+            builder.layout.encode_expert(wide_gate, up, down, out, heads, biases)
 
     with _filled(shape, source + format, fill, format) as store:
         yield store

@@ -27,7 +27,7 @@ from pipeline.checkpoint.open import open_model
 from pipeline.counters import difference
 from pipeline.engine.driver import LayerDecision
 from pipeline.engine.engine import Engine
-from pipeline.models.registry import expert_shape
+from pipeline.models.facts import expert_shape
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy

@@ -16,7 +16,7 @@ from pipeline.calibration.measure import SPARSITIES, calibrate
 from pipeline.calibration.observers import STEPS, up_of
 from pipeline.calibration.reading import CalibrationContext, Division, Findings, lanes
 from pipeline.checkpoint.open import open_model
-from pipeline.models.registry import expert_shape
+from pipeline.models.facts import expert_shape
 from pipeline.policies.calibration import MOST, Calibration
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest

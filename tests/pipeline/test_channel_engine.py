@@ -17,7 +17,7 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.checkpoint.open import open_model
 from pipeline.counters import difference
-from pipeline.models.registry import expert_shape
+from pipeline.models.facts import expert_shape
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest

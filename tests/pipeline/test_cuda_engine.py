@@ -23,7 +23,7 @@ from pipeline.calibration import cost_probe
 from pipeline.checkpoint.open import open_model
 from pipeline.engine.engine import Engine
 from pipeline.errors import OutOfDeviceMemory
-from pipeline.models.registry import expert_shape
+from pipeline.models.facts import expert_shape
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest

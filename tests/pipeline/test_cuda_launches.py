@@ -23,7 +23,8 @@ from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
 from pipeline.engine.engine import Engine
-from pipeline.models.registry import expert_shape, model_spec
+from pipeline.models.facts import expert_shape
+from pipeline.models.registry import model_spec
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
@@ -37,6 +38,7 @@ STEPS = 6
 # Operations of torch beside the kernels of attention, a layer of a decode step of two sequences without its
 # routed experts.
 LAUNCHES = {"mixtral": 13, "phimoe": 13, "qwen2_moe": 21, "qwen3_moe": 16, "deepseek_v2": 26, "olmoe": 16}
+LAUNCHES |= {"glm4_moe": 18, "minimax_m2": 16, "glm4_moe_lite": 26, "deepseek_v3": 26}
 
 
 @pytest.fixture(params=["int4", "floe-int4"])

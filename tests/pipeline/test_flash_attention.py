@@ -77,17 +77,50 @@ def test_without_flash_scores_in_memory_are_bounded(dtype, monkeypatch) -> None:
     assert launched.largest <= max(limit, repeated) < 8 * new * total * 4
 
 
+def drawn(new: int, total: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries of 4 heads, keys and values of 2."""
+    torch.manual_seed(0)
+    return torch.randn(4, new, 16), torch.randn(2, total, 16), torch.randn(2, total, 16)
+
+
+def by_definition(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, heads, width], and the logarithm of the sum of exponentials without sinks [heads, T]."""
+    keys, values = (x.repeat_interleave(2, 0) for x in (keys, values))
+    scores = (q @ keys.transpose(1, 2)) * 16**-0.5
+    scores = scores.masked_fill(~causal_mask(q.shape[1], keys.shape[1], window), -torch.inf)
+    columns = scores
+    if sinks is not None:
+        columns = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, q.shape[1], 1)), -1)
+    weights = torch.softmax(columns, -1)[..., : keys.shape[1]]
+    return (weights @ values).transpose(0, 1), scores.logsumexp(-1)
+
+
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("rows", [1, 7, 64])
-def test_rows_taken_a_few_at_a_time_give_the_same(window, rows, monkeypatch) -> None:
+@pytest.mark.parametrize("sinks", [None, torch.tensor([-9.0, 0.5, 2.0, 40.0])])
+def test_rows_taken_a_few_at_a_time_give_the_same(window, rows, sinks, monkeypatch) -> None:
     new, total = 30, 50
-    torch.manual_seed(0)
-    q, keys, values = torch.randn(4, new, 16), torch.randn(2, total, 16), torch.randn(2, total, 16)
-    mask = causal_mask(new, total, window)
-    repeated = keys.repeat_interleave(2, 0), values.repeat_interleave(2, 0)
-    scores = (q @ repeated[0].transpose(1, 2)) * 16**-0.5
-    expected = torch.softmax(scores.masked_fill(~mask, -torch.inf), -1) @ repeated[1]
+    q, keys, values = drawn(new, total)
     monkeypatch.setattr(attention, "SCORE_BYTES", rows * 4 * 4 * total)
     monkeypatch.setattr(attention, "on_cpu", lambda q: False)
-    found = attend_span(q, keys, values, batch_of(new, total, window, "cpu", flash=False), 0, window)
-    torch.testing.assert_close(found, expected.transpose(0, 1))
+    batch = batch_of(new, total, window, "cpu", flash=False)
+    found = attend_span(q, keys, values, batch, 0, window, sinks=sinks)
+    torch.testing.assert_close(found, by_definition(q, keys, values, window, sinks)[0])
+
+
+def test_sinks_beside_flash_attention(monkeypatch) -> None:
+    """What the launch gives has no sinks: they follow from its sums."""
+    q, keys, values = drawn(30, 50)
+
+    def launched(q, keys, values, *rest, **options):
+        q, keys, values = (x.squeeze(0).transpose(0, 1).float() for x in (q, keys, values))
+        out, logsumexp = by_definition(q, keys, values, None, None)
+        return out.unsqueeze(0), logsumexp.unsqueeze(0)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", launched)
+    narrow, sinks = [x.bfloat16() for x in (q, keys, values)], torch.tensor([-9.0, 0.5, 2.0, 40.0])
+    found = attend_span(*narrow, batch_of(30, 50, None, "cpu", flash=True), 0, None, sinks=sinks)
+    wide = [x.float() for x in narrow]
+    torch.testing.assert_close(found, by_definition(*wide, None, sinks)[0])

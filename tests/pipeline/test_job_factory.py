@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from expected_errors import expect_error
-from test_jobs import CONTEXT, END, PROMPT, VOCABULARY, Letters, factory, sequence, step
+from test_jobs import CONTEXT, END, MARK, PROMPT, VOCABULARY, Letters, factory, sequence, step
 
 from pipeline.errors import PromptTooLong, RequestError
 from pipeline.scheduling.job_factory import JobFactory
@@ -103,3 +103,14 @@ def test_penalty_sees_the_prompt_and_the_answer() -> None:
 
 def test_model_without_tokenizer_refuses_stop_strings() -> None:
     expect_error(RequestError, made, Generate(0, token_ids=PROMPT, stop=("x",)), [], match="need a tokenizer")
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_marks_of_an_answer_have_a_text_where_they_are_asked_for(marks: bool) -> None:
+    """All text before one is then certain, and so is what a stop string could have begun with."""
+    sent: list = []
+    job = made(Generate(0, token_ids=PROMPT, marks=marks, stop=("az",)), sent, Letters())
+    for token in (ord("a"), MARK, ord("b")):
+        step(job, token)
+    job.finish("length", {})
+    assert [message.text for message in sent] == (["", "a<mark>", "", "b"] if marks else ["", "", "", "ab"])

@@ -35,7 +35,7 @@ from protocol.messages import (
     TokenBias,
 )
 
-VOCABULARY, CONTEXT, END = 128, 20, 127
+VOCABULARY, CONTEXT, END, MARK = 128, 20, 127, 126
 PROMPT = (1, 2, 3)
 
 
@@ -46,9 +46,10 @@ class Letters:
     def __init__(self, certain: bool = False) -> None:
         self.certain = certain
 
-    def stream(self, stop: Sequence[str]) -> TextStream:
+    def stream(self, stop: Sequence[str], *, marks: bool = False) -> TextStream:
         decoder = RunDecoder(lambda ids: bytes(ids).decode(), lambda token: not self.certain)
-        return TextStream(decoder, StopStrings(stop), lambda token: False)
+        spelled = {MARK: "<mark>"} if marks else {}
+        return TextStream(decoder, StopStrings(stop), MARK.__eq__, spelled)
 
 
 @pytest.fixture

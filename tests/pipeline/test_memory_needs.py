@@ -37,7 +37,8 @@ from pipeline.memory.needs import (
     needs,
 )
 from pipeline.memory.plan import Machine, plan_format
-from pipeline.models.registry import expert_shape, model_spec
+from pipeline.models.facts import expert_shape
+from pipeline.models.registry import model_spec
 from pipeline.models.shapes import SHAPES
 from shm.layout import format_named
 from shm.segment import SHM_FOLDER

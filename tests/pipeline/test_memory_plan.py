@@ -83,7 +83,9 @@ def takes(
 
 
 def fits_with(needs: Needs, asked: EngineConfig, machine: Machine, slab: bool, least: int) -> bool:
-    most = asked.context or min(DEFAULT_CONTEXT, needs.spec.max_positions, asked.kv_tokens or DEFAULT_CONTEXT)
+    most = asked.context or min(
+        DEFAULT_CONTEXT, needs.facts.max_positions, asked.kv_tokens or DEFAULT_CONTEXT
+    )
     context = asked.context or min(least, most)
     return takes(needs, machine, slab, context, asked.kv_tokens or context, asked.expert_cache or 0.0)
 
@@ -105,7 +107,7 @@ def test_plan_fits_keeps_given_options_and_is_the_most_exact(case: Case) -> None
     assert plan.context in (asked.context or plan.context,)
     assert plan.kv_tokens in (asked.kv_tokens or plan.kv_tokens,)
     assert asked.expert_cache is None or plan.expert_cache == asked.expert_cache
-    assert 0 < plan.context <= min(plan.kv_tokens, plan.needs.spec.max_positions)
+    assert 0 < plan.context <= min(plan.kv_tokens, plan.needs.facts.max_positions)
     assert 0 <= plan.expert_cache <= 1
     more_exact = needed[: needed.index(plan.needs)]
     least = GOOD_CONTEXT if fits_with(plan.needs, asked, machine, slab, GOOD_CONTEXT) else LEAST_CONTEXT
@@ -123,7 +125,7 @@ def test_plan_uses_the_memory_that_fits(case: Case) -> None:
     def fits(context: int, kv: int, share: float, slab: bool = slab) -> bool:
         return takes(plan.needs, machine, slab, context, kv, share, plan.staging)
 
-    usual = min(DEFAULT_CONTEXT, plan.needs.spec.max_positions, asked.kv_tokens or DEFAULT_CONTEXT)
+    usual = min(DEFAULT_CONTEXT, plan.needs.facts.max_positions, asked.kv_tokens or DEFAULT_CONTEXT)
     if asked.context is None and plan.context < usual:
         longer = min(plan.context + 64, usual)
         assert not fits(longer, asked.kv_tokens or longer, asked.expert_cache or 0.0)

@@ -8,13 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.assets import model_dir
+from pipeline.backbone.rope import RopeTables
+from pipeline.device import open_device
 from pipeline.errors import ModelError, UsageError
-from pipeline.models.registry import architecture_of, check_kind, expert_shape, model_spec
-from pipeline.models.routing import Softmax, SparseMixer
+from pipeline.models.facts import check_kind, expert_shape
+from pipeline.models.registry import architecture_of, model_spec
+from pipeline.models.routing import Scored, Softmax, SparseMixer
 from pipeline.models.shapes import SHAPES
 from pipeline.models.spec import GroupedQuery, Latent, ModelSpec, Rope
 from shm.expert_math import ExpertMath, Relu2
@@ -256,6 +260,11 @@ LEAST: dict[str, dict[str, Any]] = {
     "qwen3_moe": SMALL | FOUR | NARROW | {"num_experts": 5},
     "deepseek_v2": SMALL | NARROW | LATENT | {"n_routed_experts": 6},
     "olmoe": SMALL | FOUR | {"num_experts": 5},
+    "glm4_moe": SMALL | FOUR | NARROW | {"n_routed_experts": 5},
+    "minimax_m2": SMALL | FOUR | {"num_local_experts": 5},
+    "glm4_moe_lite": SMALL | NARROW | LATENT | {"n_routed_experts": 5},
+    "deepseek_v3": SMALL | NARROW | LATENT | {"n_routed_experts": 16, "num_hidden_layers": 4},
+    "kimi_k2": SMALL | NARROW | LATENT | {"n_routed_experts": 16, "num_hidden_layers": 4},
 }
 SAME = {"layers": 3, "hidden": 64, "top_k": 2, "vocabulary": 512, "max_positions": 256, "norm_eps": 1e-5}
 SAME |= {"experts": 5, "windows": (None,) * 3, "moe_layers": (0, 1, 2), "tied_embeddings": False}
@@ -309,7 +318,45 @@ DEFAULTS: dict[str, ModelSpec] = {
         rope=PLAIN_ROPE,
         router=Softmax(2, rescaled=False),
     ),
+    "glm4_moe": ModelSpec(
+        **SAME | {"moe_layers": (1, 2)},
+        intermediate=40,
+        attention=GroupedQuery(4, 2, 16, rotated=8),
+        rope=PLAIN_ROPE,
+        router=Scored("sigmoid", 2, rescaled=True),
+        dense_intermediate=96,
+        shared_intermediate=40,
+        extra_layers=1,
+    ),
+    "minimax_m2": ModelSpec(
+        **SAME,
+        intermediate=96,
+        attention=GroupedQuery(4, 2, 128, qk_norm="all", rotated=128),
+        rope=Rope("default", 5e6),
+        router=Scored("sigmoid", 2, rescaled=True),
+    ),
+    "glm4_moe_lite": ModelSpec(
+        **SAME | {"moe_layers": (1, 2)},
+        intermediate=40,
+        attention=Latent(4, None, 20, 10, 8, 14, bias=False, scale=18**-0.5),
+        rope=PLAIN_ROPE,
+        router=Scored("sigmoid", 2, rescaled=True),
+        dense_intermediate=96,
+        shared_intermediate=40,
+        extra_layers=1,
+    ),
+    "deepseek_v3": ModelSpec(
+        **SAME | {"layers": 4, "windows": (None,) * 4, "moe_layers": (3,), "experts": 16},
+        intermediate=40,
+        attention=Latent(4, None, 20, 10, 8, 14, bias=False, scale=18**-0.5),
+        rope=PLAIN_ROPE,
+        router=Scored("sigmoid", 2, rescaled=True, groups=8, best_groups=4),
+        dense_intermediate=96,
+        shared_intermediate=40,
+        extra_layers=1,
+    ),
 }
+DEFAULTS["kimi_k2"] = DEFAULTS["deepseek_v3"]
 
 
 @pytest.mark.parametrize("family", LEAST)
@@ -387,6 +434,41 @@ PHI_ROPE |= {"long_mscale": 1.5, "original_max_position_embeddings": 128}
             {"attention": GroupedQuery(4, 2, 16, bias=True, output_bias=True, qk_norm="all", clip=8)}
             | {"router": Softmax(2, rescaled=True)},
         ),
+        (
+            "glm4_moe",
+            {"attention_bias": True, "use_qk_norm": True, "norm_topk_prob": False, "head_dim": 24}
+            | {"first_k_dense_replace": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
+            | {"rope_parameters": {"rope_type": "default", "rope_theta": 7, "partial_rotary_factor": 0.25}},
+            {"attention": GroupedQuery(4, 2, 24, bias=True, qk_norm="head", rotated=6), "moe_layers": (2,)}
+            | {"router": Scored("sigmoid", 2, False, 1.5), "shared_intermediate": 80}
+            | {"rope": Rope("default", 7.0)},
+        ),
+        (  # as its maker writes it
+            "minimax_m2",
+            {
+                "head_dim": 32,
+                "rotary_dim": 16,
+                "scoring_func": "sigmoid",
+                "use_routing_bias": True,
+                "use_qk_norm": True,
+            }
+            | {"qk_norm_type": "per_layer", "attn_type_list": [1, 1, 1], "shared_intermediate_size": 0},
+            {"attention": GroupedQuery(4, 2, 32, qk_norm="all", rotated=16)},
+        ),
+        (
+            "glm4_moe_lite",
+            {"mlp_layer_types": ["sparse", "dense", "sparse"], "q_lora_rank": 12, "rope_interleave": False},
+            {"attention": Latent(4, 12, 20, 10, 8, 14, False, 18**-0.5, interleaved=False)}
+            | {"moe_layers": (0, 2)},
+        ),
+        (
+            "kimi_k2",
+            {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "n_group": 1, "topk_group": 1}
+            | {"first_k_dense_replace": 1, "routed_scaling_factor": 2.827, "rope_scaling": YARN},
+            {"attention": Latent(4, None, 20, 10, 8, 14, False, 18**-0.5 * (0.05 * math.log(40) + 1) ** 2)}
+            | {"router": Scored("sigmoid", 2, True, 2.827), "moe_layers": (1, 2, 3)}
+            | {"rope": Rope("yarn", 3e4)},
+        ),
     ],
 )
 def test_spec_follows_each_option_of_a_family(family: str, given: dict, changes: dict) -> None:
@@ -432,3 +514,46 @@ def test_latent_scores_are_scaled_as_the_config_wants(scaling: dict, factor: flo
 
 def test_largest_number_of_layers_is_allowed() -> None:
     assert model_spec(GOOD | {"num_hidden_layers": 10_000}).layers == 10_000
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "words"),
+    [
+        ("glm4_moe", {"n_group": 2}, "5 experts have no 1 best of 2 equal groups"),
+        ("glm4_moe", {"topk_group": 2}, "no 2 best of 1 equal groups"),
+        ("deepseek_v3", {"num_experts_per_tok": 9}, "9 experts a token do not fit 4 groups of 2"),
+        ("deepseek_v3", {"n_group": 16}, "2 experts a token do not fit 4 groups of 1"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+        ("deepseek_v3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("glm4_moe", {"partial_rotary_factor": 2}, "partial_rotary_factor = 2 of 16 numbers"),
+        ("glm4_moe", {"head_dim": 6}, "a head has 3"),
+        ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm"),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name 3 layers"),
+        ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace"),
+    ],
+)
+def test_variants_of_sigmoid_families_are_refused(family: str, given: dict, words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        model_spec({"model_type": family} | LEAST[family] | given)
+
+
+def test_layers_that_predict_further_tokens_are_left_aside() -> None:
+    config = {"model_type": "glm4_moe"} | LEAST["glm4_moe"]
+    glm, spec = architecture_of(config), model_spec(config)
+    assert glm.optional("model.layers.3.eh_proj.weight", spec)
+    assert glm.optional("model.layers.3.mlp.experts.0.up_proj.weight", spec)
+    for name in ("model.layers.2.eh_proj.weight", "model.layers.4.eh_proj.weight", "model.layers.3"):
+        assert not glm.optional(name, spec)
+    assert not glm.optional("model.layers.3.eh_proj.weight", DEFAULTS["qwen3_moe"])
+
+
+def test_kimi_has_the_rotary_embedding_of_deepseek() -> None:
+    """transformers does not know its model_type."""
+    given = {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}
+    found = []
+    for family in ("kimi_k2", "deepseek_v3"):
+        config = {"model_type": family} | LEAST[family] | given
+        table = RopeTables(model_spec(config).rope, config, 8, 100, open_device("cpu"))
+        found.append(torch.cat(table[[0, 50, 99]]))
+    assert torch.equal(*found)

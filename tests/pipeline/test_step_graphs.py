@@ -30,7 +30,8 @@ from pipeline.device.cuda_graphs import CudaGraphs
 from pipeline.engine.engine import Engine
 from pipeline.engine.graphs import StepGraphs
 from pipeline.engine.observer import Probing
-from pipeline.models.registry import expert_shape, model_spec
+from pipeline.models.facts import expert_shape
+from pipeline.models.registry import model_spec
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from shm.layout import format_named

@@ -30,7 +30,8 @@ from pipeline.experts.channel_share import ChannelMemory
 from pipeline.experts.device_share import DeviceMemory, Slab
 from pipeline.experts.division import Divider, largest
 from pipeline.experts.pool import HostPool
-from pipeline.models.registry import expert_shape, model_spec
+from pipeline.models.facts import expert_shape
+from pipeline.models.registry import model_spec
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import ModelShape, Plan, Policy, PolicyRequest, Routing, View
 from protocol.messages import Shutdown

@@ -20,7 +20,7 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.checkpoint.open import open_model
 from pipeline.config import CoordinatorConfig, ResolvedConfig
 from pipeline.experts.peers import ExitEvents
-from pipeline.models.registry import expert_shape
+from pipeline.models.facts import expert_shape
 from pipeline.serving.engine_inbox import EngineEvent, EngineInbox, EngineMessage, ToClients
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.engine_service import EngineService

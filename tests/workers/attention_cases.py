@@ -27,10 +27,11 @@ def read(cached: np.ndarray) -> np.ndarray:
 
 
 def turned(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
-    half = x.shape[-1] // 2
-    swapped = np.concatenate((-x[..., half:], x[..., :half]), axis=-1)
-    both = np.concatenate((angles, angles))
-    return x * np.cos(both) + swapped * np.sin(both)
+    """The first numbers are rotated, two by each angle; the others stay."""
+    half = len(angles)
+    a, b, rest = np.split(x, [half, 2 * half], axis=-1)
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate((a * cos - b * sin, b * cos + a * sin, rest), axis=-1)
 
 
 def tables(angles: np.ndarray) -> np.ndarray:
@@ -46,7 +47,10 @@ def normed(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) ->
     return y if bias is None else y + bias
 
 
-def softmax(x: np.ndarray) -> np.ndarray:
+def softmax(x: np.ndarray, sink: float | None = None) -> np.ndarray:
+    """`sink`: one more score, whose weight is left out."""
+    if sink is not None:
+        return softmax(np.append(x, sink))[:-1]
     e = np.exp(x - x.max(axis=-1, keepdims=True))
     return e / e.sum(axis=-1, keepdims=True)
 

@@ -35,10 +35,12 @@ class Shape:
     heads: int
     kv_heads: int
     half: int  # of the numbers that are rotated
+    still: int = 0  # numbers of a head that are not; not of latent attention
     latent: tuple[int, int, int, int] | None = None
     norm: str = ""  # one of QK_NORMS
     clip: float | None = None
     window: int | None = None
+    sinks: bool = False
     biases: bool = False
     layer_norm: bool = False
     experts: int = 0  # 0: a dense layer
@@ -51,7 +53,12 @@ class Shape:
     def streams(self) -> list[tuple[int, int]]:
         if self.latent is not None:
             return [(1, self.latent[0] + 2 * self.half)]
-        return [(self.kv_heads, 2 * self.half)] * 2
+        return [(self.kv_heads, self.width)] * 2
+
+    @property
+    def width(self) -> int:
+        """Of a head, unless it is latent."""
+        return 2 * self.half + self.still
 
 
 @dataclass
@@ -71,12 +78,13 @@ class Layer:
             if s.layer_norm:
                 self.vector(f"{name}_bias", s.hidden)
         if s.latent is None:
-            width = 2 * s.half
-            self.matrix("first", (s.heads + 2 * s.kv_heads) * width, s.hidden)
-            self.matrix("output", s.hidden, s.heads * width)
+            self.matrix("first", (s.heads + 2 * s.kv_heads) * s.width, s.hidden)
+            self.matrix("output", s.hidden, s.heads * s.width)
             all_heads = 1 if s.norm == "head" else s.heads
-            self.vector("query_norm", all_heads * width)
-            self.vector("key_norm", (1 if s.norm == "head" else s.kv_heads) * width)
+            self.vector("query_norm", all_heads * s.width)
+            self.vector("key_norm", (1 if s.norm == "head" else s.kv_heads) * s.width)
+            if s.sinks:
+                self.vector("sinks", s.heads)
         else:
             rank, nope, value, query_rank = s.latent
             queries = s.heads * (nope + 2 * s.half)
@@ -91,6 +99,8 @@ class Layer:
             self.plain["expansion"] = read(self.data["expansion"])
         if s.experts:
             self.plain["router"] = numbers(self.random, s.experts, s.hidden)
+            if s.biases:
+                self.vector("router_bias", s.experts)
         if s.channels or not s.experts:
             self.matrix("up", 2 * s.channels, s.hidden)
             self.matrix("down", s.hidden, s.channels)
@@ -131,9 +141,9 @@ class Layer:
         attention: Grouped | Latent
         norms = self.address("query_norm"), self.address("key_norm")
         if s.latent is None:
-            width = 2 * s.half
-            numbers = s.heads, s.kv_heads, width, s.window or 0, QK_NORMS.index(s.norm)
-            attention = Grouped(s.bits, *numbers, *norms, EPS, s.clip or 0, width**-0.5)
+            numbers = s.heads, s.kv_heads, s.width, 2 * s.half, s.window or 0, QK_NORMS.index(s.norm)
+            sinks = self.address("sinks")
+            attention = Grouped(s.bits, *numbers, *norms, sinks, EPS, s.clip or 0, s.width**-0.5)
         else:
             rank, nope, value, query_rank = s.latent
             rope = 2 * s.half
@@ -153,6 +163,7 @@ class Layer:
             query=projection("query"),
             output=output,
             router=self.address("router"),
+            router_bias=self.address("router_bias"),
             up=projection("up"),
             down=projection("down"),
             gate=self.address("gate"),
@@ -223,7 +234,7 @@ class Rows:
         x = normed(h, w["mlp_norm"], w.get("mlp_norm_bias"))
         found = {"x": x, "stored": stored}
         if s.experts:
-            found["logits"] = w["router"] @ x
+            found["logits"] = product("router", x)
         if "up" in w:
             gate, up = np.split(product("up", x), 2)
             y = product("down", gate / (1 + np.exp(-gate)) * up)
@@ -238,13 +249,14 @@ class Rows:
     def _grouped(self, row: int, first, product, caches) -> tuple[np.ndarray, list[np.ndarray]]:
         s, w, position = self.layer.shape, self.layer.plain, self.positions[row]
         weights = [w["query_norm"], w["key_norm"]]
-        x = first.reshape(-1, 2 * s.half)
+        x = first.reshape(-1, s.width)
         q, k, v = grouped_inputs(x, self.angles[row], s.kv_heads, s.norm, weights, s.clip)
         keys, values = (read(cache) for cache in caches)
         seen = slice(0 if s.window is None else max(0, position + 1 - s.window), position + 1)
-        shared, scale = s.heads // s.kv_heads, (2 * s.half) ** -0.5
+        shared, scale = s.heads // s.kv_heads, s.width**-0.5
+        sinks = w["sinks"] if s.sinks else [None] * s.heads
         heads = [
-            softmax(keys[i // shared, seen] @ q[i] * scale) @ values[i // shared, seen]
+            softmax(keys[i // shared, seen] @ q[i] * scale, sinks[i]) @ values[i // shared, seen]
             for i in range(s.heads)
         ]
         return np.array(heads), [k, v]
@@ -291,10 +303,12 @@ def shapes(draw: st.DrawFn, formats: tuple[str, ...] = ("f32",)) -> Shape:
         heads=kv_heads * draw(st.integers(1, 6)),
         kv_heads=kv_heads,
         half=draw(st.integers(1, 40)),
+        still=draw(st.sampled_from([0, 0, 1, 40])),
         latent=latent,
         norm=draw(st.sampled_from(QK_NORMS)),
         clip=draw(st.none() | st.floats(0.1, 2.0)),
         window=draw(st.none() | st.integers(1, 50)),
+        sinks=draw(st.booleans()),
         biases=draw(st.booleans()),
         layer_norm=draw(st.booleans()),
         experts=experts,

@@ -31,6 +31,7 @@ def spans(
     kv_heads, capacity, width = caches[0].shape
     heads = qkv.shape[1] - 2 * kv_heads
     shape = {"bits": 8 * caches[0].itemsize, "heads": heads, "kv_heads": kv_heads, "width": width}
+    shape["rope"] = turns.shape[2]
     kernel = SpanKernel(library, team, Grouped(**shape, eps=EPS, scale=width**-0.5, **facts), Kept())
     out = np.full((len(qkv), heads, width), np.nan, np.float32)
     addresses, done = tuple(cache.ctypes.data for cache in caches), 0
@@ -49,15 +50,20 @@ def spans(
     kv_heads=st.integers(1, 3),
     shared=st.integers(1, 6),
     half=st.integers(1, 40),
+    still=st.sampled_from([0, 0, 1, 40]),  # numbers of a head that are not rotated
     position=st.integers(0, 150),
     counts=st.lists(st.integers(1, 90), min_size=1, max_size=3),
     window=st.none() | st.integers(1, 150),
     bits=st.sampled_from([16, 32]),
     norm=st.sampled_from(QK_NORMS),
     clip=st.none() | st.floats(0.1, 2.0),
+    sink=st.none() | st.sampled_from([0.0, -40.0, 30.0]),
 )
-def test_spans(library, seed, kv_heads, shared, half, position, counts, window, bits, norm, clip) -> None:
-    random, width, heads, tokens = np.random.default_rng(seed), 2 * half, kv_heads * shared, sum(counts)
+def test_spans(
+    library, seed, kv_heads, shared, half, still, position, counts, window, bits, norm, clip, sink
+) -> None:
+    random, heads, tokens = np.random.default_rng(seed), kv_heads * shared, sum(counts)
+    width = 2 * half + still
     qkv = numbers(random, tokens, heads + 2 * kv_heads, width)
     caches = [as_cached(numbers(random, kv_heads, position + tokens + 3, width), bits) for _ in range(2)]
     caches = [np.ascontiguousarray(cache) for cache in caches]
@@ -68,6 +74,8 @@ def test_spans(library, seed, kv_heads, shared, half, position, counts, window, 
     turns = np.ascontiguousarray(np.stack([tables(each) for each in angles], axis=1))
     facts = {"normed": QK_NORMS.index(norm), "clip": clip or 0, "window": window or 0}
     facts |= {"query_norm": weights[0].ctypes.data, "key_norm": weights[1].ctypes.data}
+    sinks = None if sink is None else sink + numbers(random, heads)
+    facts |= {"sinks": None if sinks is None else sinks.ctypes.data}
     inputs = [
         grouped_inputs(x, each, kv_heads, norm, weights, clip) for x, each in zip(qkv, angles, strict=True)
     ]
@@ -91,7 +99,7 @@ def test_spans(library, seed, kv_heads, shared, half, position, counts, window, 
         seen = slice(0 if window is None else max(0, end - window), end)
         for head in range(heads):
             scores = keys[head // shared, seen] @ inputs[token][0][head] * width**-0.5
-            wanted = softmax(scores) @ values[head // shared, seen]
+            wanted = softmax(scores, None if sinks is None else sinks[head]) @ values[head // shared, seen]
             np.testing.assert_allclose(found[token, head], wanted, rtol=2e-4, atol=2e-5)
 
 

@@ -47,8 +47,8 @@ class Grouped(ctypes.Structure):
     """Attention with query heads in groups that share keys and values."""
 
     _fields_ = (
-        *((name, SIZE) for name in ("bits", "heads", "kv_heads", "width", "window", "normed")),
-        *((name, POINTER) for name in ("query_norm", "key_norm")),
+        *((name, SIZE) for name in ("bits", "heads", "kv_heads", "width", "rope", "window", "normed")),
+        *((name, POINTER) for name in ("query_norm", "key_norm", "sinks")),
         *((name, ctypes.c_float) for name in ("eps", "clip", "scale")),
     )
 
@@ -70,7 +70,7 @@ class _Layer(ctypes.Structure):
         ("grouped", ctypes.POINTER(Grouped)),
         ("latent", ctypes.POINTER(Latent)),
         *((name, ctypes.POINTER(Matrix)) for name in ("first", "query", "output")),
-        ("router", POINTER),
+        *((name, POINTER) for name in ("router", "router_bias")),
         *((name, ctypes.POINTER(Matrix)) for name in ("up", "down")),
         ("gate", POINTER),
     )
@@ -106,6 +106,7 @@ class LayerParts:
     query: Projection | None  # from the queries' latent
     output: Projection
     router: Address | None  # float32 [experts, hidden]
+    router_bias: Address | None  # float32 [experts]
     up: Projection | None  # gate over up [2 I, hidden]
     down: Projection | None  # [hidden, I]
     gate: Address | None  # float32 [hidden], of the shared experts' output
@@ -138,6 +139,7 @@ class LayerKernel:
             attention_norm=parts.attention_norm,
             mlp_norm=parts.mlp_norm,
             router=parts.router,
+            router_bias=parts.router_bias,
             gate=parts.gate,
             **{kind: ctypes.pointer(parts.attention)},
             **{name: ctypes.pointer(structure) for name, structure in structures.items()},
@@ -204,7 +206,7 @@ class SpanKernel:
         out: Address,
     ) -> None:
         """`count` tokens, the first after `position` others: qkv [count, (heads + 2 kv_heads) * width],
-        changed in place; cosines and sines [count, width]; the streams are keys and values [kv_heads,
+        changed in place; cosines and sines [count, rope]; the streams are keys and values [kv_heads,
         capacity, width]; out [count, heads * width]. Raises IndexError for positions outside the capacity."""
         self._function(
             handle_of(self._team), ctypes.byref(self._grouped), qkv, *cos_sin, *streams, capacity, position,

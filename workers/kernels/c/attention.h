@@ -97,9 +97,11 @@ INLINE void score_keys(const struct stream *s, const int bits, const float *q, i
     }
 }
 
-static void softmax(float *scores, int64_t n) {
-    float most = scores[0], sum = 0.0f;
-    for (int64_t i = 1; i < n; i++) most = scores[i] > most ? scores[i] : most;
+/* `sink`: one more score, whose weight is of no value; or NULL. */
+static void softmax(float *scores, int64_t n, const float *sink) {
+    float most = sink ? *sink : scores[0];
+    for (int64_t i = 0; i < n; i++) most = scores[i] > most ? scores[i] : most;
+    float sum = sink ? exponential(*sink - most) : 0.0f;
     for (int64_t i = 0; i < n; i++) scores[i] = exponential(scores[i] - most);
     for (int64_t i = 0; i < n; i++) sum += scores[i];
     float scale = 1.0f / sum;
@@ -132,20 +134,21 @@ INLINE void weigh_values(const struct stream *s, const int bits, const int heads
         }
 }
 
+/* `sinks`: of these heads, or NULL. */
 INLINE void attend_heads(const struct stream *s, const int bits, const float *q, int64_t stride, const int heads,
-                     int64_t first, int64_t tokens, float scale, float *scores, float *out) {
+                     int64_t first, int64_t tokens, float scale, const float *sinks, float *scores, float *out) {
     int64_t seen = tokens - first;
     score_keys(s, bits, q, stride, heads, first, tokens, scale, scores, seen);
-    for (int r = 0; r < heads; r++) softmax(scores + r * seen, seen);
+    for (int r = 0; r < heads; r++) softmax(scores + r * seen, seen, sinks ? sinks + r : NULL);
     weigh_values(s, bits, heads, first, tokens, scores, seen, out);
 }
 
 /* `number` heads, at most SHARING, that share keys and values; q [number, stride]. */
 static void attend(const struct stream *s, int64_t bits, const float *q, int64_t stride, int64_t number, int64_t first,
-                   int64_t tokens, float scale, float *scores, float *out) {
+                   int64_t tokens, float scale, const float *sinks, float *scores, float *out) {
 #define ATTEND(n)                                                                                                \
-    (bits == BF16 ? attend_heads(s, BF16, q, stride, n, first, tokens, scale, scores, out)                          \
-                  : attend_heads(s, 32, q, stride, n, first, tokens, scale, scores, out))
+    (bits == BF16 ? attend_heads(s, BF16, q, stride, n, first, tokens, scale, sinks, scores, out)                \
+                  : attend_heads(s, 32, q, stride, n, first, tokens, scale, sinks, scores, out))
     BY_COUNT(number, SHARING, ATTEND)
 }
 
@@ -182,7 +185,7 @@ static void place_token(const struct grouped *g, float *qkv, const float *cosine
     if (g->clip > 0.0f)
         for (int64_t i = 0; i < both[0] + 2 * both[1]; i++)
             qkv[i] = qkv[i] > g->clip ? g->clip : qkv[i] < -g->clip ? -g->clip : qkv[i];
-    for (int64_t head = 0; head < g->heads + g->kv_heads; head++) rotate(qkv + head * g->width, cosines, sines, g->width);
+    for (int64_t head = 0; head < g->heads + g->kv_heads; head++) rotate(qkv + head * g->width, cosines, sines, g->rope);
     for (int64_t head = 0; head < g->kv_heads; head++) {
         int64_t at = (head * capacity + position) * g->width;
         store_cached(k + head * g->width, g->width, keys, at, g->bits);
@@ -196,8 +199,8 @@ static void attend_grouped(const struct grouped *g, const float *q, const struct
                            int64_t number, float *scores, float *out) {
     int64_t from = head / (g->heads / g->kv_heads) * seen->capacity * g->width * (g->bits / 8);
     struct stream s = {seen->streams[0] + from, seen->streams[1] + from, g->width, g->width, g->width};
-    attend(&s, g->bits, q + head * g->width, g->width, number, seen->first, seen->tokens, g->scale, scores,
-           out + head * g->width);
+    attend(&s, g->bits, q + head * g->width, g->width, number, seen->first, seen->tokens, g->scale,
+           g->sinks ? g->sinks + head : NULL, scores, out + head * g->width);
 }
 
 /* --- latent attention ---------------------------------------------------------------------------------------- */
@@ -237,7 +240,7 @@ INLINE void latent_head(const struct latent *l, const int bits, const float *q, 
     memcpy(down + l->rank, q + l->nope, (size_t)l->rope * sizeof *q);
     rotate(down + l->rank, t->cosines, t->sines, l->rope);
     struct stream s = {seen->streams[0], seen->streams[0], latent, latent, l->rank};
-    attend_heads(&s, bits, down, latent, 1, seen->first, seen->tokens, l->scale, scores, up);
+    attend_heads(&s, bits, down, latent, 1, seen->first, seen->tokens, l->scale, NULL, scores, up);
     struct stream values = {rows + l->nope * l->rank * (bits / 8), NULL, l->rank, l->rank, 0};
     score_keys(&values, bits, up, 0, 1, 0, l->value, 1.0f, out + head * l->value, 0);
 }

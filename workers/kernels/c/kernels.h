@@ -179,15 +179,17 @@ struct norm { /* RMS norm, or with a bias LayerNorm */
  * cached before. `bits` of the cached numbers: BF16 or FLOAT32. */
 struct grouped { /* query heads in groups that share keys and values */
     int64_t bits, heads, kv_heads, width;
+    int64_t rope;   /* the first numbers of a head, which are rotated */
     int64_t window; /* most tokens attended to, the new one included; 0: all */
     int64_t normed; /* RMS norm of queries and keys: 0 none, 1 of each head, 2 of all heads together */
     const float *query_norm, *key_norm;
+    const float *sinks;     /* [heads], or NULL: each joins its head's softmax as the score of a value of 0 */
     float eps, clip, scale; /* clip 0: none */
 };
 
 /* `count` new tokens of a sequence, the first at `position`, in the same way: qkv [count, (heads + 2 kv_heads) * width],
  * changed in place; keys, values [kv_heads, capacity, width]; out [count, heads * width]; cosines and sines [count,
- * width]. `scratch`, 64-byte aligned, has tandem_span_scratch bytes for each thread of the team. A token's bits depend on
+ * rope]. `scratch`, 64-byte aligned, has tandem_span_scratch bytes for each thread of the team. A token's bits depend on
  * no token after it whose numbers are finite, nor on how many come with it. */
 int64_t tandem_span_scratch(const struct grouped *grouped);
 int tandem_span(struct team *team, const struct grouped *grouped, float *qkv, const float *cosines,
@@ -212,13 +214,14 @@ struct layer { /* pointers to what a layer does not have are NULL */
     const struct matrix *query; /* from the queries' latent */
     const struct matrix *output;
     const float *router;           /* [experts, hidden] */
+    const float *router_bias;      /* [experts] */
     const struct matrix *up, *down; /* a feed-forward block for every row, [2 I, hidden] and [hidden, I]: the shared
                                      * experts, or without a router the layer's dense block */
     const float *gate;              /* [hidden], scales the block's output by sigmoid(gate . x) */
 };
 
 struct token {
-    const float *cosines, *sines; /* [width] rotate number i with number i + width / 2 (RoPE); the sines carry the
+    const float *cosines, *sines; /* [rope] rotate number i with number i + rope / 2 (RoPE); the sines carry the
                                    * halves' signs */
     char *const *streams;         /* of all layers: keys and values [kv_heads, capacity, width], or latents [capacity,
                                    * rank + rope] */

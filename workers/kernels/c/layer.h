@@ -276,7 +276,7 @@ int tandem_layer(struct team *team, const struct layer *l, int64_t index, const 
     tandem_product(team, l->output, run.narrow, s->rows, s->out, run.product, WAKE_NS);
     parallel_for(of_rows, leave_attention, &run, s->rows, WAKE_NS);
     if (s->logits) {
-        struct matrix router = {float32_weights(l, l->experts), l->router, NULL};
+        struct matrix router = {float32_weights(l, l->experts), l->router, l->router_bias};
         tandem_product(team, &router, s->x, s->rows, s->logits, NULL, l->up ? WAKE_NS : 0);
     }
     if (!l->up) return FINE;

@@ -115,7 +115,8 @@ static void attend_block(const struct span_attention *o, int64_t kv_head, int64_
     for (int64_t r = 0; r < rows; r++) {
         const float *q = o->qkv + (begin + r / shared) * all + (kv_head * shared + r % shared) * width;
         for (int64_t i = 0; i < width; i++) s.q[r * width + i] = q[i] * g->scale;
-        s.most[r] = -INFINITY, s.sum[r] = 0.0f;
+        const float *sink = g->sinks ? g->sinks + kv_head * shared + r % shared : NULL;
+        s.most[r] = sink ? *sink : -INFINITY, s.sum[r] = sink ? 1.0f : 0.0f;
     }
     memset(s.out, 0, (size_t)(rows * padded) * sizeof *s.out);
     int64_t first = o->position + begin + 1, last = o->position + end; /* tokens of the cache that rows see: up to */
@@ -148,7 +149,7 @@ static void place_tokens(void *context, int64_t lo, int64_t hi) {
     const struct span_attention *o = context;
     int64_t all = (o->g->heads + 2 * o->g->kv_heads) * o->g->width;
     for (int64_t t = lo; t < hi; t++)
-        place_token(o->g, o->qkv + t * all, o->cosines + t * o->g->width, o->sines + t * o->g->width, o->keys,
+        place_token(o->g, o->qkv + t * all, o->cosines + t * o->g->rope, o->sines + t * o->g->rope, o->keys,
                     o->values, o->capacity, o->position + t);
 }
 

@@ -196,19 +196,21 @@ KERNEL(ATTEND_THREADS, attend_2, ATTEND_ARGUMENTS) { ATTEND(2); }
 KERNEL(ATTEND_THREADS, attend_4, ATTEND_ARGUMENTS) { ATTEND(4); }
 KERNEL(ATTEND_THREADS, attend_8, ATTEND_ARGUMENTS) { ATTEND(8); }
 
-/* out [rows, heads, value_width], a block for each row and head; zeros for a row without a sequence. */
+/* out [rows, heads, value_width], a block for each row and head; zeros for a row without a sequence. `sinks` [heads], or
+ * NULL: each joins its head's softmax as the score of a value of 0. */
 KERNEL(MERGE_THREADS, merge, const float *parts, const int64_t *positions, int64_t heads, int64_t value_width,
-       int64_t window, int64_t chunk, int64_t chunks, float *out) {
+       int64_t window, int64_t chunk, int64_t chunks, const float *sinks, float *out) {
     SHARED(float, weights, MOST_CHUNKS);
     int64_t tokens = positions[blockIdx.x / heads] + 1, seen = window > 0 && tokens > window ? window : tokens;
     int used = (int)((seen + chunk - 1) / chunk);
     int64_t step = value_width + EXTRA;
     const float *of = parts + blockIdx.x * chunks * step;
-    float most = LEAST, total = 0.0f;
+    float sink = sinks ? sinks[blockIdx.x % heads] : LEAST, most = sink;
     for (int n = 0; n < used; n++) most = larger(of[n * step + value_width], most);
     for (int n = threadIdx.x; n < used; n += MERGE_THREADS)
         weights[n] = exponential(__fsub_rn(of[n * step + value_width], most));
     __syncthreads();
+    float total = sinks ? exponential(__fsub_rn(sink, most)) : 0.0f;
     for (int n = 0; n < used; n++) total = __fmaf_rn(of[n * step + value_width + 1], weights[n], total);
     for (int c = threadIdx.x; c < (int)value_width; c += MERGE_THREADS) {
         float sum = 0.0f;

@@ -71,11 +71,18 @@ class DecodeAttention:
         )  # fmt: skip
 
     def attend(
-        self, rows: Rows, q: Tensor, kv_heads: int, value_width: int, window: int | None, scale: float
+        self,
+        rows: Rows,
+        q: Tensor,
+        kv_heads: int,
+        value_width: int,
+        window: int | None,
+        scale: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of q [R, heads, width] to the tokens up to the new one: float32 [R, heads * value_width].
         `window`: the last tokens that count. Values are the first numbers of the last stream, whose rows are
-        as wide as keys where it is the only one."""
+        as wide as keys where it is the only one. `sinks` float32 [heads]: more scores, whose value is 0."""
         number, heads, width = q.shape
         group = heads // kv_heads
         limit = next((limit for limit in HEADS if group <= limit), HEADS[-1])
@@ -95,7 +102,7 @@ class DecodeAttention:
         self._launch(
             "merge", number * heads,
             parts.data_ptr(), rows.positions, heads, value_width, window or 0, chunk, chunks,
-            out.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out
 

@@ -1,0 +1,387 @@
+"""A checkpoint of any family and layout, as transformers reads it: one expert at a time, and everything else.
+
+transformers says how names and layouts of a checkpoint become a model's parameters: by renamings, and by converters
+whose operations merge, concatenate, transpose or dequantize. What becomes a parameter of an experts module is an
+expert's. One expert is read by giving its converter that expert's tensors alone: those with its number, or place e of
+tensors that hold all of them. So no more than a few experts are in memory, whatever the layout.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.quantizers import AutoHfQuantizer
+
+from pipeline.checkpoint.reader import RawTensor, TensorReader
+from pipeline.errors import ModelError
+from pipeline.generic.describe import decoder_of, experts_used, without_memory
+from pipeline.generic.skeleton import MATRICES
+from pipeline.models.architecture import ExpertRows, TensorRows
+from pipeline.models.config_keys import Config
+from pipeline.models.facts import Headers
+from shm.layout import Float32
+
+Read = Callable[
+    [str, int | None], Tensor
+]  # a tensor's numbers, or those of one place of its first axis [1, ...]
+
+DTYPES = {
+    **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
+    **{"U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64},
+    "BOOL": torch.bool,
+}
+BITS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+SCALES = "_scale_inv"  # behind the name of a weight in 8-bit blocks
+WRONG = "the download is incomplete, or config.json is another model's"
+
+
+@dataclass
+class Place:
+    """Where a checkpoint has a parameter, or those that one converter makes."""
+
+    target: str  # the (first) parameter's name in the model
+    converter: WeightConverter | None  # None: the tensor is the parameter
+    keys: dict[str, list[str]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # by source pattern, in order
+
+    @property
+    def first(self) -> str:
+        """The first of its tensors, for messages."""
+        return next(iter(self.keys.values()))[0]
+
+
+class Conversion:
+    """How the tensors of a checkpoint become the parameters of a model."""
+
+    def __init__(self, model: PreTrainedModel, names: Sequence[str]) -> None:
+        """`model`: on the meta device; `names`: of all tensors."""
+        self.model = model
+        self.state: dict[str, Tensor] = model.state_dict()
+        modules = experts_used(model)
+        self.modules: list[Any] = [*modules.values()]
+        self.names = [*modules]  # of these modules
+        self.experts: list[dict[str, Place]] = [{} for _ in modules]  # by parameter of the module
+        self.backbone: dict[str, Place] = {}  # by target
+        settings = getattr(model.config, "quantization_config", None)
+        self.blocks = settings.get("weight_block_size") if isinstance(settings, dict) else None
+        number = {name: n for n, name in enumerate(modules)}
+        mapping = get_model_conversion_mapping(model, hf_quantizer=_dequantizer(settings))
+        renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
+        converters = [m for m in mapping if isinstance(m, WeightConverter)]
+        by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+        for key in sorted(names, key=dot_natural_key):
+            target, pattern = rename_source_key(
+                key, renamings, converters, model.base_model_prefix, self.state
+            )
+            if target not in self.state and key in self.state:
+                target, pattern = key, None
+            owner, _, name = target.rpartition(".")
+            of_expert = owner in number and name in MATRICES
+            places = self.experts[number[owner]] if of_expert else self.backbone
+            converter = None if pattern is None else by_pattern[pattern]
+            place = places.setdefault(name if of_expert else target, Place(target, converter))
+            place.keys[pattern or key].append(key)
+
+    def parameters(self, place: Place, read: Read) -> dict[str, Tensor]:
+        """Whole parameters, by name."""
+        return self._converted(
+            place, {p: [read(key, None) for key in keys] for p, keys in place.keys.items()}
+        )
+
+    def expert(self, layer: int, expert: int, read: Read) -> dict[str, Tensor]:
+        """An expert's part of each parameter of its module, as the module has it. Raises ModelError where the
+        checkpoint has another number of experts."""
+        return {name: self._expert(place, layer, expert, read) for name, place in self.experts[layer].items()}
+
+    def _expert(self, place: Place, layer: int, expert: int, read: Read) -> Tensor:
+        count = len(self.modules[layer].down_proj)
+        parts = {}
+        for pattern, keys in place.keys.items():
+            if len(keys) == count:  # a tensor for each
+                parts[pattern] = [read(keys[expert], None)]
+            elif len(keys) == 1:  # all in one
+                parts[pattern] = [read(keys[0], expert)]
+            else:
+                raise ModelError(f"{len(keys)} tensors like {keys[0]}, for {count} experts: {WRONG}")
+        return self._converted(place, parts)[place.target][0]
+
+    def _converted(self, place: Place, parts: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+        if place.converter is None:
+            return {place.target: next(iter(parts.values()))[0]}
+        if self.blocks is not None:
+            parts = {p: self._fitted(p, tensors, parts) for p, tensors in parts.items()}
+        converter = deepcopy(place.converter)
+        for pattern, tensors in parts.items():
+            for tensor in tensors:
+                converter.add_tensor(place.target, pattern, pattern, partial(_same, tensor))
+        try:
+            made = converter.convert(place.target, model=self.model, config=self.model.config)
+        except Exception as e:  # whatever an operation raises of tensors that do not fit
+            reason = " ".join(str(e).split())[:200]
+            raise ModelError(
+                f"{place.first} and its like cannot be converted to {place.target}: {reason}"
+            ) from None
+        return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+
+    def _fitted(self, pattern: str, scales: list[Tensor], parts: dict[str, list[Tensor]]) -> list[Tensor]:
+        """Scales of blocks that cover more than a matrix [.., rows, columns], as one for each row, or column: the
+        operation takes the blocks' size from how many there are."""
+        weights = parts.get(pattern.removesuffix(SCALES)) if pattern.endswith(SCALES) else None
+        if weights is None:
+            return scales
+        fitted = []
+        for scale, weight in zip(scales, weights, strict=True):
+            for axis, block in zip((-2, -1), self.blocks, strict=True):
+                size = weight.shape[axis]
+                if scale.dim() >= 2 and scale.shape[axis] == -(-size // block) and size % block:
+                    each = torch.arange(size, device=scale.device) // block
+                    scale = scale.index_select(axis, each)
+            fitted.append(scale)
+        return fitted
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _dequantizer(settings: Any) -> Any:
+    """The quantizer of a quantized checkpoint, which adds its dequantizing operation to each converter. Raises
+    ModelError for one that has none."""
+    if settings is None:
+        return None
+    quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
+    if "dequantize" not in quantizer.get_load_operations():
+        raise ModelError("config.json: transformers has no operation that dequantizes this checkpoint")
+    quantizer.quantization_config.dequantize = True
+    return quantizer
+
+
+def matrices_of(module: Any, parts: Mapping[str, Tensor]) -> list[Tensor]:
+    """An expert's gate [I, H], unless ungated, up [I, H] and down [H, I], then the biases [1, I] of gate and up, from
+    its parts of the module's parameters."""
+    wide, down = parts["gate_up_proj" if module.has_gate else "up_proj"], parts["down_proj"]
+    if module.is_transposed:
+        wide, down = wide.T, down.T
+    matrices = [*_halves(module, wide), down]
+    if module.has_bias:
+        biases = parts["gate_up_proj_bias" if module.has_gate else "up_proj_bias"]
+        matrices += [half[None] for half in _halves(module, biases)]
+    return matrices
+
+
+def _halves(module: Any, both: Tensor) -> tuple[Tensor, ...]:
+    """Gate and up of a stacked matrix or bias, along its first axis; up alone without a gate."""
+    if not module.has_gate:
+        return (both,)
+    if module.is_concatenated:
+        return both[: len(both) // 2], both[len(both) // 2 :]
+    return both[::2], both[1::2]
+
+
+# --- from headers ---------------------------------------------------------------------------------------------
+
+
+def check_headers(model: PreTrainedModel, headers: Headers) -> str:
+    """Raises ModelError, one line, where a parameter is missing or would get another shape; a line about tensors that
+    are not read."""
+
+    for name, (dtype, _) in headers.items():
+        if dtype not in DTYPES:
+            raise ModelError(f"the tensor {name} has the dtype {dtype}, which is not read")
+    read = partial(_like, headers)
+    conversion = Conversion(model, [*headers])
+    unread = []
+    found: dict[str, Tensor] = {}
+    for place in conversion.backbone.values():
+        if place.target in conversion.state:
+            found |= conversion.parameters(place, read)
+        else:
+            unread.append(place.first)
+    for layer, name in enumerate(conversion.names):
+        _check_alike(conversion.experts[layer].values(), headers)
+        for part, made in conversion.expert(layer, 0, read).items():
+            found[f"{name}.{part}"] = made.expand(len(conversion.modules[layer].down_proj), *made.shape)
+    _check_found(_needed(conversion), found)
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+    unread = [name for name in unread if not any(re.search(pattern, name) for pattern in ignored)]
+    return (
+        f"{len(unread)} tensors of the checkpoint are not read, the first is {unread[0][:120]}"
+        if unread
+        else ""
+    )
+
+
+def _check_alike(places: Any, headers: Headers) -> None:
+    """Raises ModelError unless each expert has tensors like the first's."""
+    for keys in (keys for place in places for keys in place.keys.values()):
+        for key in keys:
+            if headers[key] != headers[keys[0]]:
+                raise ModelError(f"the tensors {keys[0]} and {key} differ in shape or dtype: {WRONG}")
+
+
+def _needed(conversion: Conversion) -> dict[str, Tensor]:
+    """The parameters and stored buffers of decoder and head, but tied ones that another one gives."""
+    model, names = conversion.model, {m: name for name, m in conversion.model.named_modules()}
+    tops = [names[m] for m in (model.get_decoder(), model.get_output_embeddings()) if m is not None]
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    other = {name for name, m in model.named_modules() if hasattr(type(m), "_apply_gate")} - {
+        *conversion.names
+    }
+    return {
+        name: tensor
+        for name, tensor in conversion.state.items()
+        if any(name.startswith(f"{top}." if top else "") for top in tops)
+        and name not in tied
+        and name.rpartition(".")[0] not in other
+    }
+
+
+def _check_found(needed: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    for name, like in needed.items():
+        made = found.get(name)
+        if made is None:
+            raise ModelError(f"no tensor gives the parameter {name}: {WRONG}")
+        if made.shape != like.shape:
+            shapes = f"{list(made.shape)}; config.json gives {list(like.shape)}"
+            raise ModelError(f"the parameter {name} would get the shape {shapes}")
+        if like.is_floating_point() and made.dtype not in BITS:
+            kinds = ", ".join(BITS.values())
+            raise ModelError(
+                f"the parameter {name} would get {made.dtype}; only {kinds} are read, where config.json has no"
+                " quantization_config that says more"
+            )
+
+
+# --- from files -----------------------------------------------------------------------------------------------
+
+
+def conversion_of(config: Config, names: Sequence[str]) -> Conversion:
+    """Raises ModelError."""
+    return Conversion(without_memory(*decoder_of(config)), names)
+
+
+class ConvertedTensors(Mapping[str, Tensor]):
+    """The parameters and buffers of a model outside its routed experts, read from a checkpoint on each call, for any
+    number of threads: in the checkpoint's own dtype, or in float32 where they are dequantized."""
+
+    def __init__(self, conversion: Conversion, reader: TensorReader, headers: Headers) -> None:
+        self._conversion = conversion
+        self._read = partial(_read, reader, headers)
+        self._places = dict(conversion.backbone)
+        for place in conversion.backbone.values():
+            for target in () if place.converter is None else place.converter.target_patterns[1:]:
+                name = place.target.replace(place.converter.target_patterns[0], target)  # type: ignore[union-attr]
+                self._places[name] = place
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._conversion.parameters(self._places[name], self._read)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
+        """As `Tensors.float32`."""
+        numbers: Float32 = self._checked(name, shape).to(torch.float32).numpy()
+        return numbers
+
+    def stacked(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor:
+        """As `Tensors.stacked`."""
+        parts = [self._checked(name, shape) for name, shape in tensors]
+        same = len({part.dtype for part in parts}) == 1
+        return raw_of(torch.cat(parts) if same else torch.cat([part.to(torch.float32) for part in parts]))
+
+    def _checked(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self._places:
+            raise ModelError(f"no tensor gives the parameter {name}: {WRONG}")
+        tensor = self[name]
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"the parameter {name} has the shape {list(tensor.shape)}, not {list(shape)}")
+        return tensor.contiguous()
+
+
+class ConvertedExperts:
+    """The experts of a checkpoint, for `encode_experts`. Each is read and converted once, by threads of its own, and
+    kept until the encoder has done with it. A context manager."""
+
+    def __init__(self, conversion: Conversion, reader: TensorReader, headers: Headers) -> None:
+        self._conversion = conversion
+        self._read = partial(_read, reader, headers)
+        self._threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+        self._experts: dict[str, Future[list[RawTensor]]] = {}  # being converted, or converted
+        shape = self._conversion.expert(0, 0, partial(_like, headers))
+        self._shapes = [tuple(m.shape) for m in matrices_of(conversion.modules[0], shape)]
+
+    def locate(self, layer: int, expert: int) -> ExpertRows:
+        """As `LocateExpert`; begins to read it."""
+        name = f"{self._conversion.names[layer]}.{expert}"
+        self._experts[name] = self._threads.submit(self._matrices, layer, expert)
+        return tuple(TensorRows(f"{name}:{n}", shape, 0, shape[0]) for n, shape in enumerate(self._shapes))
+
+    def _matrices(self, layer: int, expert: int) -> list[RawTensor]:
+        parts = self._conversion.expert(layer, expert, self._read)
+        return [raw_of(m.contiguous()) for m in matrices_of(self._conversion.modules[layer], parts)]
+
+    def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor:
+        """As `Rows.rows`."""
+        name, _, number = part.name.rpartition(":")
+        dtype, _, bits = self._experts[name].result()[int(number)]
+        return RawTensor(dtype, bits[lo:hi].shape, bits[lo:hi])
+
+    def advise(self, part: TensorRows, advice: int) -> int:
+        """As `TensorReader.advise`: an expert that is not needed any more is dropped."""
+        if advice == os.POSIX_FADV_DONTNEED:
+            self._experts.pop(part.name.rpartition(":")[0], None)
+        return 4 * math.prod(part.shape)
+
+    def __enter__(self) -> ConvertedExperts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+
+def _read(reader: TensorReader, headers: Headers, name: str, place: int | None) -> Tensor:
+    dtype, shape = headers[name]
+    if place is None:
+        return torch.from_numpy(reader.part(name)).view(DTYPES[dtype]).reshape(shape)
+    data = reader.part(name, place, place + 1)
+    return torch.from_numpy(data).view(DTYPES[dtype]).reshape(1, *shape[1:])
+
+
+def _like(headers: Headers, name: str, place: int | None) -> Tensor:
+    """What `_read` gives, without memory."""
+    dtype, shape = headers[name]
+    return torch.empty(shape if place is None else (1, *shape[1:]), dtype=DTYPES[dtype], device="meta")
+
+
+def raw_of(tensor: Tensor) -> RawTensor:
+    """The bits of a contiguous tensor of a dtype in BITS."""
+    kind = torch.int32 if tensor.dtype == torch.float32 else torch.int16
+    bits = tensor.view(kind).numpy()
+    unsigned: Any = np.uint32 if kind == torch.int32 else np.uint16
+    return RawTensor(BITS[tensor.dtype], tuple(tensor.shape), bits.view(unsigned))
