@@ -22,7 +22,7 @@ from pipeline.backbone.linear import FEW_ROWS, Precision
 from pipeline.backbone.protocol import Experts, Probe
 from pipeline.backbone.step import answers
 from pipeline.device.base import Device
-from pipeline.errors import PolicyError
+from pipeline.errors import ModelError, PolicyError
 from pipeline.generic import attention
 from pipeline.generic.caches import LayerKept, StepCache, rows_of
 from pipeline.generic.modules import OwnLinear, fuse_norms
@@ -31,7 +31,7 @@ from pipeline.generic.routers import Tap, find_router
 from pipeline.generic.skeleton import Skeleton
 from pipeline.generic.trial import Trial, observe
 from pipeline.models.facts import ModelFacts
-from pipeline.policies.view import Router
+from pipeline.models.routing import Router
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
@@ -50,8 +50,8 @@ class GenericBackbone:
     ) -> None:
         """`weights`: by parameters' names in the whole model; `progress` is called with the bytes loaded so
         far. Raises ModelError where the family cannot run here, or weights are missing."""
-        self.facts = facts
         transformers.logging.set_verbosity_error()  # of slower ways that are the only ones here
+        self.facts = facts
         self.dtype = precision.dtype
         self._precision = precision
         skeleton = Skeleton(model_class, config)
@@ -114,8 +114,8 @@ class GenericBackbone:
 
     def _refuse(self, policy: str, what: str) -> NoReturn:
         raise PolicyError(
-            f"policy {policy} {what}, and {type(self._model).__name__} routes in a way of its own: use all-host,"
-            " on-demand, layerwise or fiddler"
+            f"policy {policy} {what}, and {type(self._model).__name__} routes in a way of its own:"
+            " use all-host, on-demand, layerwise or fiddler"
         )
 
     def largest_product(self, rows: int) -> int:

@@ -20,8 +20,8 @@ from pipeline.backbone.protocol import LayerCall
 from pipeline.device.cpu import CpuDevice
 from pipeline.errors import ModelError, PolicyError, StepFailed
 from pipeline.generic.backbone import GenericBackbone
+from pipeline.generic.describe import describe, without_memory
 from pipeline.generic.trial import new_cache, sequence
-from pipeline.models.facts import facts_of
 from tests.tiny_families import family_names, tiny_model
 
 SAMPLE = (
@@ -77,9 +77,8 @@ def device() -> CpuDevice:
 def loaded(family: str, dtype: str = "f32") -> tuple[Any, GenericBackbone]:
     model = tiny_model(family)
     precision = Precision(dtype, device())
-    return model, GenericBackbone(
-        facts_of(model.config.to_dict()), type(model), model.config, model.state_dict(), precision
-    )
+    facts = describe(without_memory(type(model), model.config))
+    return model, GenericBackbone(facts, type(model), model.config, model.state_dict(), precision)
 
 
 def alone(model: Any, tokens: Sequence[int], counts: Sequence[int]) -> np.ndarray:
@@ -143,6 +142,10 @@ def test_sample(family: str) -> None:
     assert backbone.chunks
     assert not backbone.own_choices
     assert len(backbone.fused) > 2  # norms
+    assert tuple(kept.streams for kept in backbone.kept) == backbone.facts.kv_streams
+    assert tuple(kept.states for kept in backbone.kept) == backbone.facts.state_shapes
+    backbone.check_probes("some")
+    backbone.check_choices("some")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
@@ -180,9 +183,9 @@ def test_routers_of_other_layers() -> None:
 
 def test_policies_that_need_more_than_own_choices_are_refused() -> None:
     _, backbone = loaded("inkling")
-    for check_needs in (backbone.check_choices, backbone.check_probes):
-        with pytest.raises(PolicyError, match="policy some .* routes in a way of its own"):
-            check_needs("some")
+    for check_it in (backbone.check_probes, backbone.check_choices):
+        with pytest.raises(PolicyError, match="routes in a way of its own"):
+            check_it("some")
     with pytest.raises(PolicyError):
         backbone.router(1, torch.randn(5, 64))
 
