@@ -1,9 +1,9 @@
 """The formats whose channels are read one by one: all of up in few bits, gate and down channel by channel.
 
-What a channel adds to the output is silu(gate . x) * (up . x) times its column of down. So a kernel that has
-computed up . x of all channels can leave out the channels where it is small, and read gate's row and down's
-column of the others only (FloE, 2025). A tile of T channels is in two places of the store, its head and its
-body:
+What a channel adds to the output is f(gate . x, up . x) times its column of down (`shm/expert_math.py`). So
+a kernel that has computed up . x of all channels can leave out the channels where it is small, and read
+gate's row and down's column of the others only (FloE, 2025). A tile of T channels is in two places of the
+store, its head and its body:
 
     head:  up [T, H], a matrix of a block format (`shm/blocks.py`) with groups of 64 along H
     body:  | channel 0: gate's row | down's column | channel 1: gate's row | down's column | ...

@@ -28,7 +28,7 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from shm.expert_math import SWIGLU, ExpertMath, Float32
+from shm.expert_math import SWIGLU, ExpertMath
 
 ENCODED_ROWS = 8  # rounded at a time, so that the steps in between stay in the processor's cache
 RANDOM_TILES = 8  # of a shape
@@ -38,6 +38,7 @@ UNIFORM = 3.0**0.5  # a uniform number from -UNIFORM to UNIFORM has the standard
 
 LINE = 64  # bytes
 
+Float32 = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 NO_HEAD: Bytes = np.empty(0, np.uint8)
 _drawing = Lock()

@@ -218,6 +218,8 @@ class StoreLayout:
         """Write all tiles of one expert. gate (None: ungated), up [I, H]; down [H, I]; out uint8
         [expert_stride], heads uint8 [head_stride]; biases [I] of gate, unless ungated, and of up."""
         s = self.shape
+        if (gate is not None, len(biases)) != (s.math.gated, s.math.biases):
+            raise ValueError(f"these are no matrices of {s.math}")
         self.clear_padding(out, heads)
         for tile in range(s.tiles):
             lo, hi = tile * s.tile, min((tile + 1) * s.tile, s.intermediate)

@@ -1,8 +1,8 @@
 """Masks: the channels of an expert that a row computes, in the formats whose gate and down lie by channel,
 and what a mask left out.
 
-A channel's u is its up row times x; y is the sum over the kept channels of silu(gate . x) * u * down. Each
-row has a mask of its own: its result depends on no other row.
+A channel's u is its up row times x, plus its bias if it has one; y is the sum over the kept channels of
+f(gate . x, u) * down. Each row has a mask of its own: its result depends on no other row.
 """
 
 from __future__ import annotations

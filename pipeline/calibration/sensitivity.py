@@ -232,6 +232,6 @@ def _used(routing: Routing) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np
 
 def _through(tile: Tile, x: Tensor) -> Tensor:
     """A tile's output for x [n, H]: [n, H]."""
-    biases = tile.biases or [None] * len(tile.wide)
+    biases: Sequence[Tensor | None] = tile.biases or [None] * len(tile.wide)
     *gate, up = (functional.linear(x, w, bias) for w, bias in zip(tile.wide, biases, strict=True))
     return activated(tile.math, gate[0] if gate else None, up) @ tile.down

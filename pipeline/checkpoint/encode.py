@@ -123,6 +123,8 @@ def expert_chunks(
     uint8 [expert_stride], heads uint8 [head_stride]."""
     shape = layout.shape
     layout.clear_padding(out, heads)
+    if len(expert) != shape.math.matrices + shape.math.biases:
+        raise ValueError(f"{len(expert)} parts of an expert of {shape.math}")
     if any(part.transposed for part in expert):
         reader = Transposed(reader, downs, expert)
     *wide, down = matrices = expert[: shape.math.matrices]

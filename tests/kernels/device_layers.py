@@ -12,10 +12,11 @@ import pytest
 import torch
 from kernel_runs import bits, kernel_of
 from numpy.typing import NDArray
-from quantized_cases import records, states
+from quantized_cases import random_tiles, states
 
 from pipeline.device.base import DeviceKernel
 from shm.blocks import BlockFormat
+from shm.expert_math import SWIGLU, ExpertMath
 from shm.layout import Bytes, ExpertShape, Float32, StoreLayout, format_named
 from workers.kernels.native import Library, best, load
 
@@ -57,15 +58,22 @@ class Layer:
 
 
 def made(
-    name: str, hidden: int, groups: int, tiles: int, number: int, experts: int, *kinds: str, seed: int
+    name: str,
+    hidden: int,
+    groups: int,
+    tiles: int,
+    number: int,
+    experts: int,
+    *kinds: str,
+    seed: int,
+    math: ExpertMath = SWIGLU,
 ) -> Layer:
     random, format = np.random.default_rng(seed), format_named(name)
     assert isinstance(format, BlockFormat)
     tile = groups * format.group
-    layout = StoreLayout(ExpertShape(1, experts, hidden, tiles * tile, tile), format)
+    layout = StoreLayout(ExpertShape(1, experts, hidden, tiles * tile, tile, math), format)
     codes, head, kind = kinds
-    size = experts * tiles * layout.tile_bytes // format.record_bytes
-    data = records(random, format, size, codes, head).reshape(experts, -1)
+    data = random_tiles(random, layout, experts * tiles, codes, head).reshape(experts, -1)
     items, rows = [], []
     for expert in range(experts):
         some = np.flatnonzero(random.random(number) < random.choice([0.1, 0.5, 1.0])).astype(np.int32)

@@ -47,9 +47,7 @@ class Sequences:
         self.rows = Rows(len(lengths), positions, capacities, tuple(streams))
 
 
-def exact(
-    q: Tensor, keys: Tensor, values: Tensor, window: int | None, sinks: Tensor | None = None
-) -> Tensor:
+def exact(q: Tensor, keys: Tensor, values: Tensor, window: int | None, sinks: Tensor | None = None) -> Tensor:
     """q [heads, width], keys and values [kv_heads, N, width], sinks [heads]: [heads, value width], float64."""
     group = len(q) // len(keys)
     keys, values = (x.double().repeat_interleave(group, 0)[:, -(window or 1 << 30) :] for x in (keys, values))

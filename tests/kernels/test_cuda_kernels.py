@@ -3,6 +3,8 @@ number of rows, the slots, the cuts and the order in which tiles land."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,9 +13,10 @@ from emulated_cuda import EmulatedLauncher, library
 from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_runs import quick
-from quantized_cases import CODES, HEADS, QUANTIZED, ROWS, records
+from quantized_cases import CODES, HEADS, KINDS, QUANTIZED, ROWS, records
 
 from shm.blocks import BlockFormat, Int2
+from shm.expert_math import SWIGLU, ExpertMath
 from shm.layout import Float32, format_named
 from workers.kernels.cuda.compiler import Program
 from workers.kernels.cuda.experts import CudaExperts
@@ -25,8 +28,8 @@ FORMATS = tuple(
 )  # each compiled for itself
 
 
-def launcher(format: BlockFormat, name: str) -> EmulatedLauncher:
-    return EmulatedLauncher(library(Program.of_blocks(format, fused=name == "fused")))
+def launcher(format: BlockFormat, name: str, math: ExpertMath = SWIGLU) -> EmulatedLauncher:
+    return EmulatedLauncher(library(Program.of_blocks(format, name == "fused", math)))
 
 
 def emulated(
@@ -64,6 +67,20 @@ def test_layers(format, hidden, groups, tiles, number, experts, codes, head, kin
         computed = [int(random.integers(few, cut + 1)) for few, cut in zip(resident, computed, strict=True)]
     found = emulated(launcher(layer.format, name), layer, resident, computed, seed)
     same(found, on_host(library, layer, computed))
+
+
+@pytest.mark.parametrize(
+    ("kind", "format"),
+    [("biases", "int4-g128"), ("clamped", "int8"), ("all numbers", "int4"), ("relu2 biases", "int4")],
+)
+def test_every_kind_of_experts(kind: str, format: str) -> None:
+    for number in (1, 2, 7, 40):
+        made_of = ("random", "normal", "normal")
+        layer = made(format, 130, 2, 2, number, 1, *made_of, seed=number, math=KINDS[kind])
+        every = np.arange(number, dtype=np.int32)
+        layer = replace(layer, items=((0, 2),), rows=(every,), weights=(np.ones(number, np.float32),))
+        found = emulated(launcher(layer.format, "fused", KINDS[kind]), layer, [2], [2], number)
+        same(found, on_host(host("fused"), layer, [2]))
 
 
 @pytest.mark.parametrize("format", QUANTIZED)

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import brute_force
 import numpy as np
+import pytest
 import torch
 from emulated_cuda import EmulatedLauncher, library
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kernel_runs import plain_expert, quick
+from kernel_runs import plain_kind, quick
 from numpy.typing import NDArray
+from quantized_cases import KINDS
 
 from shm.layout import Bytes, Float32, StoreLayout
 from workers.kernels.cuda.compiler import Program
@@ -19,7 +21,9 @@ from workers.kernels.cuda.experts import FEW, CudaExperts
 
 def computed(layout: StoreLayout, data: Bytes, x: Float32, rows: NDArray[np.int32], parts: int) -> Float32:
     """The expert's output for x[rows]; its tiles are added in so many calls."""
-    launcher = EmulatedLauncher(library(Program("plain.cu")))
+    program = Program.of_format(layout.format, fused=True, math=layout.shape.math)
+    assert program is not None
+    launcher = EmulatedLauncher(library(program))
     experts = CudaExperts(launcher, layout)
     offsets, cuts = np.array([0, len(rows)], np.int32), np.array([layout.shape.tiles], np.int32)
     share = experts.begin(torch.from_numpy(x), cuts, offsets, rows, np.ones(len(rows), np.float32))
@@ -49,12 +53,22 @@ def computed(layout: StoreLayout, data: Bytes, x: Float32, rows: NDArray[np.int3
 @example(hidden=264, tile=33, tiles=2, number=8, seed=0)
 @example(hidden=63, tile=7, tiles=1, number=3, seed=0)
 def test_experts(hidden: int, tile: int, tiles: int, number: int, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    layout, (gate, up, down), data = plain_expert(random, hidden, tile, tiles)
+    check("swiglu", hidden, tile, tiles, number, seed)
+
+
+@pytest.mark.parametrize("kind", ["all numbers", "relu2 biases"])
+def test_every_kind_of_experts(kind: str) -> None:
+    for hidden, tile, number in ((264, 33, 8), (63, 7, 3), (128, 64, 1)):
+        check(kind, hidden, tile, 2, number, number)
+
+
+def check(kind: str, hidden: int, tile: int, tiles: int, number: int, seed: int) -> None:
+    random, math = np.random.default_rng(seed), KINDS[kind]
+    layout, matrices, biases, data = plain_kind(random, math, hidden, tile, tiles)
     x = random.standard_normal((number + 2, hidden)).astype(np.float32)
     rows = np.sort(random.permutation(number + 2)[:number]).astype(np.int32)
     together = computed(layout, data, x, rows, 1)
-    assert brute_force.expert(gate, up, down, x[rows], "bf16").agrees(together)
+    assert brute_force.expert(*matrices, x[rows], "bf16", math, biases).agrees(together)
     np.testing.assert_array_equal(computed(layout, data, x, rows, tiles), together)
     alone = [computed(layout, data, x, rows[i : i + 1], 1) for i in range(number)]
     np.testing.assert_array_equal(np.concatenate(alone), together)

@@ -1,6 +1,7 @@
 """The same weights give the same store in every layout, dtype and number of shards."""
 
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,8 +11,11 @@ from filled_store import Enough, Stop, filled, layout_of, new_store
 
 from pipeline.checkpoint import encode
 from pipeline.checkpoint.open import Checkpoint
+from pipeline.checkpoint.reader import RawTensor
+from pipeline.models.architecture import TensorRows
 from pipeline.models.registry import model_spec
-from shm.layout import FORMATS, StoreLayout
+from shm.expert_math import ExpertMath, Relu2
+from shm.layout import FORMATS, ExpertShape, StoreLayout, format_named
 
 # Odd sizes: padded in both directions, with tiles of 64 and more channels.
 MIXTRAL = tiny_checkpoint.config() | {"hidden_size": 72, "intermediate_size": 164, "head_dim": 16}
@@ -227,3 +231,43 @@ def test_exception_of_progress_ends_fill(tmp_path):
     for format_name in ("bf16", "int4", "floe"):
         with pytest.raises(Enough), filled(Checkpoint(tmp_path), format_name, Stop()):
             pass
+
+
+class Arrays:
+    """Tensors in memory, by name."""
+
+    def __init__(self, tensors: dict[str, np.ndarray]) -> None:
+        self._tensors = tensors
+
+    def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor:
+        numbers = self._tensors[part.name].reshape(-1, part.shape[-1])[part.first + lo : part.first + hi]
+        return RawTensor("F32", numbers.shape, numbers.copy().view(np.uint32))
+
+
+KINDS = (ExpertMath(bias=True), ExpertMath(Relu2()), ExpertMath(Relu2(), True))
+
+
+@pytest.mark.parametrize(
+    ("format_name", "math"),
+    [(name, math) for name in FORMATS for math in KINDS if math.gated or not name.startswith("floe")],
+)
+def test_experts_with_biases_or_without_a_gate_are_encoded_as_the_layout_says(format_name, math, monkeypatch):
+    monkeypatch.setattr(encode, "CHUNK_NUMBERS", 3000)
+    random, form = np.random.default_rng(3), format_named(format_name)
+    shape = ExpertShape(1, 1, 72, 164, max(64, form.granularity), math)
+    layout = StoreLayout(shape, form)
+    sizes = [(164, 72)] * (math.matrices - 1) + [(72, 164)] + [(1, 164)] * math.biases
+    arrays = {str(n): random.standard_normal(size).astype(np.float32) for n, size in enumerate(sizes)}
+    where = tuple(TensorRows(name, w.shape, 0, len(w)) for name, w in arrays.items())
+    found, wanted = (
+        (np.full(layout.expert_stride, 255, np.uint8), np.full(layout.head_stride, 255, np.uint8))
+        for _ in range(2)
+    )
+    with ThreadPoolExecutor(1) as downs:
+        for chunk in encode.expert_chunks(Arrays(arrays), downs, layout, where, *found):
+            chunk()
+    *gate, up, down = list(arrays.values())[: math.matrices]
+    biases = [bias[0] for bias in list(arrays.values())[math.matrices :]]
+    layout.encode_expert(gate[0] if gate else None, up, down, *wanted, biases)
+    for part, of_layout in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(part, of_layout)

@@ -149,7 +149,10 @@ def encoded_store(shape: ExpertShape, source: str, format: str) -> Iterator[Stor
         for place in np.ndindex(shape.layers, shape.experts):
             gate, up = (random.standard_normal((high, wide)).astype(np.float32) * 0.2 for _ in range(2))
             down = random.standard_normal((wide, high)).astype(np.float32) * 0.2
-            builder.layout.encode_expert(gate, up, down, builder.expert(*place), builder.heads(*place))
+            biases = [random.standard_normal(high).astype(np.float32) for _ in range(shape.math.biases)]
+            out, heads = builder.expert(*place), builder.heads(*place)
+            wide_gate = gate if shape.math.gated else None
+            builder.layout.encode_expert(wide_gate, up, down, out, heads, biases)
 
     with _filled(shape, source + format, fill, format) as store:
         yield store

@@ -4,6 +4,7 @@ it is what a worker computes with the same mask, and only kept channels move."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_shares import share_of
 from mover_parts import MoverParts, encoded_store, mover_parts
+from quantized_cases import KINDS
 from thread_engine import device_memory
 
 from pipeline.counters import PhaseCounters, StepClock
@@ -32,14 +34,15 @@ MODEL = ModelShape(SHAPE.layers, SHAPE.experts, SHAPE.tiles, 2)
 SLOTS = 24
 X = np.random.default_rng(1).standard_normal((3, SHAPE.hidden)).astype(np.float32)
 MASKS = st.sampled_from([DENSE, Mask(threshold=0.8), Mask(share=0.25), Mask(threshold=1e9), Mask(share=0.0)])
-FORMATS = ["floe", "floe-int4", "floe-u8-int8"]
+FORMATS = ["floe swiglu", "floe-int4 swiglu", "floe-u8-int8 swiglu", "floe-u4-int4 clamped"]
 
 
 @pytest.fixture(scope="module", params=FORMATS)
 def parts(request, tmp_path_factory) -> Iterator[MoverParts]:
-    folder = tmp_path_factory.mktemp(request.param)
+    name, kind = request.param.split()
+    folder = tmp_path_factory.mktemp(name)
     with (
-        encoded_store(SHAPE, str(folder), request.param) as store,
+        encoded_store(replace(SHAPE, math=KINDS[kind]), str(folder), name) as store,
         mover_parts(folder, store, SLOTS) as parts,
     ):
         yield parts

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from pipeline.assets import model_dir
 from pipeline.errors import ModelError, UsageError
-from pipeline.models.registry import architecture_of, expert_shape, model_spec
+from pipeline.models.registry import architecture_of, check_kind, expert_shape, model_spec
 from pipeline.models.routing import Softmax, SparseMixer
 from pipeline.models.shapes import SHAPES
 from pipeline.models.spec import GroupedQuery, Latent, ModelSpec, Rope
+from shm.expert_math import ExpertMath, Relu2
 from shm.layout import FORMATS, HALF_BYTES, REACH, TILE_BYTES, TILES_PER_EXPERT, format_named
 
 BF16 = format_named("bf16")
@@ -89,6 +90,14 @@ def test_tiles_are_whole_groups_and_hold_the_expert(name, hidden, intermediate, 
     form.tile_bytes(shape.hidden, shape.tile)  # raises where the format has no such tile
 
 
+def test_formats_that_read_gate_by_channel_refuse_ungated_experts() -> None:
+    text = r"--format floe streams gate's channels, and this model's experts have no gate \(ungated relu\^2\)"
+    with pytest.raises(UsageError, match=text):
+        check_kind(ExpertMath(Relu2()), format_named("floe"))
+    check_kind(ExpertMath(Relu2()), format_named("int4"))
+    check_kind(ExpertMath(bias=True), format_named("floe"))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_small_expert_is_halved_in_every_format(name: str) -> None:
     """So that the embedded model's experts can be resident, fetched and divided in part."""
@@ -131,6 +140,14 @@ def test_shapes_have_the_published_number_of_weights(name, billions) -> None:
         tensors = family.tensors(spec, fused)
         assert family.is_fused(tensors, spec) == fused
         assert sum(map(math.prod, tensors.values())) / 1e9 == pytest.approx(billions, abs=0.06)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("gpt-oss-20b", 20.9), ("gpt-oss-120b", 116.8)])
+def test_shapes_with_a_single_layout_have_the_published_number_of_weights(name, billions) -> None:
+    family, spec = architecture_of(SHAPES[name]), model_spec(SHAPES[name])
+    tensors = family.tensors(spec, fused=True)
+    assert family.is_fused(tensors, spec)
+    assert sum(map(math.prod, tensors.values())) / 1e9 == pytest.approx(billions, abs=0.06)
 
 
 DEEPSEEK = SHAPES["deepseek-v2-lite"]

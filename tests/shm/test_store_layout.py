@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shm.blocks import Int2, Int8
+from shm.expert_math import SWIGLU, ExpertMath, Relu2
 from shm.formats import round_to_bf16
 from shm.layout import FORMATS, PAGE, BlockFormat, ExpertShape, FloeFormat, StoreLayout, TileFormat
 
@@ -18,7 +19,10 @@ def layouts(draw: st.DrawFn) -> StoreLayout:
     format = draw(st.sampled_from([*FORMATS.values(), Int2(64), Int8(64)]))
     tile = draw(st.integers(1, 2 if format.granularity > 1 else 60)) * format.granularity
     sizes = draw(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 150), st.integers(1, 150)))
-    return StoreLayout(ExpertShape(*sizes, tile), format)
+    kinds = [SWIGLU, ExpertMath(bias=True)]
+    if not isinstance(format, FloeFormat):
+        kinds += [ExpertMath(Relu2()), ExpertMath(Relu2(), True)]
+    return StoreLayout(ExpertShape(*sizes, tile, draw(st.sampled_from(kinds))), format)
 
 
 def bits_of(format: TileFormat) -> tuple[int, int, int]:
@@ -43,7 +47,9 @@ def test_tiles_and_heads_do_not_overlap_and_experts_are_aligned(layout: StoreLay
         heads_end = layer + shape.experts * layout.head_stride
         assert layer <= head <= heads_end <= begin < layer + layout.layer_stride
     assert written.max() == 1
-    assert written.sum() == layout.expert_bytes * shape.layers * shape.experts
+    of_heads = layout.heads_bytes - layout.head_bytes * shape.tiles  # up's biases, behind them
+    assert written.sum() == (layout.expert_bytes - of_heads) * shape.layers * shape.experts
+    assert layout.heads_bytes <= layout.head_stride
 
 
 @given(layouts(), st.integers(0, 2**32))
@@ -52,18 +58,29 @@ def test_experts_decode_and_padding_is_zero(layout: StoreLayout, seed: int) -> N
     shape, format, rng = layout.shape, layout.format, np.random.default_rng(seed)
     wide = (shape.intermediate, shape.hidden)
     gate, up, down = (rng.standard_normal(s).astype(np.float32) for s in (wide, wide, wide[::-1]))
+    biases = [rng.standard_normal(wide[0]).astype(np.float32) for _ in range(shape.math.biases)]
     out = np.full(layout.expert_stride, 0xAB, np.uint8)
     heads = np.full(layout.head_stride, 0xAB, np.uint8)
-    layout.encode_expert(gate, up, down, out, heads)
-    tiles = (layout.tile_of(out, heads, tile) for tile in range(shape.tiles))
-    decoded = [decode(format, body, shape.hidden, shape.tile, head) for body, head in tiles]
-    together = np.concatenate(decoded, axis=1)  # [3, padded, H]
-    for part, w, bits in zip(together, (gate, up, down.T), bits_of(format), strict=True):
+    layout.encode_expert(gate if shape.math.gated else None, up, down, out, heads, biases)
+    tiles = [layout.tile_of(out, heads, tile) for tile in range(shape.tiles)]
+    decoded = [decode(format, body, shape.hidden, shape.tile, head, shape.math) for body, head in tiles]
+    together = np.concatenate(decoded, axis=1)  # [matrices, padded, H]
+    skipped = 0 if shape.math.gated else 1
+    for part, w, bits in zip(together, (gate, up, down.T)[skipped:], bits_of(format)[skipped:], strict=True):
         assert np.abs(part[: shape.intermediate] - w).max() <= WORST[bits] * np.abs(w).max()
-    assert not together[:2, shape.intermediate :].any()  # so whatever down's is, it adds nothing
+    assert not together[:-1, shape.intermediate :].any()  # so whatever down's is, it adds nothing
     assert not out[layout.tile_bytes * shape.tiles :].any()
-    assert not heads[layout.head_bytes * shape.tiles :].any()
-    if not isinstance(format, FloeFormat):
+    assert not heads[layout.heads_bytes :].any()
+    found = [layout.biases_of(out, heads, tile) for tile in range(shape.tiles)]
+    for of_tiles, wanted in zip(zip(*found, strict=True), biases, strict=True):
+        assert all(part.ctypes.data % 4 == 0 for part in of_tiles)
+        np.testing.assert_array_equal(np.concatenate(of_tiles)[: shape.intermediate], wanted)
+        assert not np.concatenate(of_tiles)[shape.intermediate :].any()
+    for (body, _), numbers in zip(tiles, found, strict=True):  # the rest of what is beside the matrices is 0
+        for part in numbers:
+            part[:] = 0
+        assert not format.beside_matrices(body, shape.hidden, shape.tile, shape.math).any()
+    if not isinstance(format, FloeFormat) or shape.math.bias:
         return
     # The tiles of an expert together are as one tile, and 16 channels of a tile are a smaller tile.
     assert not together[2, shape.intermediate :].any()

@@ -17,8 +17,8 @@ import pytest
 from c_libraries import c_libraries
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from kernel_runs import kernel_of, plain_expert
-from quantized_cases import make_case
+from kernel_runs import kernel_of, plain_kind
+from quantized_cases import KINDS, make_case
 
 from shm.layout import format_named
 from workers.kernels.matrix import HostMatrix
@@ -109,11 +109,15 @@ def test_tiles_from_any_number_of_rows_on(emulated, vectors, name, least) -> Non
     tiles=st.integers(1, 2),
     rows=st.integers(1, 90),
     seed=st.integers(0, 1000),
+    kind=st.sampled_from(["swiglu", "clamped", "relu2", "relu2 biases"]),
 )
-@example(hidden=544, tile=300, tiles=2, rows=67, seed=0)  # two parts of a row and of the channels
-def test_bf16_tiles(emulated, vectors, threads, hidden, tile, tiles, rows, seed) -> None:
-    random = np.random.default_rng(seed)
-    layout, (gate, up, down), data = plain_expert(random, hidden, tile, tiles)
+@example(
+    hidden=544, tile=300, tiles=2, rows=67, seed=0, kind="swiglu"
+)  # two parts of a row and of the channels
+@example(hidden=65, tile=37, tiles=2, rows=40, seed=1, kind="relu2 biases")
+def test_bf16_tiles(emulated, vectors, threads, hidden, tile, tiles, rows, seed, kind) -> None:
+    random, math = np.random.default_rng(seed), KINDS[kind]
+    layout, matrices, biases, data = plain_kind(random, math, hidden, tile, tiles)
     x, chosen = random.standard_normal((rows, hidden)).astype(np.float32), random.permutation(rows)
     found = {}
     for name, library in (("units", emulated(1)), ("vectors", emulated(1000)), ("pairs", vectors)):
@@ -123,4 +127,4 @@ def test_bf16_tiles(emulated, vectors, threads, hidden, tile, tiles, rows, seed)
         if team is not None:
             team.close()
     np.testing.assert_array_equal(found["pairs"], found["vectors"])
-    assert brute_force.expert(gate, up, down, x[chosen], "bf16").agrees(found["units"])
+    assert brute_force.expert(*matrices, x[chosen], "bf16", math, biases).agrees(found["units"])

@@ -57,7 +57,9 @@ def spans(
     clip=st.none() | st.floats(0.1, 2.0),
     sink=st.none() | st.sampled_from([0.0, -40.0, 30.0]),
 )
-def test_spans(library, seed, kv_heads, shared, half, position, counts, window, bits, norm, clip, sink) -> None:
+def test_spans(
+    library, seed, kv_heads, shared, half, position, counts, window, bits, norm, clip, sink
+) -> None:
     random, width, heads, tokens = np.random.default_rng(seed), 2 * half, kv_heads * shared, sum(counts)
     qkv = numbers(random, tokens, heads + 2 * kv_heads, width)
     caches = [as_cached(numbers(random, kv_heads, position + tokens + 3, width), bits) for _ in range(2)]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_runs import kernel_of
+from quantized_cases import KINDS
 from work_cases import Case
 
 from shm.descriptor import ITEMS, ROWS, X_ROWS, Parts, head_of, numbers, parts_of
@@ -56,17 +57,19 @@ def works(draw: st.DrawFn) -> dict[str, object]:
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("name", ["f32", "bf16", "int8", "int4", "int4-g128"])
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(work=works())
-def test_work_has_the_same_bits_as_tile_by_tile(library, threads, name, work) -> None:
+@given(work=works(), kind=st.sampled_from(["swiglu", "clamped", "relu2 biases"]))
+def test_work_has_the_same_bits_as_tile_by_tile(library, threads, name, work, kind) -> None:
     form, hidden, random = format_named(name), work["hidden"], np.random.default_rng(work["seed"])
     tile = 2 * form.granularity if form.granularity > 1 else 24
-    shape = ExpertShape(1, work["experts"], hidden, tile * work["tiles"], tile)
+    shape = ExpertShape(1, work["experts"], hidden, tile * work["tiles"], tile, KINDS[kind])
     layout = StoreLayout(shape, form)
     layer = np.zeros(layout.total_bytes, np.uint8)
     for expert in range(shape.experts):
         for n in range(shape.tiles):
             at = layout.offset(0, expert, n)
-            form.fill_random(random, hidden, tile, hidden**-0.5, layer[at : at + layout.tile_bytes])
+            data = layer[at : at + layout.tile_bytes]
+            form.fill_random(random, hidden, tile, hidden**-0.5, data, math=shape.math)
+            form.biases(data, hidden, tile, shape.math)[:] = random.random(tile)
     x = random.standard_normal((work["height"], hidden)).astype(np.float32)
     items, offsets, rows = work["items"], work["offsets"], work["rows"]
     weights = random.random(len(rows), np.float32)

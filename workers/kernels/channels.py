@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from shm.blocks import LANES
 from shm.expert_math import SWIGLU, ExpertMath
 from shm.floe import FloeFormat
-from shm.formats import Bytes, Float32
+from shm.formats import LINE, Bytes, Float32
 from workers.kernels.c_types import (
-    LINE,
     POINTER,
     SIZE,
     Activations,

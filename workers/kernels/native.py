@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 from shm.control import ControlLine
 from shm.descriptor import Descriptor, address_of
 from shm.errors import NotCompiled
-from shm.formats import Bytes, Float32
+from shm.formats import LINE, Bytes, Float32
 from shm.layout import StoreLayout
 from shm.mask import NOTHING, Tally
 from shm.store import Store
 from workers.kernels.c_types import (
     BF16_BITS,
-    LINE,
     POINTER,
     SIZE,
     SMALL_BUFFERS,

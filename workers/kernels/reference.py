@@ -96,7 +96,7 @@ def tile_numbers(layout: StoreLayout, tile: Tensor, head: Tensor | None = None) 
     channels, hidden, number = shape.tile, shape.hidden, shape.math.matrices
     if isinstance(format, FloeFormat):
         assert head is not None
-        records = tile.view(channels, -1)[:, : format.channel_bytes(hidden)].unflatten(1, (2, -1))
+        records = tile.view(channels, -1)[:, : format.channel_bytes(hidden)].reshape(channels, 2, -1)
         gate, down = (row_numbers(format.rows, records[:, part], hidden) for part in range(2))
         return torch.stack((gate, dequantize(format.up, head, channels, hidden)[:, :hidden], down))
     tile = tile[: format.matrices_bytes(hidden, channels, number)]
@@ -172,7 +172,7 @@ class ReferenceKernel:
             both = both.float() + tile_biases(self._layout, tile).flatten()
         elif self._math != SWIGLU:
             both = both.float()
-        *gate, up = both.split(self._tile, dim=1)
+        *gate, up = both.chunk(self._math.matrices - 1, dim=1)
         return activated(self._math, gate[0] if gate else None, up).to(x.dtype)
 
 
@@ -233,7 +233,7 @@ class ReferenceChannels:
             parts, u = parts[read], u[:, read]
         if not len(parts):
             return torch.zeros(len(u), self._hidden, device=u.device)
-        both = parts[:, : self._format.channel_bytes(self._hidden)].unflatten(1, (2, -1))
+        both = parts[:, : self._format.channel_bytes(self._hidden)].reshape(len(parts), 2, -1)
         gate, down = (row_numbers(self._format.rows, both[:, i], self._hidden) for i in range(2))
         g = functional.linear(x.gate[rows], gate)
         if self._math.bias:
