@@ -138,7 +138,9 @@ def test_shape_of_a_config_file_depends_on_what_it_says(config_file: Path) -> No
 
 def test_first_layers_of_a_model_that_also_sees(tmp_path: Path) -> None:
     text = {"num_hidden_layers": 3, "layer_types": ["a", "b", "c"], "other": [1, 2]}
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": text, "vision_config": {"x": [1, 2, 3]}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"text_config": text, "vision_config": {"x": [1, 2, 3]}})
+    )
     _, config = shape_config(f"shape:{tmp_path}/config.json/2")
     assert config["text_config"] == {"num_hidden_layers": 2, "layer_types": ["a", "b"], "other": [1, 2]}
     assert config["vision_config"] == {"x": [1, 2, 3]}
