@@ -15,11 +15,12 @@ import msgspec
 from launch.errors import WrongUsage
 from pipeline.assets import model_dir
 from pipeline.calibration.file import calibration_path, read
+from pipeline.checkpoint.index import read_fields
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig
 from pipeline.memory.plan import AUTOMATIC
-from pipeline.models.facts import expert_shape
+from pipeline.models.facts import expert_shape, facts_of
 from pipeline.models.shapes import is_shape, shape_config
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
@@ -191,6 +192,7 @@ def check_reads_text(folder: Path, chats: bool = False) -> None:
         if chats and not has_chat_template(folder):
             raise WrongUsage(NO_TEMPLATE)
     elif os.path.isfile(folder / "config.json"):
+        facts_of(read_fields(folder / "config.json"))  # a model that cannot be run needs no tokenizer
         raise WrongUsage(
             f"{NO_TOKENIZER}: put its tokenizer.json and tokenizer_config.json into {folder}, or use"
             " `generate --prompt-tokens`"

@@ -184,7 +184,8 @@ def _head(plan: ModelPlan) -> Iterator[RenderableType]:
     which = "" if len(facts.moe_layers) == facts.layers else f", {len(facts.moe_layers)} of them"
     experts = f"{count(facts.experts, 'expert')}, {facts.top_k} active per token"
     yield Text(plan.source.name, style="bold")
-    yield f"{count(facts.layers, 'layer')}{which} with {experts}; context of up to {facts.max_positions} tokens"
+    context = f"context of up to {facts.max_positions} tokens"
+    yield f"{count(facts.layers, 'layer')}{which} with {experts}; {context}"
     yield f"with --device {config.device} --policy {config.policy}"
 
 

@@ -1,9 +1,10 @@
 """A checkpoint of any family and layout, as transformers reads it: one expert at a time, and everything else.
 
-transformers says how names and layouts of a checkpoint become a model's parameters: by renamings, and by converters
-whose operations merge, concatenate, transpose or dequantize. What becomes a parameter of an experts module is an
-expert's. One expert is read by giving its converter that expert's tensors alone: those with its number, or place e of
-tensors that hold all of them. So no more than a few experts are in memory, whatever the layout.
+transformers says how names and layouts of a checkpoint become a model's parameters: by renamings, and by
+converters whose operations merge, concatenate, transpose or dequantize. What becomes a parameter of an
+experts module is an expert's. One expert is read by giving its converter that expert's tensors alone: those
+with its number, or place e of tensors that hold all of them. So no more than a few experts are in memory,
+whatever the layout.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from transformers.quantizers import AutoHfQuantizer
 from pipeline.checkpoint.reader import RawTensor, TensorReader
 from pipeline.errors import ModelError
 from pipeline.generic.describe import decoder_of, experts_used, without_memory
+from pipeline.generic.found_math import matrices_of
 from pipeline.generic.skeleton import MATRICES
 from pipeline.models.architecture import ExpertRows, TensorRows
 from pipeline.models.config_keys import Config
@@ -107,6 +109,9 @@ class Conversion:
             converter = None if pattern is None else by_pattern[pattern]
             place = places.setdefault(name if of_expert else target, Place(target, converter))
             place.keys[pattern or key].append(key)
+        for module in self.modules:  # operations that look at a parameter's shape are given one expert
+            for name, parameter in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(parameter[:1], requires_grad=False))
 
     def parameters(self, place: Place, read: Read) -> dict[str, Tensor]:
         """Whole parameters, by name."""
@@ -151,8 +156,8 @@ class Conversion:
         return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
 
     def _fitted(self, pattern: str, scales: list[Tensor], parts: dict[str, list[Tensor]]) -> list[Tensor]:
-        """Scales of blocks that cover more than a matrix [.., rows, columns], as one for each row, or column: the
-        operation takes the blocks' size from how many there are."""
+        """Scales of blocks that cover more than a matrix [.., rows, columns], as one for each row, or column:
+        the operation takes the blocks' size from how many there are."""
         weights = parts.get(pattern.removesuffix(SCALES)) if pattern.endswith(SCALES) else None
         if weights is None:
             return scales
@@ -172,8 +177,8 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _dequantizer(settings: Any) -> Any:
-    """The quantizer of a quantized checkpoint, which adds its dequantizing operation to each converter. Raises
-    ModelError for one that has none."""
+    """The quantizer of a quantized checkpoint, which adds its dequantizing operation to each converter.
+    Raises ModelError for one that has none."""
     if settings is None:
         return None
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
@@ -183,34 +188,12 @@ def _dequantizer(settings: Any) -> Any:
     return quantizer
 
 
-def matrices_of(module: Any, parts: Mapping[str, Tensor]) -> list[Tensor]:
-    """An expert's gate [I, H], unless ungated, up [I, H] and down [H, I], then the biases [1, I] of gate and up, from
-    its parts of the module's parameters."""
-    wide, down = parts["gate_up_proj" if module.has_gate else "up_proj"], parts["down_proj"]
-    if module.is_transposed:
-        wide, down = wide.T, down.T
-    matrices = [*_halves(module, wide), down]
-    if module.has_bias:
-        biases = parts["gate_up_proj_bias" if module.has_gate else "up_proj_bias"]
-        matrices += [half[None] for half in _halves(module, biases)]
-    return matrices
-
-
-def _halves(module: Any, both: Tensor) -> tuple[Tensor, ...]:
-    """Gate and up of a stacked matrix or bias, along its first axis; up alone without a gate."""
-    if not module.has_gate:
-        return (both,)
-    if module.is_concatenated:
-        return both[: len(both) // 2], both[len(both) // 2 :]
-    return both[::2], both[1::2]
-
-
-# --- from headers ---------------------------------------------------------------------------------------------
+# --- from headers ----------------------------------------------------------------------------------------
 
 
 def check_headers(model: PreTrainedModel, headers: Headers) -> str:
-    """Raises ModelError, one line, where a parameter is missing or would get another shape; a line about tensors that
-    are not read."""
+    """Raises ModelError, one line, where a parameter is missing or would get another shape; a line about
+    tensors that are not read."""
 
     for name, (dtype, _) in headers.items():
         if dtype not in DTYPES:
@@ -275,12 +258,12 @@ def _check_found(needed: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> N
         if like.is_floating_point() and made.dtype not in BITS:
             kinds = ", ".join(BITS.values())
             raise ModelError(
-                f"the parameter {name} would get {made.dtype}; only {kinds} are read, where config.json has no"
-                " quantization_config that says more"
+                f"the parameter {name} would get {made.dtype}; only {kinds} are read, where config.json has"
+                " no quantization_config that says more"
             )
 
 
-# --- from files -----------------------------------------------------------------------------------------------
+# --- from files ------------------------------------------------------------------------------------------
 
 
 def conversion_of(config: Config, names: Sequence[str]) -> Conversion:
@@ -289,8 +272,8 @@ def conversion_of(config: Config, names: Sequence[str]) -> Conversion:
 
 
 class ConvertedTensors(Mapping[str, Tensor]):
-    """The parameters and buffers of a model outside its routed experts, read from a checkpoint on each call, for any
-    number of threads: in the checkpoint's own dtype, or in float32 where they are dequantized."""
+    """The parameters and buffers of a model outside its routed experts, read from a checkpoint on each call,
+    for any number of threads: in the checkpoint's own dtype, or in float32 where they are dequantized."""
 
     def __init__(self, conversion: Conversion, reader: TensorReader, headers: Headers) -> None:
         self._conversion = conversion
@@ -331,8 +314,8 @@ class ConvertedTensors(Mapping[str, Tensor]):
 
 
 class ConvertedExperts:
-    """The experts of a checkpoint, for `encode_experts`. Each is read and converted once, by threads of its own, and
-    kept until the encoder has done with it. A context manager."""
+    """The experts of a checkpoint, for `encode_experts`. Each is read and converted once, by threads of its
+    own, and kept until the encoder has done with it. A context manager."""
 
     def __init__(self, conversion: Conversion, reader: TensorReader, headers: Headers) -> None:
         self._conversion = conversion

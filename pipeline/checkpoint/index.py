@@ -24,7 +24,7 @@ import numpy as np
 
 from pipeline.errors import ModelError
 from pipeline.models.architecture import Architecture
-from pipeline.models.facts import facts_of
+from pipeline.models.facts import Headers, facts_of
 from pipeline.models.spec import ModelSpec
 from protocol.files import MAX_SETTINGS, open_regular, read_json
 
@@ -166,6 +166,10 @@ class CheckpointIndex:
         """The file that lists the tensors."""
         return self.shards[0].path if len(self.shards) == 1 else self.folder / INDEX_FILE
 
+    @property
+    def headers(self) -> Headers:
+        return {name: (entry.dtype, entry.shape) for name, entry in self.tensors.items()}
+
     @classmethod
     def open(cls, folder: Path) -> CheckpointIndex:
         """Read config.json and the headers of all shards. Raises ModelError, one line, for a directory that
@@ -248,7 +252,8 @@ def _refuse_quantized(path: Path, config: Mapping[str, Any]) -> None:
             what = f" ({method[:40]})" if isinstance(method, str) else ""
             raise ModelError(
                 f"{path} has a {key}{what}: of checkpoints that are quantized already only those in "
-                f"{' and '.join(DEQUANTIZED)} are read; download the original one, and Tandem quantizes it (--format int8, int4)"
+                f"{' and '.join(DEQUANTIZED)} are read; download the original one, and Tandem quantizes it "
+                "(--format int8, int4)"
             )
 
 

@@ -84,8 +84,8 @@ class Checkpoint(ModelSource):
 
 
 class ConvertedCheckpoint(ModelSource):
-    """The model in a folder, of any family, in any layout, or quantized; read as transformers reads it, which takes
-    importing it: a child process of the supervisor's, and the processes that read weights, do."""
+    """The model in a folder, of any family, in any layout, or quantized; read as transformers reads it, which
+    takes importing it: a child process of the supervisor's, and the processes that read weights, do."""
 
     kind = "checkpoint"
     filling = "converting the experts"
@@ -94,12 +94,11 @@ class ConvertedCheckpoint(ModelSource):
     def __init__(self, index: CheckpointIndex) -> None:
         """Check config.json and the headers against each other. Raises ModelError, one line."""
         self._index = index
-        self._headers = {name: (entry.dtype, entry.shape) for name, entry in index.tensors.items()}
         self.name = str(index.folder)
         self.config = index.config
         facts_of(self.config)  # what cannot be run is said first
         try:
-            self.note = check_headers(self.config, self._headers)
+            self.note = check_headers(self.config, index.headers)
         except ModelError as e:
             raise ModelError(f"{index.listing}: {e}") from None
 
@@ -113,14 +112,16 @@ class ConvertedCheckpoint(ModelSource):
     def tensors(self) -> Iterator[ConvertedTensors]:
         from pipeline.checkpoint.converted import ConvertedTensors, conversion_of
 
+        headers = self._index.headers
         with TensorReader(self._index) as reader:
-            yield ConvertedTensors(conversion_of(self.config, [*self._headers]), reader, self._headers)
+            yield ConvertedTensors(conversion_of(self.config, [*headers]), reader, headers)
 
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
         from pipeline.checkpoint.converted import ConvertedExperts, conversion_of
 
         with TensorReader(self._index) as reader:
-            conversion = conversion_of(self.config, [*self._headers])
-            with ConvertedExperts(conversion, reader, self._headers) as experts:
+            headers = self._index.headers
+            conversion = conversion_of(self.config, [*headers])
+            with ConvertedExperts(conversion, reader, headers) as experts:
                 encode_experts(experts, experts.locate, builder, progress)
             return reader.bytes_read

@@ -78,8 +78,8 @@ class TensorReader:
         return RawTensor(entry.dtype, bits.shape, bits)
 
     def part(self, name: str, lo: int = 0, hi: int | None = None) -> Bytes:
-        """The bytes of a tensor of any dtype, or of places [lo, hi) of its first axis; the caller owns them. Raises
-        ModelError as `stacked`; KeyError without such a tensor."""
+        """The bytes of a tensor of any dtype, or of places [lo, hi) of its first axis; the caller owns them.
+        Raises ModelError as `stacked`; KeyError without such a tensor."""
         entry = self._index.tensors[name]
         step = entry.nbytes if hi is None else entry.nbytes // entry.shape[0]
         out = np.empty(entry.nbytes if hi is None else (hi - lo) * step, np.uint8)

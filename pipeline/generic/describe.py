@@ -1,9 +1,9 @@
-"""The decoder of a config.json as transformers makes it, and its facts: made on the meta device, without memory for
-weights, and run once on a few tokens without arithmetic.
+"""The decoder of a config.json as transformers makes it, and its facts: made on the meta device, without
+memory for weights, and run once on a few tokens without arithmetic.
 
-As a process of its own, started by `pipeline/models/facts.py`: reads {"config": ..., "headers": ...} as JSON from its
-standard input and writes facts, or {"error": one line}. `headers`, where they are given, are those of a checkpoint, by
-tensor: they are checked against the model.
+As a process of its own, started by `pipeline/models/facts.py`: reads {"config": ..., "headers": ...} as JSON
+from its standard input and writes facts, or {"error": one line}. `headers`, where they are given, are those
+of a checkpoint, by tensor: they are checked against the model.
 """
 
 from __future__ import annotations
@@ -58,17 +58,16 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _called)
 
 
 def decoder_of(config: Config) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """The class of the model whose decoder and head are run, and its config. Of a model of text and images it is the
-    whole one where transformers has no other. Raises ModelError."""
+    """The class of the model whose decoder and head are run, and its config. Of a model of text and images it
+    is the whole one where transformers has no other. Raises ModelError."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise ModelError(
-            f"config.json: model_type {shown(kind)} is unknown to transformers {transformers.__version__}; a newer one"
-            " may know it: pip install -U transformers"
+            f"config.json: model_type {shown(kind)} is unknown to transformers {transformers.__version__}; a newer"
+            " one may know it: pip install -U transformers"
         )
     with _in_one_line("read this config"):
-        kinds = CONFIG_MAPPING[kind]
-        made = kinds.from_dict(kinds._decode_special_floats(dict(config)))  # a copy, with infinities as floats
+        made = CONFIG_MAPPING[kind].from_dict(PreTrainedConfig._decode_special_floats(deepcopy(dict(config))))
     parts = [getattr(made, name, None) for name in made.sub_configs]
     # A model that also speaks has the one that reads and writes as a part.
     candidates = [part for part in parts if part is not None and "text_config" in part.sub_configs]
@@ -95,9 +94,11 @@ def _by_name(config: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
     if modeling is None:
         modeling = importlib.import_module(config.__module__.replace(".configuration_", ".modeling_"))
     for made in vars(modeling).values():
-        if isinstance(made, type) and issubclass(made, PreTrainedModel) and made.config_class is config:
-            if made.__name__.endswith("ForCausalLM") and issubclass(made, GenerationMixin):
-                return made
+        kind = (
+            isinstance(made, type) and issubclass(made, PreTrainedModel) and issubclass(made, GenerationMixin)
+        )
+        if kind and made.config_class is config and made.__name__.endswith("ForCausalLM"):
+            return made
     return None
 
 
@@ -163,7 +164,8 @@ def describe(model: PreTrainedModel) -> ModelFacts:
 
 
 def experts_used(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The experts modules that text goes through, by their names in the whole model, in the order of the layers."""
+    """The experts modules that text goes through, by their names in the whole model, in the order of the
+    layers."""
     _, used = _run(model.get_decoder())
     names = {module: name for name, module in model.named_modules()}
     return {names[module]: module for module in used.values()}

@@ -1,10 +1,11 @@
-"""What an experts module of transformers computes, found by evaluating it: activations have many names and few formulas."""
+"""What an experts module of transformers computes, found by evaluating it: activations have many names and
+few formulas."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,16 +21,38 @@ CLOSE = 1e-4  # relative and absolute
 
 
 def found_math(experts: nn.Module) -> ExpertMath:
-    """The kind of a module that `use_experts_implementation` decorates; its parameters are not read. Raises ModelError
-    where no kind that we know computes the same."""
+    """The kind of a module that `use_experts_implementation` decorates; its parameters are not read. Raises
+    ModelError where no kind that we know computes the same."""
     module: Any = experts
     if module.has_post_expert_norm:
         raise ModelError(
-            f"config.json: each expert's output is normalised ({type(experts).__name__}), which is no sum over an"
-            " expert's tiles: models of this family cannot be run, use another one"
+            f"config.json: each expert's output is normalised ({type(experts).__name__}), which is no sum over"
+            " an expert's tiles: models of this family cannot be run, use another one"
         )
     activation = _gated(module) if module.has_gate else _ungated(module)
     return ExpertMath(activation, bool(module.has_bias))
+
+
+def matrices_of(module: Any, parts: Mapping[str, Tensor]) -> list[Tensor]:
+    """An expert's gate [I, H], unless ungated, up [I, H] and down [H, I], then the biases [1, I] of gate and
+    up, from its parts of the module's parameters."""
+    wide, down = parts["gate_up_proj" if module.has_gate else "up_proj"], parts["down_proj"]
+    if module.is_transposed:
+        wide, down = wide.T, down.T
+    matrices = [*_halves(module, wide), down]
+    if module.has_bias:
+        biases = parts["gate_up_proj_bias" if module.has_gate else "up_proj_bias"]
+        matrices += [half[None] for half in _halves(module, biases)]
+    return matrices
+
+
+def _halves(module: Any, both: Tensor) -> tuple[Tensor, ...]:
+    """Gate and up of a stacked matrix or bias, along its first axis; up alone without a gate."""
+    if not module.has_gate:
+        return (both,)
+    if module.is_concatenated:
+        return both[: len(both) // 2], both[len(both) // 2 :]
+    return both[::2], both[1::2]
 
 
 def _gated(experts: Any) -> Glu:
@@ -75,6 +98,6 @@ def _numbers(experts: Any, word: str) -> list[float]:
 
 def _unknown(experts: nn.Module) -> ModelError:
     return ModelError(
-        f"config.json: no kind of experts that is known computes what {type(experts).__name__} does (SwiGLU and its"
-        " like, relu^2): models of this family cannot be run, use another one"
+        f"config.json: no kind of experts that is known computes what {type(experts).__name__} does (SwiGLU and"
+        " its like, relu^2): models of this family cannot be run, use another one"
     )

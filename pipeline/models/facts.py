@@ -1,8 +1,8 @@
 """What planning, the store, policies and the KV cache need to know of any model, without torch.
 
-A model of a family of our own is described by its ModelSpec. Any other is described by transformers, which makes
-it without memory (`pipeline/generic/describe.py`) in a child process: launch imports neither. The answer is kept on
-disk by what it depends on: config, headers, and transformers' version.
+A model of a family of our own is described by its ModelSpec. Any other is described by transformers, which
+makes it without memory (`pipeline/generic/describe.py`) in a child process: launch imports neither. The
+answer is kept on disk by what it depends on: config, headers, and transformers' version.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from pipeline.errors import ModelError, UsageError
 from pipeline.models.architecture import Architecture, Kind
 from pipeline.models.config_keys import Config
 from pipeline.models.registry import ARCHITECTURES, model_spec
-from pipeline.models.routing import Router, Softmax
+from pipeline.models.routing import Softmax
 from pipeline.models.spec import Latent, ModelSpec
+from pipeline.policies.view import Router
 from protocol.errors import NotPrivate
 from protocol.files import check_private, make_folders, read_small
 from protocol.program import user_folder
@@ -52,8 +53,8 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A decoder with routed experts. A ModelSpec has the same attributes, but `backbone`, `latent`, `rope_numbers`
-    and `left_aside`."""
+    """A decoder with routed experts. A ModelSpec has the same attributes, but `backbone`, `latent`,
+    `rope_numbers` and `left_aside`."""
 
     layers: int  # of the decoder
     moe_layers: tuple[int, ...]  # those with routed experts; store, engine and policies count these only
@@ -120,8 +121,8 @@ def facts_of(config: Config) -> ModelFacts:
 
 
 def check_headers(config: Config, headers: Headers) -> str:
-    """Raises ModelError where these tensors of a checkpoint are not the model's, as transformers reads them; a line
-    about those that are not read."""
+    """Raises ModelError where these tensors of a checkpoint are not the model's, as transformers reads them;
+    a line about those that are not read."""
     question = {"config": config, "headers": headers}
     return _described(msgspec.json.encode(question, order="sorted")).left_aside
 
@@ -182,7 +183,7 @@ def _facts_of_spec(architecture: Architecture, spec: ModelSpec) -> ModelFacts:
     )
 
 
-# --- the description by transformers --------------------------------------------------------------------------
+# --- the description by transformers -----------------------------------------------------------------------
 
 
 def pack(facts: ModelFacts) -> bytes:

@@ -20,7 +20,7 @@ from pipeline.models.facts import check_kind, expert_shape, facts_of
 from pipeline.models.registry import architecture_of, model_spec
 from pipeline.models.routing import Scored, Softmax, SparseMixer
 from pipeline.models.shapes import SHAPES
-from pipeline.models.spec import GroupedQuery, Latent, ModelSpec, Rope
+from pipeline.models.spec import GatedDelta, GroupedQuery, Latent, ModelSpec, Rope
 from shm.expert_math import ExpertMath, Relu2
 from shm.layout import FORMATS, HALF_BYTES, REACH, TILE_BYTES, TILES_PER_EXPERT, format_named
 
@@ -133,6 +133,8 @@ def test_tiles_of_quantized_formats() -> None:
         ("qwen2-57b-a14b", 57.4),
         ("qwen3-30b-a3b", 30.5),
         ("qwen3-235b-a22b", 235.1),
+        ("qwen3-next-80b-a3b", 79.7),
+        ("qwen3.5-35b-a3b", 34.7),
         ("deepseek-v2-lite", 15.7),
         ("deepseek-v2", 235.7),
         ("olmoe-1b-7b", 6.9),
@@ -158,9 +160,8 @@ def test_shapes_have_the_published_number_of_weights(name, billions) -> None:
         ("mixtral-8x7b", 46.7),
         ("gpt-oss-20b", 20.91),
         ("gpt-oss-120b", 116.83),
-        # without the layers that predict further tokens, and without vision; described by transformers
-        pytest.param("qwen3-next-80b-a3b", 79.67, marks=pytest.mark.slow),
-        pytest.param("qwen3.5-35b-a3b", 34.66, marks=pytest.mark.slow),
+        ("qwen3-next-80b-a3b", 79.67),
+        ("qwen3.5-35b-a3b", 34.66),
     ],
 )
 def test_facts_have_the_published_number_of_weights(name: str, billions: float) -> None:
@@ -274,6 +275,16 @@ SMALL: dict[str, Any] = {
 FOUR = {"num_key_value_heads": 2}
 NARROW = {"moe_intermediate_size": 40}
 LATENT = {"kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 14}
+RECURRENT = NARROW | {
+    "num_experts": 5,
+    "shared_expert_intermediate_size": 44,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+}
 LEAST: dict[str, dict[str, Any]] = {
     "mixtral": SMALL | FOUR | {"num_local_experts": 5},
     "phimoe": SMALL | FOUR | {"num_local_experts": 5},
@@ -286,6 +297,9 @@ LEAST: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": SMALL | NARROW | LATENT | {"n_routed_experts": 5},
     "deepseek_v3": SMALL | NARROW | LATENT | {"n_routed_experts": 16, "num_hidden_layers": 4},
     "kimi_k2": SMALL | NARROW | LATENT | {"n_routed_experts": 16, "num_hidden_layers": 4},
+    "qwen3_next": SMALL | FOUR | RECURRENT,
+    "qwen3_5_moe_text": SMALL | FOUR | RECURRENT,
+    "qwen3_5_moe": {"text_config": SMALL | FOUR | RECURRENT},
 }
 SAME = {"layers": 3, "hidden": 64, "top_k": 2, "vocabulary": 512, "max_positions": 256, "norm_eps": 1e-5}
 SAME |= {"experts": 5, "windows": (None,) * 3, "moe_layers": (0, 1, 2), "tied_embeddings": False}
@@ -378,6 +392,18 @@ DEFAULTS: dict[str, ModelSpec] = {
     ),
 }
 DEFAULTS["kimi_k2"] = DEFAULTS["deepseek_v3"]
+DEFAULTS["qwen3_next"] = ModelSpec(
+    **SAME,
+    intermediate=40,
+    attention=GroupedQuery(4, 2, 16, qk_norm="head", rotated=4, gated=True),
+    rope=PLAIN_ROPE,
+    router=Softmax(2, rescaled=True),
+    shared_intermediate=44,
+    shared_gate=True,
+    recurrent=GatedDelta(2, 6, 10, 12, 4),
+    recurrent_layers=(0, 2),
+)
+DEFAULTS["qwen3_5_moe_text"] = DEFAULTS["qwen3_5_moe"] = DEFAULTS["qwen3_next"]
 
 
 @pytest.mark.parametrize("family", LEAST)
