@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +18,10 @@ from filled_store import Enough, Stop
 from loader_harness import Supervisor, exists
 from tiny_families import model_class, tiny_config
 
+from pipeline import assets
 from pipeline.checkpoint.open import open_model
 from pipeline.errors import ModelError
-from pipeline.models.facts import expert_shape, is_own
+from pipeline.models.facts import expert_shape
 from pipeline.models.shapes import SHAPES, shape_config, short_name, with_whole_path
 from shm.layout import FORMATS, format_named
 from shm.manifest import StoreManifest
@@ -103,10 +105,12 @@ def test_shape_has_the_requested_layers() -> None:
     assert (four.name, four.worth_keeping("int4")) == ("shape:mixtral-8x7b/4", False)
 
 
-OWN = [name for name, config in SHAPES.items() if is_own(config)]
+def test_each_shape_is_listed_once() -> None:
+    text = (Path(assets.__file__).parent / "shapes.json").read_text()
+    assert re.findall(r'^  "(.*)": {$', text, re.MULTILINE) == [*SHAPES]
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_experts_of_known_shapes_need_little_padding(name: str, format_name: str) -> None:
     shape = expert_shape(SHAPES[name], None, format_named(format_name))
