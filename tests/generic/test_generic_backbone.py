@@ -145,7 +145,9 @@ def test_sample(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [f for f in family_names() if f not in {*NO_DECODERS, *REFUSED, *NOT_MADE}])
+@pytest.mark.parametrize(
+    "family", [f for f in family_names() if f not in {*NO_DECODERS, *REFUSED, *NOT_MADE}]
+)
 def test_every_family(family: str) -> None:
     with torch.inference_mode():
         backbone = check(family)
