@@ -63,8 +63,8 @@ def decoder_of(config: Config) -> tuple[type[PreTrainedModel], PreTrainedConfig]
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise ModelError(
-            f"config.json: model_type {shown(kind)} is unknown to transformers {transformers.__version__}; a newer"
-            " one may know it: pip install -U transformers"
+            f"config.json: model_type {shown(kind)} is unknown to transformers {transformers.__version__};"
+            " a newer one may know it: pip install -U transformers"
         )
     with _in_one_line("read this config"):
         made = CONFIG_MAPPING[kind].from_dict(PreTrainedConfig._decode_special_floats(deepcopy(dict(config))))

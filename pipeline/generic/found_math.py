@@ -26,8 +26,8 @@ def found_math(experts: nn.Module) -> ExpertMath:
     module: Any = experts
     if module.has_post_expert_norm:
         raise ModelError(
-            f"config.json: each expert's output is normalised ({type(experts).__name__}), which is no sum over"
-            " an expert's tiles: models of this family cannot be run, use another one"
+            f"config.json: each expert's output is normalised ({type(experts).__name__}), which is no sum"
+            " over an expert's tiles: models of this family cannot be run, use another one"
         )
     activation = _gated(module) if module.has_gate else _ungated(module)
     return ExpertMath(activation, bool(module.has_bias))
@@ -98,6 +98,6 @@ def _numbers(experts: Any, word: str) -> list[float]:
 
 def _unknown(experts: nn.Module) -> ModelError:
     return ModelError(
-        f"config.json: no kind of experts that is known computes what {type(experts).__name__} does (SwiGLU and"
-        " its like, relu^2): models of this family cannot be run, use another one"
+        f"config.json: no kind of experts that is known computes what {type(experts).__name__} does (SwiGLU"
+        " and its like, relu^2): models of this family cannot be run, use another one"
     )
