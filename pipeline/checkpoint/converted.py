@@ -159,7 +159,7 @@ class Conversion:
         """Scales of blocks that cover more than a matrix [.., rows, columns], as one for each row, or column:
         the operation takes the blocks' size from how many there are."""
         weights = parts.get(pattern.removesuffix(SCALES)) if pattern.endswith(SCALES) else None
-        if weights is None:
+        if weights is None or self.blocks is None:
             return scales
         fitted = []
         for scale, weight in zip(scales, weights, strict=True):

@@ -93,13 +93,13 @@ def _by_name(config: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
     modeling = sys.modules.get(config.__module__.replace(".configuration_", ".modeling_"))
     if modeling is None:
         modeling = importlib.import_module(config.__module__.replace(".configuration_", ".modeling_"))
-    for made in vars(modeling).values():
-        kind = (
-            isinstance(made, type) and issubclass(made, PreTrainedModel) and issubclass(made, GenerationMixin)
-        )
-        if kind and made.config_class is config and made.__name__.endswith("ForCausalLM"):
-            return made
-    return None
+    models: list[type[PreTrainedModel]] = [
+        made
+        for made in vars(modeling).values()
+        if isinstance(made, type) and issubclass(made, PreTrainedModel) and issubclass(made, GenerationMixin)
+    ]
+    fitting = (made for made in models if made.config_class is config)
+    return next((made for made in fitting if made.__name__.endswith("ForCausalLM")), None)
 
 
 def without_memory(model: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:

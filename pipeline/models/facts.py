@@ -48,7 +48,7 @@ class Group(NamedTuple):
 
     kind: Kind
     shape: tuple[int, ...]
-    count: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,12 @@ class ModelFacts:
     @property
     def matrix_numbers(self) -> int:
         """Numbers of the backbone that may be quantized."""
-        return sum(math.prod(g.shape) * g.count for g in self.backbone if g.kind == "matrix")
+        return sum(math.prod(g.shape) * g.number for g in self.backbone if g.kind == "matrix")
 
     @property
     def other_numbers(self) -> int:
         """Numbers of the backbone that are never quantized."""
-        return sum(math.prod(g.shape) * g.count for g in self.backbone if g.kind != "matrix")
+        return sum(math.prod(g.shape) * g.number for g in self.backbone if g.kind != "matrix")
 
     @property
     def weights(self) -> int:

@@ -1,4 +1,4 @@
-"""What transformers says of a config.json: facts for planning, what experts compute, and what cannot be run."""
+"""What transformers says of a config.json: facts for planning, what experts compute, what cannot be run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from expected_errors import expect_error
 from tiny_families import family_names, tiny_config, tiny_model
 from torch import nn
 
-from expected_errors import expect_error
 from pipeline.errors import ModelError
 from pipeline.generic.describe import decoder_of, describe, experts_used, without_memory
 from pipeline.generic.found_math import found_math
