@@ -33,11 +33,10 @@ from transformers.core_model_loading import (
 )
 from transformers.quantizers import AutoHfQuantizer
 
+from pipeline.checkpoint.decoder import MATRICES, decoder_of, experts_used, without_memory
+from pipeline.checkpoint.found_math import matrices_of
 from pipeline.checkpoint.reader import RawTensor, TensorReader
 from pipeline.errors import ModelError
-from pipeline.generic.describe import decoder_of, experts_used, without_memory
-from pipeline.generic.found_math import matrices_of
-from pipeline.generic.skeleton import MATRICES
 from pipeline.models.architecture import ExpertRows, TensorRows
 from pipeline.models.config_keys import Config
 from pipeline.models.facts import Headers

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import product
@@ -24,17 +24,16 @@ import numpy as np
 from msgspec import msgpack
 
 from pipeline.checkpoint.model_source import ModelSource
-from pipeline.checkpoint.reader import RawTensor
+from pipeline.checkpoint.random_tensors import RandomTensors, generator_of
 from pipeline.models.config_keys import Config
 from pipeline.models.facts import facts_of, is_own
 from pipeline.models.shapes import shape_config
-from shm.formats import Bytes, Float32, fill_bf16, random_numbers, widen_bf16
+from shm.formats import Bytes, random_numbers
 from shm.layout import StoreLayout
 from shm.store import StoreBuilder
 
 # Part of every fingerprint; incremented when the same shape would get other bytes.
 VERSION = 3
-BLOCK_BYTES = 1 << 22  # of a tensor, drawn by one generator
 
 
 class RandomModel(ModelSource):
@@ -85,7 +84,7 @@ class RandomModel(ModelSource):
             out, heads = builder.expert(layer, expert), builder.heads(layer, expert)
             if tile == 0:
                 layout.clear_padding(out, heads)
-            generator = _generator(self._shape, layer, expert, tile)
+            generator = generator_of(self._shape, layer, expert, tile)
             _draw_tile(generator, layout, tile, *layout.tile_of(out, heads, tile))
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -97,40 +96,6 @@ class RandomModel(ModelSource):
                 pool.shutdown(cancel_futures=True)
                 raise
         return 0
-
-
-class RandomTensors:
-    """The tensors of a shape outside its experts, drawn on each call as bfloat16 numbers; every name
-    exists."""
-
-    def __init__(self, shape: str, pool: ThreadPoolExecutor) -> None:
-        self._shape = shape
-        self._pool = pool
-
-    def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
-        """Ones for a norm, zeros for biases, otherwise random numbers with mean 0."""
-        if name.endswith("bias") or len(shape) == 1:
-            return np.full(shape, 0 if name.endswith("bias") else 1, np.float32)
-        return widen_bf16(self.stacked([(name, shape)]).bits.view(np.uint16))
-
-    def stacked(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor:
-        rows = sum(shape[0] for _, shape in tensors)
-        stacked = np.empty((rows, *tensors[0][1][1:]), np.uint16)
-        row = 0
-        for name, shape in tensors:
-            part = stacked[row : row + shape[0]].reshape(-1).view(np.uint8)
-            self._draw(name, shape[-1], part)
-            row += shape[0]
-        return RawTensor("BF16", stacked.shape, stacked)
-
-    def _draw(self, name: str, inputs: int, out: Bytes) -> None:
-        """Random bfloat16 numbers of the standard deviation 1 / sqrt(inputs)."""
-
-        def draw(block: int) -> None:
-            part = out[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-            fill_bf16(_generator(self._shape, name, block), inputs**-0.5, part)
-
-        list(self._pool.map(draw, range(-(-len(out) // BLOCK_BYTES))))
 
 
 def _draw_tile(
@@ -145,9 +110,3 @@ def _draw_tile(
     numbers[:, used:] = 0  # channels that pad the last tile must have no effect
     *gate, up, down = numbers
     layout.format.encode(gate[0] if gate else None, up, down, out, head)
-
-
-def _generator(*position: str | int) -> np.random.Generator:
-    """The generator of one tile or block, seeded by its position."""
-    digest = hashlib.blake2b(msgpack.encode(position), digest_size=16).digest()
-    return np.random.Generator(np.random.SFC64(int.from_bytes(digest, "little")))

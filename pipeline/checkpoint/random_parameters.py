@@ -10,14 +10,13 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipeline.backbone.weights import tensor_of
-from pipeline.checkpoint.random_model import RandomTensors
-from pipeline.generic.describe import decoder_of, without_memory
-from pipeline.generic.skeleton import MATRICES, experts_of
+from pipeline.checkpoint.decoder import MATRICES, decoder_of, experts_of, without_memory
+from pipeline.checkpoint.random_tensors import RandomTensors
 from pipeline.models.config_keys import Config
 
 SMALL = 1 << 20  # numbers, at most, of a parameter that is no layer's `weight` and is left to transformers
@@ -43,7 +42,8 @@ class RandomParameters(RandomTensors, Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name in self._small:
             return self._small[name]
-        return tensor_of(self.stacked([(name, self._drawn[name])]))
+        bits = self.stacked([(name, self._drawn[name])]).bits
+        return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
     def __iter__(self) -> Iterator[str]:
         yield from self._small

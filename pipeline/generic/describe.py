@@ -8,128 +8,31 @@ of a checkpoint, by tensor: they are checked against the model.
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import resource
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 import torch
-import transformers
-from torch import Tensor, nn
-from torch.fx.experimental import _config as fx_config
-from transformers import CONFIG_MAPPING, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.models.auto import modeling_auto
+from torch import nn
+from transformers import PreTrainedModel
 
+from pipeline.checkpoint.converted import check_headers
+from pipeline.checkpoint.decoder import MATRICES, ROUTERS, TOKENS, decoder_of, experts_of, run, without_memory
+from pipeline.checkpoint.found_math import found_math
 from pipeline.errors import ModelError
-from pipeline.generic.caches import LayerKept, kept_by
-from pipeline.generic.found_math import found_math
-from pipeline.generic.skeleton import MATRICES, ROUTERS, experts_of
-from pipeline.models.config_keys import MAX_COUNT, Config, shown
+from pipeline.generic.caches import kept_by
+from pipeline.models.config_keys import Config
 from pipeline.models.facts import Group, ModelFacts, pack
 from shm.expert_math import ExpertMath
 
-IMPLEMENTATION = "described"
-TOKENS = 7  # of the forward: fewer than any window, and another number than heads or widths
 MEMORY = 24 << 30  # bytes of addresses that the process may use: a config can describe any number of modules
-MAPPINGS = (
-    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
-    modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING,
-    modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-)
 DEFAULT_POSITIONS = 1 << 17  # of a model whose config gives no limit
-
-
-def _called(self: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """In place of the forward of every experts module."""
-    vars(self)["described_k"] = index.shape[-1]
-    return torch.zeros_like(x)
-
-
-ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _called)
-
-
-def decoder_of(config: Config) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """The class of the model whose decoder and head are run, and its config. Of a model of text and images it
-    is the whole one where transformers has no other. Raises ModelError."""
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise ModelError(
-            f"config.json: model_type {shown(kind)} is unknown to transformers {transformers.__version__};"
-            " a newer one may know it: pip install -U transformers"
-        )
-    with _in_one_line("read this config"):
-        made = CONFIG_MAPPING[kind].from_dict(PreTrainedConfig._decode_special_floats(deepcopy(dict(config))))
-    parts = [getattr(made, name, None) for name in made.sub_configs]
-    # A model that also speaks has the one that reads and writes as a part.
-    candidates = [part for part in parts if part is not None and "text_config" in part.sub_configs]
-    for candidate in (*candidates, made):
-        for mapping in MAPPINGS:
-            model = mapping.get(type(candidate), None)
-            if model is not None and issubclass(model, GenerationMixin):
-                text = candidate.get_text_config(decoder=True)
-                chosen = text if model.config_class is type(text) else candidate
-                if config.get("quantization_config") is not None:
-                    chosen.quantization_config = config["quantization_config"]
-                return model, chosen
-    model = _by_name(type(made))
-    if model is None or made.is_encoder_decoder:
-        raise ModelError(
-            f"config.json: {kind} is no decoder of text that generates token by token, so it cannot be run"
-        )
-    return model, made
-
-
-def _by_name(config: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
-    """The model with a head beside this config, of a family that the automatic classes do not list alone."""
-    modeling = sys.modules.get(config.__module__.replace(".configuration_", ".modeling_"))
-    if modeling is None:
-        modeling = importlib.import_module(config.__module__.replace(".configuration_", ".modeling_"))
-    models: list[type[PreTrainedModel]] = [
-        made
-        for made in vars(modeling).values()
-        if isinstance(made, type) and issubclass(made, PreTrainedModel) and issubclass(made, GenerationMixin)
-    ]
-    fitting = (made for made in models if made.config_class is config)
-    return next((made for made in fitting if made.__name__.endswith("ForCausalLM")), None)
-
-
-def without_memory(model: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """The model on the meta device, in float32. Raises ModelError where transformers cannot make it."""
-    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > MAX_COUNT:
-        raise ModelError(f"config.json: {layers} layers make no sense (at most {MAX_COUNT})")
-    with _in_one_line("make this model"), torch.device("meta"):
-        made: PreTrainedModel = model._from_config(
-            deepcopy(config),
-            dtype=torch.float32,
-            attn_implementation="eager",
-            experts_implementation=IMPLEMENTATION,
-        )
-    return made.eval()
-
-
-@contextmanager
-def _in_one_line(what: str) -> Iterator[None]:
-    """Turn whatever transformers raises into a ModelError."""
-    try:
-        yield
-    except ModelError:
-        raise
-    except Exception as e:
-        lines = [line.strip() for line in str(e).splitlines() if line.strip()]
-        reason = f"{type(e).__name__}: {lines[-1] if lines else ''}"[:300]
-        raise ModelError(
-            f"config.json: transformers {transformers.__version__} cannot {what}: {reason}"
-        ) from None
 
 
 def describe(model: PreTrainedModel) -> ModelFacts:
@@ -137,7 +40,8 @@ def describe(model: PreTrainedModel) -> ModelFacts:
     decoder = model.get_decoder()
     head, text = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
     _check_hooks(model, decoder)
-    kept, used = _run(decoder)
+    cache, used = run(decoder)
+    kept = kept_by(cache, TOKENS)
     kinds = {_kind(module) for module in used.values()}
     if len(kinds) > 1:
         raise ModelError("config.json: the layers' experts differ in number or size, which is not supported")
@@ -161,24 +65,6 @@ def describe(model: PreTrainedModel) -> ModelFacts:
         latent=any(hasattr(module, "kv_b_proj") for module in decoder.modules()),
         left_aside=_left_aside(model),
     )
-
-
-def experts_used(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The experts modules that text goes through, by their names in the whole model, in the order of the
-    layers."""
-    _, used = _run(model.get_decoder())
-    names = {module: name for name, module in model.named_modules()}
-    return {names[module]: module for module in used.values()}
-
-
-def _run(decoder: nn.Module) -> tuple[list[LayerKept], dict[str, nn.Module]]:
-    """What each layer of the cache keeps, and the experts modules that were called."""
-    fx_config.meta_nonzero_assume_all_nonzero = True  # of masks: any number of tokens does
-    with _in_one_line("run this model's decoder"), torch.inference_mode():
-        ids = torch.zeros((1, TOKENS), dtype=torch.long, device="meta")
-        cache = decoder(input_ids=ids, use_cache=True).past_key_values
-    used = {name: module for name, module in experts_of(decoder) if "described_k" in vars(module)}
-    return kept_by(cache, TOKENS), used
 
 
 def _check_hooks(model: PreTrainedModel, decoder: nn.Module) -> None:
@@ -252,8 +138,6 @@ def _answer(config: Config, headers: dict[str, Any] | None) -> ModelFacts:
     facts = describe(model)
     if headers is None:
         return facts
-    from pipeline.checkpoint.converted import check_headers  # which imports this module
-
     headers = {name: (dtype, tuple(shape)) for name, (dtype, shape) in headers.items()}
     return replace(
         facts, left_aside="; ".join(filter(None, (facts.left_aside, check_headers(model, headers))))

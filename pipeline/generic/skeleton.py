@@ -20,12 +20,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from pipeline.backbone.linear import DenseLinear, Precision, QuantizedLinear
+from pipeline.checkpoint.decoder import MATRICES, ROUTERS, experts_of
 from pipeline.errors import ModelError
 from pipeline.generic.modules import OwnEmbedding, OwnLinear
 
 IMPLEMENTATION = "tandem"  # of experts
-ROUTERS = ("gate", "router")
-MATRICES = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias")  # those of tiles
 LARGE = 1 << 24  # numbers of a tensor that gets no memory, not even virtual, while modules are made
 
 
@@ -193,13 +192,6 @@ class _Loader:
     def _replace(self, name: str, module: nn.Module) -> None:
         parent, _, child = name.rpartition(".")
         setattr(self._model.get_submodule(parent), child, module)
-
-
-def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of experts, with their names, in the order of the layers."""
-    for name, module in model.named_modules():
-        if hasattr(module, "is_concatenated") and hasattr(module, "has_post_expert_norm"):
-            yield name, module
 
 
 def _moe_layer(decoder: nn.Module, name: str, experts: nn.Module) -> MoeLayer:

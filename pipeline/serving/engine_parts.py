@@ -168,8 +168,8 @@ class EngineParts:
         if is_own(config):
             return Backbone(self.source, model_spec(config), precision, self.context, progress)
         # here, because importing transformers' models takes seconds
+        from pipeline.checkpoint.decoder import decoder_of
         from pipeline.generic.backbone import GenericBackbone
-        from pipeline.generic.describe import decoder_of
 
         with self.source.tensors() as weights:
             assert isinstance(weights, Mapping)  # of a family without names of ours

@@ -15,9 +15,10 @@ from expected_errors import expect_error
 from tiny_families import family_names, tiny_config, tiny_model
 from torch import nn
 
+from pipeline.checkpoint.decoder import decoder_of, experts_used, without_memory
+from pipeline.checkpoint.found_math import found_math
 from pipeline.errors import ModelError
-from pipeline.generic.describe import decoder_of, describe, experts_used, without_memory
-from pipeline.generic.found_math import found_math
+from pipeline.generic.describe import describe
 from pipeline.models import facts
 from pipeline.models.facts import ModelFacts, check_headers, facts_of, pack
 from pipeline.models.registry import ARCHITECTURES

@@ -17,10 +17,11 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import SequenceKV
 from pipeline.backbone.linear import Precision
 from pipeline.backbone.protocol import LayerCall
+from pipeline.checkpoint.decoder import without_memory
 from pipeline.device.cpu import CpuDevice
 from pipeline.errors import ModelError, PolicyError, StepFailed
 from pipeline.generic.backbone import GenericBackbone
-from pipeline.generic.describe import describe, without_memory
+from pipeline.generic.describe import describe
 from pipeline.generic.trial import new_cache, sequence
 from tests.tiny_families import family_names, tiny_model
 

@@ -23,11 +23,10 @@ from pipeline.checkpoint.converted import (
     check_headers,
     conversion_of,
 )
+from pipeline.checkpoint.decoder import MATRICES, decoder_of, experts_of, without_memory
 from pipeline.checkpoint.index import CheckpointIndex
 from pipeline.checkpoint.reader import RawTensor, TensorReader
 from pipeline.errors import ModelError
-from pipeline.generic.describe import decoder_of, without_memory
-from pipeline.generic.skeleton import MATRICES, experts_of
 from pipeline.models.config_keys import Config
 from pipeline.models.facts import Headers, expert_shape
 from pipeline.models.registry import architecture_of, model_spec
