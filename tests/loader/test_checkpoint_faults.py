@@ -204,10 +204,10 @@ def test_weights_of_another_kind_are_refused_unread(tmp_path, name):
     assert f"has {name or 'no weights'}, and neither {SINGLE} nor {INDEX}" in text
 
 
-@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
-def test_quantized_checkpoint_is_refused(tmp_path, key):
-    text = refusal(configured(tmp_path, **{key: {"quant_method": "fp8"}}))
-    assert f"config.json has a {key} (fp8): checkpoints that are quantized already are not read" in text
+@pytest.mark.parametrize(("key", "method"), [("quantization_config", "awq"), ("compression_config", "fp8")])
+def test_quantized_checkpoint_is_refused(tmp_path, key, method):
+    text = refusal(configured(tmp_path, **{key: {"quant_method": method}}))
+    assert f"config.json has a {key} ({method}): of checkpoints that are quantized already only those" in text
     assert "--format" in text
     Checkpoint(configured(tmp_path, **{key: None}))
 
