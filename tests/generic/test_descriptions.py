@@ -1,4 +1,4 @@
-"""What transformers says of a config.json: facts for planning, what experts compute, and what cannot be run."""
+"""What transformers says of a config.json: facts for planning, what experts compute, what cannot be run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from expected_errors import expect_error
 from tiny_families import family_names, tiny_config, tiny_model
 from torch import nn
 
-from expected_errors import expect_error
 from pipeline.errors import ModelError
 from pipeline.generic.describe import decoder_of, describe, experts_used, without_memory
 from pipeline.generic.found_math import found_math
@@ -71,11 +71,8 @@ def test_facts_are_those_of_the_model_with_memory(family: str) -> None:
     model = tiny_model(family)
     found = described(model.config.to_dict())
     decoder = model.get_decoder()
-    used = [
-        m
-        for name, m in model.named_modules()
-        if name in experts_used(without_memory(type(model), model.config))
-    ]
+    names = experts_used(without_memory(type(model), model.config))
+    used = [model.get_submodule(name) for name in names]
     shapes = {(len(m.down_proj), *sorted(m.down_proj.shape[1:])) for m in used}
     assert shapes == {(found.experts, *sorted((found.hidden, found.intermediate)))}
     assert (len(found.moe_layers), found.top_k) == (len(used), 1 if family == "zaya" else 2)
