@@ -37,7 +37,7 @@ test: $(TEST_TOOLS)
 	echo "ruff ..." && $(BIN)/ruff check .
 	echo "mypy and pytest ..."
 	$(BIN)/mypy >$(VENV)/mypy.txt 2>&1 & types=$$!; \
-	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0; tests=$$?; \
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0; tests=$$?; \
 	wait $$types; types=$$?; echo "mypy:"; cat $(VENV)/mypy.txt; exit $$((tests ? tests : types))
 
 # What `pip install .` installs, in an environment of its own: half a minute, nothing is downloaded or compiled.

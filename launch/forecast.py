@@ -161,6 +161,7 @@ def by_rates(sizes: Sizes, speeds: Speeds, left_out: float) -> Expected:
         expert -= round(left_out * sizes.header.tile_bytes * shape.tiles)
     experts = shape.layers * shape.top_k * expert
     backbone, kv = facts.layers * sizes.other + sizes.head, CONTEXT * sizes.needs.kv_token
+    kv += 2 * 4 * facts.state_numbers  # read and written
     rest = facts.layers * speeds.layer + kv / speeds.memory
     seconds = experts / speeds.experts[sizes.format] + backbone / speeds.backbone + rest
     limit = speeds.memory / (experts + backbone + kv)

@@ -75,7 +75,7 @@ FORMATS = (
 MODEL = (
     "Hugging Face checkpoint directory, or ORG/NAME, a model of the Hub, which is downloaded once"
     " (default: the embedded model); or random weights in the shape of a known model, to see its speed:"
-    f" {PREFIX}NAME, or {PREFIX}NAME/N for N of its layers ({', '.join(SHAPES)})"
+    f" {PREFIX}NAME, or {PREFIX}NAME/N for N of its layers ({', '.join(SHAPES)}; or PATH/config.json)"
 )
 POLICY = "what to compute where (default all-host without a GPU, fiddler with one)"
 SET = "set an option of the policy; repeatable"

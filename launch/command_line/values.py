@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.models.shapes import is_shape
+from pipeline.models.shapes import is_shape, with_whole_path
 
 SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -85,7 +85,9 @@ def model_path(text: str) -> Path:
             f"{text}: GGUF files are not read yet; give the folder of the Hugging Face checkpoint that it was"
             " made from (safetensors), or ORG/NAME for one of the Hub"
         )
-    return path.absolute() if is_shape(path) and not is_shape(text) else path
+    if is_shape(text):
+        return Path(with_whole_path(text))
+    return path.absolute() if is_shape(path) else path
 
 
 def absolute(text: str) -> Path:

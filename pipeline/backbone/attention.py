@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -24,7 +25,7 @@ from pipeline.config import EXPANDED_KV_BYTES, SCORE_BYTES
 from pipeline.models.spec import GroupedQuery
 from pipeline.models.spec import Latent as LatentSpec
 from workers.kernels.c_types import Kept
-from workers.kernels.layer import QK_NORMS, Grouped, Latent, Projection, SpanKernel
+from workers.kernels.layer import QK_NORMS, Delta, Grouped, Latent, Projection, SpanKernel
 from workers.kernels.native import Library, Team
 
 FLASH_WIDTHS = range(8, 257, 8)  # of heads
@@ -34,7 +35,7 @@ LATENT_EPS = 1e-6  # of the norms of latents; the config's rms_norm_eps does not
 class HostAttention(NamedTuple):
     """A layer's attention as the host's kernels read it: see LayerParts."""
 
-    attention: Grouped | Latent
+    attention: Grouped | Latent | Delta
     first: Projection
     query: Projection | None
     output: Projection
@@ -66,7 +67,10 @@ class GroupedQueryAttention:
         all layers' kernels on the host."""
         self._spec, self._window, self._eps = spec, window, eps
         self._dtype = precision.dtype
-        self._qkv = weights.linear("query", "key", "value")
+        # Gates before queries: queries, keys and values then lie together.
+        order = {"query": _gates_first(spec)} if spec.gated else {}
+        self._gates = spec.heads * spec.head_dim if spec.gated else 0
+        self._qkv = weights.linear("query", "key", "value", order=order)
         self._output = weights.linear("output")
         self._sinks = weights.vector("sinks") if spec.sinks else None  # [heads]
         self._norms = None
@@ -84,6 +88,7 @@ class GroupedQueryAttention:
         if self._spans is not None and batch.stored:
             return self._output(self._spans(layer, qkv, batch))
         s = self._spec
+        gates, qkv = qkv[:, : self._gates], qkv[:, self._gates :]
         heads = self._heads(qkv)
         qk_heads = s.heads + s.kv_heads
         qk = rotate(heads[:, :qk_heads], batch.cos_sin).to(self._dtype)
@@ -92,17 +97,17 @@ class GroupedQueryAttention:
             batch.decode.append(layer, k, v)
             scale, sinks = s.head_dim**-0.5, self._sinks
             attended = batch.decode.attend(layer, q, s.kv_heads, s.head_dim, self._window, scale, sinks)
-            return self._output(attended)
+            return self._output(_gated(attended, gates))
         outputs, start = [], 0
         for number, span in enumerate(batch.spans):
             rows = slice(start, start + len(span.tokens))
             start = rows.stop
             keys, values = span.kv.write(layer, k[rows].transpose(0, 1), v[rows].transpose(0, 1))
             outputs.append(self._attend(q[rows].transpose(0, 1), keys, values, batch, number))
-        return self._output(_joined(outputs).float())
+        return self._output(_gated(_joined(outputs).float(), gates))
 
     def on_host(self) -> HostAttention:
-        return HostAttention(self._grouped(), _host(self._qkv), None, _host(self._output))
+        return HostAttention(self._grouped(), host_projection(self._qkv), None, host_projection(self._output))
 
     def _grouped(self) -> Grouped:
         """Structure for C; valid as long as this object."""
@@ -110,8 +115,9 @@ class GroupedQueryAttention:
         norms = (None, None) if self._norms is None else (n.data_ptr() for n in self._norms)
         sinks = None if self._sinks is None else self._sinks.data_ptr()
         return Grouped(
-            8 * self._dtype.itemsize, s.heads, s.kv_heads, s.head_dim, s.rope_dim, self._window or 0,
-            QK_NORMS.index(s.qk_norm), *norms, sinks, self._eps, s.clip or 0, s.head_dim**-0.5,
+            8 * self._dtype.itemsize, s.heads, s.kv_heads, s.head_dim, s.rope_dim, s.gated,
+            self._window or 0, QK_NORMS.index(s.qk_norm), *norms, sinks, self._eps, s.clip or 0,
+            s.head_dim**-0.5,
         )  # fmt: skip
 
     def _heads(self, qkv: Tensor) -> Tensor:
@@ -146,6 +152,17 @@ class GroupedQueryAttention:
         # Query heads of a group become rows of one product: repeating the keys takes ten times as long.
         q = q.view(self._spec.kv_heads, -1, self._spec.head_dim)
         return functional.scaled_dot_product_attention(q[None], keys[None], values[None])[0].view(1, -1)
+
+
+def _gates_first(spec: GroupedQuery) -> NDArray[np.int64]:
+    """The rows of a query matrix, in which each head has queries and then gates, all gates first."""
+    rows = np.arange(2 * spec.heads * spec.head_dim).reshape(spec.heads, 2, spec.head_dim)
+    return rows[:, ::-1].swapaxes(0, 1).ravel()
+
+
+def _gated(attended: Tensor, gates: Tensor) -> Tensor:
+    """The heads' outputs [R, heads * head_dim] by their gates; [R, 0] where there are none."""
+    return attended * torch.sigmoid(gates) if gates.shape[1] else attended
 
 
 class LatentAttention:
@@ -211,8 +228,8 @@ class LatentAttention:
             s.query_rank or 0, query_norm, self._latent_norm.data_ptr(), self._expansion.data_ptr(),
             LATENT_EPS, s.scale,
         )  # fmt: skip
-        query = None if self._query is None else _host(self._query)
-        return HostAttention(latent, _host(self._down), query, _host(self._output))
+        query = None if self._query is None else host_projection(self._query)
+        return HostAttention(latent, host_projection(self._down), query, host_projection(self._output))
 
     def _attend_rows(self, layer: int, q_nope: Tensor, q_rope: Tensor, rows: DecodeRows) -> Tensor:
         """Does what `_attend_one` does, for rows of one token each: [R, heads * value_dim]."""
@@ -267,7 +284,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _host(linear: Linear) -> Projection:
+def host_projection(linear: Linear) -> Projection:
     projection = linear.on_host()
     assert projection is not None
     return projection
@@ -283,8 +300,8 @@ class SpanAttention:
         self._output_width = grouped.heads * grouped.width
 
     def __call__(self, layer: int, qkv: Tensor, batch: Batch) -> Tensor:
-        """qkv float32 [R, (heads + 2 kv_heads) * head_dim]: [R, heads * head_dim]. Overwrites qkv; appends to
-        the sequences' KV."""
+        """qkv float32 [R, (heads + 2 kv_heads) * head_dim], after as many gates as queries where it has any:
+        [R, heads * head_dim]. Overwrites qkv; appends to the sequences' KV."""
         out = torch.empty(batch.rows, self._output_width)
         cosines, sines = batch.cos_sin
         row = 0

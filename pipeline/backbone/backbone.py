@@ -24,6 +24,7 @@ from pipeline.arrays import FloatArray
 from pipeline.backbone.attention import Attention, GroupedQueryAttention, LatentAttention
 from pipeline.backbone.batch import Batch, DecodeRows, Masks, StepInput, TokenSpan
 from pipeline.backbone.decoder_layer import AfterAttention, DecoderLayer, Norm, SwiGLU
+from pipeline.backbone.gated_delta import GatedDeltaNet
 from pipeline.backbone.kv_cache import table_of
 from pipeline.backbone.linear import FEW_ROWS, BiasedLinear, DenseLinear, Linear, Precision
 from pipeline.backbone.protocol import BackboneStep, Probe
@@ -32,10 +33,12 @@ from pipeline.backbone.step import Attended, OwnStep, answers
 from pipeline.backbone.weights import Weights
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.device.base import Device
+from pipeline.models.config_keys import text_config
 from pipeline.models.facts import facts_of
 from pipeline.models.registry import architecture_of
-from pipeline.models.routing import Router, Scored
+from pipeline.models.routing import Scored
 from pipeline.models.spec import GroupedQuery, ModelSpec
+from pipeline.policies.view import Router
 from workers.kernels.c_types import Kept
 
 READERS = 2  # threads that load layers: one reads while the other converts
@@ -66,7 +69,8 @@ class Backbone:
             fused = source.fused
             # Submitted first: it may import transformers, which takes a second.
             width = spec.attention.rope_dim
-            rope = pool.submit(RopeTables, spec.rope, source.config, width, context, precision.device)
+            config = text_config(source.config)
+            rope = pool.submit(RopeTables, spec.rope, config, width, context, precision.device)
             specs = [architecture.layer(spec, i, fused) for i in range(spec.layers)]
             weights = [Weights(layer_specs, tensors, precision) for layer_specs in specs]
             loading = pool.map(self._load_layer, range(spec.layers), weights)
@@ -101,7 +105,9 @@ class Backbone:
     def _load_layer(self, index: int, weights: Weights) -> DecoderLayer:
         spec, device = self.spec, self._precision.device
         attention: Attention
-        if isinstance(spec.attention, GroupedQuery):
+        if spec.recurrent is not None and index in spec.recurrent_layers:
+            attention = GatedDeltaNet(spec.recurrent, weights, spec.norm_eps)
+        elif isinstance(spec.attention, GroupedQuery):
             window, eps = spec.windows[index], spec.norm_eps
             shared = self._precision, self._scratch
             attention = GroupedQueryAttention(spec.attention, weights, window, eps, *shared)

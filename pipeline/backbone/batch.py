@@ -125,7 +125,7 @@ class Batch:
         rows = np.empty(self.rows, TOKEN)
         rows["cosines"], rows["sines"] = self.rope.addresses(self.rope_rows)
         for row, span in enumerate(self.spans):
-            rows["streams"][row] = span.kv.addresses
+            rows["streams"][row], rows["states"][row] = span.kv.addresses, span.kv.state_addresses
             rows["capacity"][row], rows["position"][row] = span.kv.capacity, span.kv.length
         return Tokens(rows)
 

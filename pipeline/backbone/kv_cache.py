@@ -88,8 +88,8 @@ class SequenceKV:
 
     @property
     def state_addresses(self) -> int:
-        """Address of an array of addresses, [layers, 2 * most states of a layer]: of a layer's states, then of
-        as many pending ones; valid until `advance`."""
+        """Address of an array of addresses, [layers, 2 * most states of a layer]: of a layer's states, then
+        of as many pending ones; valid until `advance`."""
         address: int = self._state_addresses.ctypes.data
         return address
 

@@ -17,7 +17,7 @@ from pipeline.arrays import FloatArray, IntArray
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.device.base import Device
 from pipeline.models.facts import ModelFacts
-from pipeline.models.routing import Router
+from pipeline.policies.view import Router
 
 Probe = Callable[[int, Tensor], Tensor]  # a target of `Policy.probes` and x [R, H]: logits float32 [R, E]
 

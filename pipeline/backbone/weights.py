@@ -46,6 +46,8 @@ class Weights:
     def on_host(self, role: str) -> Float32:
         """The same on the host, for the router's formula."""
         numbers = self._float32(role)
+        if self._specs[role].plus:
+            numbers = numbers + np.float32(self._specs[role].plus)
         if not np.isfinite(numbers).all():
             raise ModelError(f"the tensor {self._specs[role].name} holds numbers that are not finite")
         return numbers

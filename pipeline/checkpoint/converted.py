@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -85,6 +85,9 @@ class Conversion:
         self.modules: list[Any] = [*modules.values()]
         self.names = [*modules]  # of these modules
         self.count = len(self.modules[0].down_proj)  # experts of each
+        for module in self.modules:  # operations that look at a parameter's shape get one expert at a time
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                module._parameters[name] = nn.Parameter(parameter[:1], requires_grad=False)
         self.experts: list[dict[str, Place]] = [{} for _ in modules]  # by parameter of the module
         self.backbone: dict[str, Place] = {}  # by target
         settings = getattr(model.config, "quantization_config", None)
@@ -119,15 +122,17 @@ class Conversion:
     def expert(self, layer: int, expert: int, read: Read) -> dict[str, Tensor]:
         """An expert's part of each parameter of its module, as the module has it. Raises ModelError where the
         checkpoint has another number of experts."""
-        return {name: self._expert(place, layer, expert, read) for name, place in self.experts[layer].items()}
+        return {name: self._expert(place, expert, read) for name, place in self.experts[layer].items()}
 
-    def _expert(self, place: Place, layer: int, expert: int, read: Read) -> Tensor:
+    def _expert(self, place: Place, expert: int, read: Read) -> Tensor:
+        # One converter may make several modules' experts: those of the first come first.
+        modules = 1 if place.converter is None else len(place.converter.target_patterns)
         parts = {}
         for pattern, keys in place.keys.items():
-            if len(keys) == 1:  # all in one
-                parts[pattern] = [read(keys[0], expert)]
-            elif len(keys) % self.count == 0:  # a tensor for each; those of other modules' experts may follow
+            if len(keys) == self.count * modules:  # a tensor for each
                 parts[pattern] = [read(key, None) for key in keys[expert :: self.count]]
+            elif len(keys) == 1:  # all in one
+                parts[pattern] = [read(keys[0], expert)]
             else:
                 raise ModelError(f"{len(keys)} tensors like {keys[0]}, for {self.count} experts: {WRONG}")
         return self._converted(place, parts)[place.target][0]
@@ -203,7 +208,7 @@ def check_headers(model: PreTrainedModel, headers: Headers) -> str:
         else:
             unread.append(place.first)
     for layer, name in enumerate(conversion.names):
-        _check_alike(conversion.experts[layer].values(), conversion.count, headers)
+        _check_alike(conversion, layer, headers)
         for part, made in conversion.expert(layer, 0, read).items():
             found[f"{name}.{part}"] = made.expand(conversion.count, *made.shape)
     _check_found(_needed(conversion), found)
@@ -216,11 +221,11 @@ def check_headers(model: PreTrainedModel, headers: Headers) -> str:
     )
 
 
-def _check_alike(places: Iterable[Place], count: int, headers: Headers) -> None:
-    """Raises ModelError unless each of `count` experts has tensors like the first's."""
-    for keys in (keys for place in places for keys in place.keys.values()):
+def _check_alike(conversion: Conversion, layer: int, headers: Headers) -> None:
+    """Raises ModelError unless each expert of a module has tensors like the first's."""
+    for keys in (keys for place in conversion.experts[layer].values() for keys in place.keys.values()):
         for n, key in enumerate(keys):
-            first = keys[n // count * count]
+            first = keys[n // conversion.count * conversion.count]
             if headers[key] != headers[first]:
                 raise ModelError(f"the tensors {first} and {key} differ in shape or dtype: {WRONG}")
 

@@ -26,7 +26,7 @@ from msgspec import msgpack
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.reader import RawTensor
 from pipeline.models.config_keys import Config
-from pipeline.models.facts import facts_of
+from pipeline.models.facts import facts_of, is_own
 from pipeline.models.shapes import shape_config
 from shm.formats import Bytes, Float32, fill_bf16, random_numbers, widen_bf16
 from shm.layout import StoreLayout
@@ -68,7 +68,12 @@ class RandomModel(ModelSource):
     @contextmanager
     def tensors(self) -> Iterator[RandomTensors]:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            yield RandomTensors(self._shape, pool)
+            if is_own(self.config):
+                yield RandomTensors(self._shape, pool)
+                return
+            from pipeline.checkpoint.random_parameters import RandomParameters  # takes transformers
+
+            yield RandomParameters(self.config, self._shape, pool)
 
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
         layout = builder.layout

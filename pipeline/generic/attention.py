@@ -1,8 +1,8 @@
 """Attention in place of a family's `eager_attention_forward`, where it computes the same: of grouped queries
 without repeating the keys, and of latents without expanding them.
 
-That function stays for every other kind, and for models outside an engine: it is wrapped once where its family's
-modules look it up, and acts as before unless a module was found to suit.
+That function stays for every other kind, and for models outside an engine: it is wrapped once where its
+family's modules look it up, and acts as before unless a module was found to suit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def wrap(module: nn.Module) -> None:
 def _wrapped(own: Callable[..., Any]) -> Callable[..., Any]:
     def attention(
         module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any = None, **kwargs: Any
-    ) -> tuple[Tensor, Any]:
+    ) -> Any:
         kind = getattr(module, KIND, None)
         if kind is None and type(key) is not PerSequence:
             return own(module, query, key, value, attention_mask, **kwargs)
@@ -52,7 +52,7 @@ def _wrapped(own: Callable[..., Any]) -> Callable[..., Any]:
         if type(key) is not PerSequence:
             return one(module, query, key, value, attention_mask, **kwargs)
         masks = attention_mask or [None] * len(key)
-        parts, first = [], 0
+        parts = []
         for k, v, mask, rows in zip(key, value, masks, key.rows, strict=True):
             part = query.narrow(2, rows.first, rows.count)
             parts.append(one(module, part, k, v, mask, **kwargs)[0])
@@ -69,7 +69,7 @@ def grouped(
     value: Tensor,
     attention_mask: Tensor | None = None,
     scaling: float | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, width], key and value [1, kv heads, N, *] in the cache's dtype, mask [1, 1, T, N]:
     float32 [1, T, heads, *]."""
@@ -86,13 +86,13 @@ def grouped(
 
 
 def latent(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Any,
     value: Any,
     attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    **kwargs: Any,
+    scaling: float = 1.0,
+    **others: Any,
 ) -> tuple[Tensor, Any]:
     """query [1, heads, T, nope + rope], key Latents, mask [1, 1, T, N]: float32 [1, T, heads, value]. The
     queries are multiplied by the expansion instead of the latents:
@@ -104,10 +104,10 @@ def latent(
         k, v = vars(module)["tandem_expand"](c.float(), rotated.float())
         return grouped(module, query, k, v, attention_mask, scaling)
     heads, rank, rope = query.shape[1], c.shape[-1], rotated.shape[-1]
-    expansion = module.kv_b_proj.weight.view(heads, -1, rank)
+    expansion = module.kv_b_proj.stored.view(heads, -1, rank)
     nope = query.shape[-1] - rope
     w_k, w_v = expansion[:, :nope], expansion[:, nope:]
-    query = query.to(c.dtype)
+    c, rotated, query = (part.to(expansion.dtype) for part in (c, rotated, query))
     scores = (query[..., :nope] @ w_k) @ c.transpose(2, 3) + query[..., nope:] @ rotated.transpose(2, 3)
     scores = scores.float() * scaling
     if attention_mask is not None:
@@ -121,7 +121,7 @@ KINDS: dict[str | None, Callable[..., Any]] = {"grouped": grouped, "latent": lat
 
 def keep_latents(module: nn.Module) -> None:
     """Let a module with latent attention give `latent` the latents in place of keys and values."""
-    own = module.expand_kv
+    own: Any = module.expand_kv
     vars(module)["tandem_expand"] = own
 
     def expand(latents: Any, rotated: Any) -> Any:

@@ -1,8 +1,9 @@
-"""A model of any family, on transformers' own modules: its decoder's forward is a step, and the calls of its experts
-modules are the engine's.
+"""A model of any family, on transformers' own modules: its decoder's forward is a step, and the calls of its
+experts modules are the engine's.
 
 Everything that families differ in is found by evaluating their modules when a model is loaded (`trial.py`,
-`routers.py`): the formula of the routers, what the caches keep, and which modules take several sequences at once.
+`routers.py`): the formula of the routers, what the caches keep, and which modules take several sequences at
+once.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.backbone.batch import StepInput, TokenSpan
@@ -21,26 +22,18 @@ from pipeline.backbone.linear import FEW_ROWS, Precision
 from pipeline.backbone.protocol import Experts, Probe
 from pipeline.backbone.step import answers
 from pipeline.device.base import Device
-from pipeline.errors import PolicyError
+from pipeline.errors import ModelError, PolicyError
 from pipeline.generic import attention
 from pipeline.generic.caches import LayerKept, StepCache, rows_of
 from pipeline.generic.modules import OwnLinear, fuse_norms
 from pipeline.generic.packing import Packing
 from pipeline.generic.routers import Tap, find_router
-from pipeline.generic.skeleton import IMPLEMENTATION, Skeleton
+from pipeline.generic.skeleton import Skeleton
 from pipeline.generic.trial import Trial, observe
 from pipeline.models.facts import ModelFacts
 from pipeline.models.routing import Router
 
-TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 0.1}  # of trials, by the dtype of what is not quantized
-
-
-def _experts(self: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Any:
-    """In place of the forward of every experts module."""
-    return vars(self)["tandem_call"](x, index, weights)
-
-
-ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts)
+LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 class GenericBackbone:
@@ -57,15 +50,18 @@ class GenericBackbone:
     ) -> None:
         """`weights`: by parameters' names in the whole model; `progress` is called with the bytes loaded so
         far. Raises ModelError where the family cannot run here, or weights are missing."""
+        transformers.logging.set_verbosity_error()  # of slower ways that are the only ones here
         self.facts = facts
         self.dtype = precision.dtype
         self._precision = precision
         skeleton = Skeleton(model_class, config)
         self.bytes = skeleton.load(weights, precision, progress)
         self._model, self._decoder = skeleton.model, skeleton.decoder
-        self.has_head = skeleton.has_head  # without one there are no answers
+        if not skeleton.has_head:
+            raise ModelError(f"{model_class.__name__} has no head that gives logits")
         text = config.get_text_config(decoder=True)
         self.vocabulary: int = text.vocab_size
+        self._hidden: int = text.hidden_size
         observed = observe(skeleton, self.vocabulary)
         self.layers = skeleton.layers  # those with routed experts
         self.kept: list[LayerKept] = observed.kept  # by layer of the cache
@@ -83,13 +79,15 @@ class GenericBackbone:
             bias = getattr(layer.experts, "down_proj_bias", None)
             call.down_bias = bias if isinstance(bias, Tensor) and bias.numel() else None
             vars(layer.experts)["tandem_call"] = call.run
-        tolerance = 0.1 if precision.quantized else TOLERANCES[precision.dtype]
-        trial = Trial(skeleton, self._packing, observed, tolerance, self._device)
+        exact = self.dtype == torch.float32 and not precision.quantized
+        trial = Trial(skeleton, self._packing, observed, exact, self._device)
         self._experts: Experts = lambda call: 0.5 * call.x
         self._probe: Probe = self.router
         # whether a step may have several sequences, and whether a prompt may come in parts
         self.several, self.chunks = trial.run()
-        self._packing.cache.raw = self._raw_layers()
+        self.several &= not _rope_depends_on_length(self._decoder)
+        if self.dtype != torch.float32:
+            trial.cache_in(self.dtype, self._raw_layers())
         linears = [m for m in self._decoder.modules() if isinstance(m, OwnLinear)]
         self._largest_matrix = max((m.in_features * m.out_features for m in linears), default=0)
 
@@ -116,15 +114,15 @@ class GenericBackbone:
 
     def _refuse(self, policy: str, what: str) -> NoReturn:
         raise PolicyError(
-            f"policy {policy} {what}, and {type(self._model).__name__} routes in a way of its own: use all-host,"
-            " on-demand, layerwise or fiddler"
+            f"policy {policy} {what}, and {type(self._model).__name__} routes in a way of its own:"
+            " use all-host, on-demand, layerwise or fiddler"
         )
 
     def largest_product(self, rows: int) -> int:
         """Multiply-adds of the largest product of a layer that torch computes, for `rows` rows."""
         on_host = self._precision.device.library is not None
         in_c = on_host and (self._precision.quantized or rows <= FEW_ROWS)
-        return rows * (rows * self._decoder.config.hidden_size if in_c else self._largest_matrix)
+        return rows * (rows * self._hidden if in_c else self._largest_matrix)
 
     def router(self, layer: int, x: Tensor) -> Tensor:
         """Router logits float32 [R, E] of a layer, for the input of any layer's router."""
@@ -135,8 +133,8 @@ class GenericBackbone:
         return GenericStep(self, spans, probe)
 
     def head(self, h: Tensor) -> Tensor:
-        """Logits float32 [R, vocabulary] of the last hidden states [R, H]: what the whole model's forward makes
-        of them."""
+        """Logits float32 [R, vocabulary] of the last hidden states [R, H]: what the whole model's forward
+        makes of them."""
         output = _Output(h[None])
         inner = self._model.base_model
         inner.forward = lambda *args, **kwargs: output
@@ -160,7 +158,17 @@ class GenericBackbone:
                 index = getattr(module, "layer_idx", None)
                 if isinstance(index, int) and hasattr(module, attention.KIND):
                     ours.add(index)
-        return frozenset(i for i in ours if len(self.kept[i].streams) == 2)
+        return frozenset(ours)
+
+
+def _rope_depends_on_length(decoder: nn.Module) -> bool:
+    """Whether the rotary embedding of a step depends on its longest sequence."""
+    kinds = (getattr(module, "rope_type", None) for module in decoder.modules())
+    return any(
+        kind in LENGTH_DEPENDENT
+        for found in kinds
+        for kind in (found.values() if isinstance(found, dict) else (found,))
+    )
 
 
 class _Output:
@@ -198,7 +206,7 @@ class Sibling:
     def __init__(self, module: nn.Module, dims: int) -> None:
         self._own, self._dims = module.forward, dims
         self._ready: Tensor | None = None
-        module.forward = self._called  # type: ignore[method-assign]
+        module.forward = self._called
 
     def compute(self, x: Tensor) -> None:
         self._ready = self._own(x.view(*(1,) * (self._dims - 2), -1, x.shape[-1]))

@@ -1,7 +1,7 @@
 """The cache that a model's modules see, over the sequences' own memory (`SequenceKV`).
 
-transformers' DynamicCache copies all keys of a sequence for each new token. Here new keys are written behind the
-others in place, and what modules get is a view. A step reads a sequence's recurrent states and writes its
+transformers' DynamicCache copies all keys of a sequence for each new token. Here new keys are written behind
+the others in place, and what modules get is a view. A step reads a sequence's recurrent states and writes its
 `pending` ones, so a step that fails leaves the sequence as it was.
 """
 
@@ -141,24 +141,24 @@ class _Steps:
         return self._cache.update_indexer(keys, self._index)
 
 
-class StreamLayer(_Steps, DynamicLayer):
+class StreamLayer(_Steps, DynamicLayer):  # type: ignore[misc]
     """Keys and values."""
 
 
-class StateLayer(_Steps, LinearAttentionLayer):
+class StateLayer(_Steps, LinearAttentionLayer):  # type: ignore[misc]
     """Recurrent states."""
 
 
-class StreamAndStateLayer(_Steps, LinearAttentionAndFullAttentionLayer):
+class StreamAndStateLayer(_Steps, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
     """Both."""
 
 
-class StepCache(Cache):
+class StepCache(Cache):  # type: ignore[misc]
     """All sequences' caches in a step. Modules see those that are `visible`: all, or one at a time."""
 
     def __init__(self, like: Cache, kept: Sequence[LayerKept], raw: frozenset[int] = frozenset()) -> None:
-        """`like`: a cache of the model that has been used; `raw`: layers whose attention takes keys and values
-        in the dtype in which they are cached, the others get float32."""
+        """`like`: a cache of the model that has been used; `raw`: layers whose attention takes keys and
+        values in the dtype in which they are cached, the others get float32."""
         own = type(like)
         if (
             not issubclass(own, StepCache) and own is not DynamicCache
@@ -167,6 +167,7 @@ class StepCache(Cache):
         layers = [self._layer(n, layer, kept[n]) for n, layer in enumerate(like.layers)]
         Cache.__init__(self, layers=layers)
         self.raw = raw
+        self.copies = True  # whether modules change recurrent states in place
         self.visible: Sequence[Rows] = ()
         self.turn = 0
         self._kept = kept
@@ -210,7 +211,7 @@ class StepCache(Cache):
         cached.narrow(1, start, count).copy_(new[0])
         first = layer.first_key(rows)
         view = cached.narrow(1, first, start + count - first)[None]
-        return view if cached.dtype == new.dtype or index in self.raw else view.to(new.dtype)
+        return view if cached.dtype == new.dtype or (stream < 2 and index in self.raw) else view.to(new.dtype)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         new = indexer_key_states
@@ -221,20 +222,20 @@ class StepCache(Cache):
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """A copy, since kernels change it in place."""
-        return self._copied(layer_idx, state_idx)
+        return self._state(layer_idx, state_idx, copied=True)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self._copied(layer_idx, self._kept[layer_idx].convolutions + state_idx)
+        return self._state(layer_idx, self._kept[layer_idx].convolutions + state_idx, self.copies)
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        return self._copied(layer_idx, 0)
+        return self._state(layer_idx, 0, self.copies)
 
-    def _copied(self, layer: int, state: int) -> Tensor | None:
+    def _state(self, layer: int, state: int, copied: bool) -> Tensor | None:
         (rows,) = self.visible
         if rows.start == 0:
             return None
-        pending = rows.kv.pending[layer][state]
-        return pending.copy_(rows.kv.states[layer][state])[None]
+        now = rows.kv.states[layer][state]
+        return rows.kv.pending[layer][state].copy_(now)[None] if copied else now[None]
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """Append inputs [1, channels, T] of a convolution; returns them behind those that it still needs."""

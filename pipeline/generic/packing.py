@@ -1,13 +1,13 @@
 """Several sequences in one step of a transformers model: their new tokens are the rows of one batch [1, R].
 
-What acts on rows alone (embeddings, norms, blocks, routers, head) is computed once for all. A *mixer*, a module
-that looks at other tokens through the cache, is called in one of two ways:
+What acts on rows alone (embeddings, norms, blocks, routers, head) is computed once for all. A *mixer*, a
+module that looks at other tokens through the cache, is called in one of two ways:
 
 - *split*: once for each sequence, with that sequence's rows, cache and mask;
 - *rows*: once for all: only the cache's `update` and the attention function see sequences.
 
-`trial.py` finds the mixers for which rows gives the same. Functions that take the cache, such as those that make
-masks, are called for each sequence. A step of one sequence is the model's own forward.
+`trial.py` finds the mixers for which rows gives the same. Functions that take the cache, such as those that
+make masks, are called for each sequence. A step of one sequence is the model's own forward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.generic import attention
 from pipeline.generic.caches import PerSequence, Rows, StepCache
 
 CACHE = "cache"  # the argument of what takes one
-# modules of transformers whose wrappers of a forward do nothing here: old argument names, gradient checkpoints
+# modules of transformers whose wrappers of a forward do nothing here: old names, gradient checkpoints
 WRAPPERS = ("transformers.utils.deprecation", "transformers.modeling_layers")
 
 
@@ -47,9 +47,9 @@ class Packing:
                 attention.wrap(module)
                 if hasattr(module, "expand_kv"):
                     attention.keep_latents(module)
-        for module in {sys.modules[type(m).__module__] for m in decoder.modules()}:
-            if "modeling_" in module.__name__:
-                _wrap_functions(module)
+        for name in {type(m).__module__ for m in decoder.modules()}:
+            if "modeling_" in name:
+                _wrap_functions(sys.modules[name])
 
     def __call__(self, decoder: nn.Module, tokens: Sequence[int], rows: Sequence[Rows]) -> Tensor:
         """The last hidden states float32 [R, H] of the rows' tokens, in order."""
@@ -149,12 +149,12 @@ def _unwrap(module: nn.Module) -> None:
     ):
         inner = inner.__wrapped__
     if inner is not function and "forward" not in vars(module):
-        module.forward = MethodType(inner, module)  # type: ignore[method-assign]
+        module.forward = MethodType(inner, module)
 
 
 def _wrap_functions(modeling: Any) -> None:
-    """Let the functions with a cache that a family's modules call, such as those that make masks, be called for
-    each sequence in our steps."""
+    """Let the functions with a cache that a family's modules call, such as those that make masks, be called
+    for each sequence in our steps."""
     for name, function in list(vars(modeling).items()):
         if isinstance(function, FunctionType) and not hasattr(function, "tandem"):
             signature = inspect.signature(function)

@@ -1,8 +1,9 @@
 """The routers of a model: what they compute is found by evaluating them, not by their names.
 
-A router's formula is one of `pipeline/models/routing.py`, applied to logits. Those are a linear product of its input,
-which alone is then computed, or what its module returns first. Where no formula gives the experts and weights that
-reach a layer's experts, the layer's *choice is its own*: its module decides, and a policy cannot.
+A router's formula is one of `pipeline/models/routing.py`, applied to logits. Those are a linear product of
+its input, which alone is then computed, or what its module returns first. Where no formula gives the experts
+and weights that reach a layer's experts, the layer's *choice is its own*: its module decides, and a policy
+cannot.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch.nn import functional
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.errors import PolicyError
 from pipeline.generic.skeleton import MoeLayer
-from pipeline.models.routing import GroupScore, Layer, Router, Score, Scored, Softmax, SparseMixer
-from pipeline.policies.view import Routing
+from pipeline.models.routing import GroupScore, Score, Scored, Softmax, SparseMixer
+from pipeline.policies.view import Layer, Router, Routing
 
 Form = Literal["linear", "first", "log first", "own"]  # where logits come from; own: no logits
 Product = tuple[Tensor, Tensor | None]  # matrix [E, H] and bias of a linear product
@@ -58,7 +59,7 @@ class Tap:
         self._product: Product | None = None  # matrix and bias of the logits
         self._logits: Tensor | None = None  # of the latest call, where the module was run
         self._blank: dict[int, tuple[Any, ...]] = {}  # outputs without numbers, by rows
-        layer.router.forward = self._called  # type: ignore[method-assign]
+        layer.router.forward = self._called
 
     def use(self, form: Form, product: Product | None) -> None:
         """Compute logits in this form from now on."""
@@ -110,7 +111,7 @@ class Tap:
         return functional.linear(x.view(-1, matrix.shape[1]), matrix, bias)
 
     def _first(self, outputs: tuple[Any, ...]) -> Tensor:
-        logits = outputs[0].reshape(-1, self._count).float()
+        logits: Tensor = outputs[0].reshape(-1, self._count).float()
         return logits.log() if self.form == "log first" else logits
 
     def _blanks(self, rows: int) -> tuple[Any, ...]:
@@ -203,8 +204,8 @@ class Formula:
 
 @dataclass(frozen=True)
 class OwnChoices(Router):
-    """A model in some of whose layers the module chooses. There "logits" are the logarithms of the weights, and
-    -inf for experts that were not chosen."""
+    """A model in some of whose layers the module chooses. There "logits" are the logarithms of the weights,
+    and -inf for experts that were not chosen."""
 
     k: int
     own: frozenset[int]  # these layers
@@ -281,7 +282,8 @@ def find_router(layers: Sequence[MoeLayer], taps: Sequence[Tap], seen: Sequence[
 def _fitting(
     logits: FloatArray, seen: Seen, own: Mapping[str, FloatArray], numbers: tuple[set[int], set[float]]
 ) -> Iterator[Formula | SparseMixer]:
-    """Formulas that give a layer's choice from these logits, simple ones first. `own`: its arrays by expert."""
+    """Formulas that give a layer's choice from these logits, simple ones first. `own`: its arrays by
+    expert."""
     experts, weights = _choice(seen)
     integers, fractions = numbers
     count, k = logits.shape[1], experts.shape[1]
@@ -363,7 +365,8 @@ def _arrays(layer: MoeLayer, seen: Seen) -> dict[str, FloatArray]:
 
 
 def _numbers(layer: MoeLayer) -> tuple[set[int], set[float]]:
-    """The integers that may count groups, and the fractions, that the router, its caller and their config know."""
+    """The integers that may count groups, and the fractions, that the router, its caller and their config
+    know."""
     config = getattr(layer.experts, "config", None)
     known = {**vars(layer.router), **vars(layer.owner), **(vars(config) if config is not None else {})}
     integers = {v for v in known.values() if type(v) is int and 0 < v < layer.count}

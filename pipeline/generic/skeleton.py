@@ -1,8 +1,8 @@
-"""A model of transformers without its routed experts: its modules are made without memory for weights, and then
-given their weights one by one, matrices in the backbone's format.
+"""A model of transformers without its routed experts: its modules are made without memory for weights, and
+then given their weights one by one, matrices in the backbone's format.
 
-Nothing here knows a family. An experts module is one that transformers decorates with `use_experts_implementation`;
-the module beside it that routes is its `gate` or `router`.
+Nothing here knows a family. An experts module is one that transformers decorates with
+`use_experts_implementation`; the module beside it that routes is its `gate` or `router`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,24 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from pipeline.backbone.linear import DenseLinear, Precision, QuantizedLinear
 from pipeline.errors import ModelError
 from pipeline.generic.modules import OwnEmbedding, OwnLinear
 
-IMPLEMENTATION = "tandem"  # of experts, see `experts.py`
+IMPLEMENTATION = "tandem"  # of experts
 ROUTERS = ("gate", "router")
 MATRICES = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias")  # those of tiles
 LARGE = 1 << 24  # numbers of a tensor that gets no memory, not even virtual, while modules are made
+
+
+def _experts(self: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Any:
+    """In place of the forward of every experts module."""
+    return vars(self)["tandem_call"](x, index, weights)
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts)
 
 
 @dataclass(frozen=True)
@@ -101,10 +110,11 @@ class _Loader:
             used.append(head)
         self._modules = {names[m]: m for top in used for m in top.modules()}
         self._dense = {m for router in skeleton.routers for m in router.modules()}
-        # The expansion of latents is multiplied as a matrix, see `attention.py`.
-        self._dense |= {m.kv_b_proj for m in self._modules.values() if hasattr(m, "expand_kv")}
+        # expansions of latents, which are multiplied by queries too, see `attention.py`
+        self._expansions = {m.kv_b_proj for m in self._modules.values() if hasattr(m, "expand_kv")}
         tied = getattr(self._model, "all_tied_weights_keys", None) or {}
         self._source = dict(tied)  # of a parameter that has the weights of another one
+        self._shared: dict[str, Tensor] = {}  # what such parameters share, by the name of the other one
 
     def load(self) -> int:
         for name, module in self._modules.items():
@@ -121,7 +131,7 @@ class _Loader:
         precision, shape = self._precision, (linear.out_features, linear.in_features)
         weight = f"{name}.weight"
         matrix: QuantizedLinear | DenseLinear
-        if precision.quantized:
+        if precision.quantized and linear not in self._expansions:
             made = precision.quantized_matrix(
                 weight, shape, lambda: self._read(weight, linear.weight).numpy()
             )
@@ -167,8 +177,14 @@ class _Loader:
 
     def _stored(self, name: str, like: Tensor) -> Tensor:
         """In the backbone's dtype."""
-        kept = self._read(name, like).to(self._precision.device.torch_device, self._precision.dtype)
-        return self._count(kept.contiguous())
+        other = name if name in self._weights else self._source.get(name, name)
+        if other in self._shared:
+            return self._shared[other]
+        kept = self._read(other, like).to(self._precision.device.torch_device, self._precision.dtype)
+        kept = self._count(kept.contiguous())
+        if other in self._source.values():
+            self._shared[other] = kept
+        return kept
 
     def _count(self, kept: Tensor) -> Tensor:
         self._bytes += kept.numel() * kept.element_size()
@@ -200,19 +216,19 @@ def _moe_layer(decoder: nn.Module, name: str, experts: nn.Module) -> MoeLayer:
 
 @contextmanager
 def _bare() -> Iterator[None]:
-    """Within it modules are made with parameters on the meta device, experts without those of tiles, and buffers
-    in memory: those are computed where a module is made."""
+    """Within it modules are made with parameters on the meta device, experts without those of tiles, and
+    buffers in memory: those are computed where a module is made."""
     register = nn.Module.register_parameter
 
-    def registered(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and hasattr(type(self), "_apply_gate") and name in MATRICES:
+    def registered(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and hasattr(type(self), "_apply_gate") and name in MATRICES:
             if name == "down_proj":
-                vars(self)["tandem_shape"] = parameter.shape
+                vars(self)["tandem_shape"] = param.shape
             vars(self)[name] = torch.empty(0)  # what initialises weights may look at it
             return
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
-        register(self, name, parameter)
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=False)
+        register(self, name, param)
 
     nn.Module.register_parameter = registered  # type: ignore[method-assign]
     try:

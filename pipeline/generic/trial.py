@@ -1,5 +1,6 @@
-"""What is tried when a model has been loaded, on a few tokens: what its caches keep, what its routers compute, which
-mixers take several sequences at once, and whether all of it gives what the model's own forward gives."""
+"""What is tried when a model has been loaded, on a few tokens: what its caches keep, what its routers
+compute, which mixers take several sequences at once, and whether all of it gives what the model's own forward
+gives."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,7 +29,15 @@ DECODING = ((4, 0, 0), (1, 0, 0), (1, 5, 0), (1, 1, 4), (0, 1, 1))  # new tokens
 ALONE = ((4,), (1,), (1,), (1,))
 CHUNKS = ((3,), (4,))
 
+# Mean errors of hidden states, relative to their deviation, that rounding explains: in float32, with rounded
+# weights, and with rounded keys and values too. A wrong computation has more.
+EXACT, ROUNDED, CACHED = 2e-4, 0.05, 0.1
+
 log = logging.getLogger(__name__)
+
+
+# modules called after a layer's experts on its router's input, with the dimensions of their argument
+Siblings = list[tuple[nn.Module, int]]
 
 
 @dataclass(frozen=True)
@@ -39,9 +49,7 @@ class Observed:
     cache: Cache
     kept: list[LayerKept]
     routers: list[Seen]
-    siblings: list[
-        list[tuple[nn.Module, int]]
-    ]  # by layer: modules called after its experts on the router's input, and the dimensions of their argument
+    siblings: list[Siblings]  # by layer
 
 
 def output_of(x: Tensor) -> Tensor:
@@ -85,12 +93,14 @@ def new_cache(decoder: nn.Module) -> Cache:
 
 
 def check_layers(cache: Cache) -> None:
-    """Raise ModelError for a cache whose layers keep tokens in a way of their own, which a few tokens would not
-    show."""
+    """Raise ModelError for a cache whose layers keep tokens in a way of their own, which a few tokens would
+    not show."""
     for layer in {type(layer) for layer in cache.layers}:
         own = (c for c in layer.__mro__ if c.__module__.startswith("transformers.models."))
         if any({"update", "get_mask_sizes", "lazy_initialization"} & vars(c).keys() for c in own):
-            raise ModelError(f"{layer.__name__} keeps the cache in a way of its own: this family cannot run here")
+            raise ModelError(
+                f"{layer.__name__} keeps the cache in a way of its own: this family cannot run here"
+            )
 
 
 class _Watched:
@@ -100,7 +110,7 @@ class _Watched:
         self._layer = layer
         self._seen: Seen | None = None
         self.called = False  # the experts
-        self.siblings: list[tuple[nn.Module, int]] = []
+        self.siblings: Siblings = []
         self._own: list[tuple[nn.Module, Any]] = []
         vars(layer.experts)["tandem_call"] = self._experts
         self._watch(layer.router, self._router)
@@ -111,7 +121,7 @@ class _Watched:
     def _watch(self, module: nn.Module, instead: Callable[..., Any]) -> None:
         own = module.forward
         self._own.append((module, vars(module).get("forward")))
-        module.forward = lambda *args, **kwargs: instead(module, own, *args, **kwargs)  # type: ignore[method-assign]
+        module.forward = lambda *args, **kwargs: instead(module, own, *args, **kwargs)
 
     def _router(self, module: nn.Module, own: Callable[..., Any], x: Tensor, *more: Any, **named: Any) -> Any:
         outputs = own(x, *more, **named)
@@ -148,16 +158,17 @@ class Trial:
     """Compares steps of sequences with the model's own forward."""
 
     def __init__(
-        self, skeleton: Skeleton, packing: Packing, observed: Observed, tolerance: float, device: torch.device
+        self, skeleton: Skeleton, packing: Packing, observed: Observed, exact: bool, device: torch.device
     ) -> None:
-        """`tolerance`: of the last hidden states, relative to their deviation."""
+        """`exact`: everything is computed in float32."""
         self._decoder, self._packing, self._observed = skeleton.decoder, packing, observed
-        self._tolerance = tolerance * float(observed.hidden.std())
-        self._device = device
+        self._tolerance = EXACT if exact else ROUNDED
+        self._device, self._dtype = device, torch.float32
 
     def run(self) -> tuple[bool, bool]:
-        """Choose how attention and mixers compute; returns whether a step may have several sequences, and whether
-        a prompt may come in chunks. Raises ModelError where no way gives what the model's own forward gives."""
+        """Choose how attention and mixers compute; returns whether a step may have several sequences, and
+        whether a prompt may come in chunks. Raises ModelError where no way gives what the model's own forward
+        gives."""
         mixers = self._packing.mixers.values()
         kinds = [*dict.fromkeys(map(type, mixers))]
         modules = [m for mixer in mixers for m in mixer.modules()]
@@ -173,9 +184,35 @@ class Trial:
                     self._packing.rows.discard(kind)
         if not several and not self._same(ALONE):
             raise ModelError(
-                f"{type(self._decoder).__name__} computes something else with our caches: this family cannot run here"
+                f"{type(self._decoder).__name__} computes something else with our caches:"
+                " this family cannot run here"
             )
-        return several, self._same(CHUNKS)
+        chunks = self._same(CHUNKS)
+        self._choose_copies()
+        return several, chunks
+
+    def cache_in(self, dtype: torch.dtype, raw: frozenset[int]) -> None:
+        """Let the layers `raw` take keys and values in this dtype of the cache, if they can. The tolerance
+        must allow for its rounding. Raises ModelError where the model cannot be computed so."""
+        cache = self._packing.cache
+        assert cache is not None
+        self._dtype = dtype
+        cache.raw = raw
+        if not self._same(ALONE, CACHED):
+            cache.raw = frozenset()
+
+    def _choose_copies(self) -> None:
+        """Let modules read recurrent states without a copy, if they leave them as they are."""
+        cache = self._packing.cache
+        assert cache is not None
+        cache.copies = False
+        kv = self._sequence()
+        for count in (4, 1):
+            before = [[state.clone() for state in layer] for layer in kv.states]
+            self._step([kv], [count])
+            pairs = zip(chain(*before), chain(*kv.states), strict=True)
+            cache.copies |= not all(torch.equal(old, new) for old, new in pairs)
+            kv.advance(count)
 
     def _choose_attention(self, modules: Sequence[nn.Module]) -> None:
         """Use our attention where that gives the same: all kinds of modules at once, or one by one."""
@@ -188,36 +225,44 @@ class Trial:
                 for module, _ in chosen:
                     delattr(module, attention.KIND)
 
-    def _same(self, plan: Sequence[tuple[int, ...]]) -> bool:
+    def _same(self, plan: Sequence[tuple[int, ...]], tolerance: float | None = None) -> bool:
         try:
             found = self.hidden(plan)
         except Exception as e:  # whatever a module does with what it does not expect
             log.debug("trial: %s: %s", type(e).__name__, e)
             return False
         wanted = self._observed.hidden
-        return all(bool((h - wanted[: len(h)]).abs().max() <= self._tolerance) for h in found if len(h))
+        errors = torch.cat([(h - wanted[: len(h)]).abs() for h in found]) / wanted.std()
+        return bool(errors.mean() <= (tolerance or self._tolerance))
 
     @torch.inference_mode()
     def hidden(self, plan: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """The last hidden states of sequences with the observed tokens, [T, H] each, computed by this plan."""
+        """The last hidden states of sequences with the observed tokens, [T, H] each, computed by this
+        plan."""
         sequences = [self._sequence() for _ in plan[0]]
         found: list[list[Tensor]] = [[] for _ in sequences]
         for counts in plan:
-            rows, tokens, first = [], [], 0
-            for kv, count in zip(sequences, counts, strict=True):
+            hidden = iter(torch.split(self._step(sequences, counts), [n for n in counts if n]))
+            for parts, kv, count in zip(found, sequences, counts, strict=True):
                 if count:
-                    rows.append(Rows(kv, first, first + count, kv.length))
-                    tokens += self._observed.tokens[kv.length : kv.length + count]
-                    first += count
-            hidden = self._packing(self._decoder, tokens, rows)
-            for r in rows:
-                found[sequences.index(r.kv)].append(hidden[r.first : r.end])
-                r.kv.advance(r.count)
+                    parts.append(next(hidden))
+                    kv.advance(count)
         empty = self._observed.hidden[:0]
         return [torch.cat([empty, *parts]) for parts in found]
 
+    @torch.inference_mode()
+    def _step(self, sequences: Sequence[SequenceKV], counts: Sequence[int]) -> Tensor:
+        """The last hidden states of so many new tokens of the sequences."""
+        rows, tokens, first = [], [], 0
+        for kv, count in zip(sequences, counts, strict=True):
+            if count:
+                rows.append(Rows(kv, first, first + count, kv.length))
+                tokens += self._observed.tokens[kv.length : kv.length + count]
+                first += count
+        return self._packing(self._decoder, tokens, rows)
+
     def _sequence(self) -> SequenceKV:
-        return sequence(self._observed.kept, TOKENS, torch.float32, self._device)
+        return sequence(self._observed.kept, TOKENS, self._dtype, self._device)
 
 
 def _may_attend(module: nn.Module) -> bool:

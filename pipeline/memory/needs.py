@@ -39,6 +39,7 @@ PREFETCHER = {"cpu": 50_000_000, "cuda": 500_000_000}
 HIDDEN_COPIES = 8  # float32 hidden states of a step that exist at once, about
 MASK_BYTES = 5  # for a row and a token that it may attend to: a bool, and torch's float copy of it
 SCORE_COPIES = 4  # of the scores of attention: themselves, masked, their softmax, and that in 16 bits
+RECURRENT_COPIES = 8  # of the queries, keys and values of a recurrent layer's rows, about
 EXPANDED_COPIES = 4  # of the keys and values that latent attention expands
 STAGING_TILES = 4  # slots beside the cache's: two to stream through, two so that neither side waits
 STAGING_SHARE = 1 / 32  # of a GPU's free memory, at most, for more staging slots than the fewest
@@ -84,6 +85,9 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     activations += MASK_BYTES * rows * (config.context or min(facts.max_positions, DEFAULT_CONTEXT))
     if cuda and config.backbone_dtype == "f32":  # flash attention is of 16-bit numbers
         activations += SCORE_COPIES * SCORE_BYTES
+    # The widest state is a convolution's, of a number for each of its channels.
+    widest = max((max(shape) for states in facts.state_shapes for shape in states), default=0)
+    activations += RECURRENT_COPIES * 4 * rows * widest
     if facts.latent:
         activations += EXPANDED_COPIES * EXPANDED_KV_BYTES
     # Each weight is read as float32, whatever its dtype in memory, before activations are allocated.

@@ -17,18 +17,20 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from pipeline.models.config_keys import Config, common
-from pipeline.models.spec import GroupedQuery, Latent, ModelSpec
+from pipeline.models.spec import GatedDelta, GroupedQuery, Latent, ModelSpec
 
 Kind = Literal["matrix", "dense", "float32"]
 
 
 class TensorSpec(NamedTuple):
     """A tensor of the backbone. `kind` decides how it is kept: a matrix in the backbone's format; a dense
-    tensor in the backbone's dtype, or bf16 where the format is quantized; the rest in float32."""
+    tensor in the backbone's dtype, or bf16 where the format is quantized; the rest in float32, `plus` a
+    number."""
 
     name: str
     shape: tuple[int, ...]
     kind: Kind = "float32"
+    plus: float = 0.0
 
 
 class TensorRows(NamedTuple):
@@ -76,6 +78,10 @@ class Architecture:
     interleaved: bool = False  # the experts
     choice_bias: str = ""  # within that module; "": the router has none
     known_as: str = ""  # the model_type of its config in transformers, where that is another
+    prefix: str = "model"  # of all names but the head's
+    unread: tuple[str, ...] = ()  # prefixes of what a checkpoint may have beside the decoder
+    norms_plus: float = 0.0  # what norms add to their weights
+    joined: bool = False  # a recurrent layer's projections lie together, by head of keys
 
     def spec(self, config: Config) -> ModelSpec:
         """The model that a config.json describes. Raises ModelError for an unsupported variant."""
@@ -84,8 +90,8 @@ class Architecture:
     def outer(self, spec: ModelSpec) -> Tensors:
         """The tensors outside the layers, by role. Tied models have no `head`."""
         shape = (spec.vocabulary, spec.hidden)
-        tensors = {"embedding": TensorSpec("model.embed_tokens.weight", shape, "dense")}
-        tensors |= norm("norm", "model.norm", spec)
+        tensors = {"embedding": TensorSpec(f"{self.prefix}.embed_tokens.weight", shape, "dense")}
+        tensors |= norm("norm", f"{self.prefix}.norm", spec, self.norms_plus)
         if not spec.tied_embeddings:
             tensors["head"] = TensorSpec("lm_head.weight", shape, "matrix")
         if spec.head_bias:
@@ -94,12 +100,14 @@ class Architecture:
 
     def layer(self, spec: ModelSpec, layer: int, fused: bool) -> Tensors:
         """The tensors of a decoder layer except its routed experts, by role."""
-        at = f"model.layers.{layer}"
-        attention = spec.attention
-        tensors = norm("attention_norm", f"{at}.input_layernorm", spec)
-        tensors |= norm("mlp_norm", f"{at}.post_attention_layernorm", spec)
-        if isinstance(attention, GroupedQuery):
-            tensors |= grouped_query(f"{at}.self_attn", spec.hidden, attention)
+        at = f"{self.prefix}.layers.{layer}"
+        attention, plus = spec.attention, self.norms_plus
+        tensors = norm("attention_norm", f"{at}.input_layernorm", spec, plus)
+        tensors |= norm("mlp_norm", f"{at}.post_attention_layernorm", spec, plus)
+        if spec.recurrent is not None and layer in spec.recurrent_layers:
+            tensors |= gated_delta(f"{at}.linear_attn", spec.hidden, spec.recurrent, self.joined)
+        elif isinstance(attention, GroupedQuery):
+            tensors |= grouped_query(f"{at}.self_attn", spec.hidden, attention, plus)
         else:
             tensors |= latent(f"{at}.self_attn", spec.hidden, attention)
         if layer not in spec.moe_layers:
@@ -135,7 +143,7 @@ class Architecture:
                 TensorRows(gate_up, gate_up_shape, first + wide, wide),
                 TensorRows(down, (spec.experts, hidden, wide), hidden * expert, hidden),
             )
-        at = f"model.layers.{layer}.{self.moe_name}.experts.{expert}"
+        at = f"{self.prefix}.layers.{layer}.{self.moe_name}.experts.{expert}"
         gate, up, down = (f"{at}.{name}.weight" for name in self.matrix_names)
         return (
             TensorRows(gate, (wide, hidden), 0, wide),
@@ -167,14 +175,16 @@ class Architecture:
 
     def optional(self, name: str, spec: ModelSpec) -> bool:
         """Returns whether a checkpoint may have this unread tensor: old buffers, a tied model's copied head,
-        or one of its extra layers."""
+        one of its extra layers, or a part of the model that is no part of the decoder."""
         if name.endswith(".rotary_emb.inv_freq") or (spec.tied_embeddings and name == "lm_head.weight"):
             return True
-        extra = re.match(r"model\.layers\.(\d{1,9})\.", name)
+        if name.startswith(self.unread):
+            return True
+        extra = re.match(rf"{re.escape(self.prefix)}\.layers\.(\d{{1,9}})\.", name)
         return extra is not None and 0 <= int(extra[1]) - spec.layers < spec.extra_layers
 
     def _fused(self, layer: int) -> tuple[str, str]:
-        at = f"model.layers.{layer}.mlp.experts"
+        at = f"{self.prefix}.layers.{layer}.mlp.experts"
         return f"{at}.gate_up_proj", f"{at}.down_proj"
 
 
@@ -191,9 +201,9 @@ def interleaved(gate_up: str, down: str, spec: ModelSpec, expert: int) -> Expert
     )
 
 
-def norm(role: str, name: str, spec: ModelSpec) -> Tensors:
+def norm(role: str, name: str, spec: ModelSpec, plus: float = 0.0) -> Tensors:
     """A norm of hidden states, with its bias where it is a LayerNorm."""
-    tensors = {role: TensorSpec(f"{name}.weight", (spec.hidden,))}
+    tensors = {role: TensorSpec(f"{name}.weight", (spec.hidden,), plus=plus)}
     return tensors | ({f"{role}_bias": TensorSpec(f"{name}.bias", (spec.hidden,))} if spec.layer_norm else {})
 
 
@@ -212,9 +222,9 @@ def swiglu(role: str, name: str, hidden: int, intermediate: int) -> Tensors:
     )
 
 
-def grouped_query(name: str, hidden: int, a: GroupedQuery) -> Tensors:
+def grouped_query(name: str, hidden: int, a: GroupedQuery, plus: float = 0.0) -> Tensors:
     queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    tensors = matrix("query", f"{name}.q_proj", queries, hidden, a.bias)
+    tensors = matrix("query", f"{name}.q_proj", queries * (1 + a.gated), hidden, a.bias)
     tensors |= matrix("key", f"{name}.k_proj", keys, hidden, a.bias)
     tensors |= matrix("value", f"{name}.v_proj", keys, hidden, a.bias)
     tensors |= matrix("output", f"{name}.o_proj", hidden, queries, a.output_bias)
@@ -222,8 +232,26 @@ def grouped_query(name: str, hidden: int, a: GroupedQuery) -> Tensors:
         tensors["sinks"] = TensorSpec(f"{name}.sinks", (a.heads,))
     if a.qk_norm:
         widths = (a.head_dim, a.head_dim) if a.qk_norm == "head" else (queries, keys)
-        tensors["query_norm"] = TensorSpec(f"{name}.q_norm.weight", widths[:1])
-        tensors["key_norm"] = TensorSpec(f"{name}.k_norm.weight", widths[1:])
+        tensors["query_norm"] = TensorSpec(f"{name}.q_norm.weight", widths[:1], plus=plus)
+        tensors["key_norm"] = TensorSpec(f"{name}.k_norm.weight", widths[1:], plus=plus)
+    return tensors
+
+
+def gated_delta(name: str, hidden: int, d: GatedDelta, joined: bool) -> Tensors:
+    values = d.value_heads * d.value_dim
+    tensors = matrix("output", f"{name}.out_proj", hidden, values)
+    if joined:
+        tensors |= matrix("qkvz", f"{name}.in_proj_qkvz", d.channels + values, hidden)
+        tensors |= matrix("ba", f"{name}.in_proj_ba", 2 * d.value_heads, hidden)
+    else:
+        tensors |= matrix("qkv", f"{name}.in_proj_qkv", d.channels, hidden)
+        tensors |= matrix("z", f"{name}.in_proj_z", values, hidden)
+        tensors |= matrix("b", f"{name}.in_proj_b", d.value_heads, hidden)
+        tensors |= matrix("a", f"{name}.in_proj_a", d.value_heads, hidden)
+    tensors["taps"] = TensorSpec(f"{name}.conv1d.weight", (d.channels, 1, d.taps))
+    tensors["decay_log"] = TensorSpec(f"{name}.A_log", (d.value_heads,))
+    tensors["decay_bias"] = TensorSpec(f"{name}.dt_bias", (d.value_heads,))
+    tensors["value_norm"] = TensorSpec(f"{name}.norm.weight", (d.value_dim,))
     return tensors
 
 

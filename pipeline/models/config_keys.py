@@ -109,6 +109,7 @@ def grouped_query(
     qk_norm: Literal["", "head", "all"] = "",
     clip: float | None = None,
     sinks: bool = False,
+    gated: bool = False,
     rotated: float | None = None,
 ) -> GroupedQuery:
     """`rotated`: where the family rotates a part of each head, its share unless the config says."""
@@ -123,6 +124,7 @@ def grouped_query(
         qk_norm=qk_norm,
         clip=clip,
         sinks=sinks,
+        gated=gated,
         rotated=None if rotated is None else _rotated(config, width, rotated),
     )
 
@@ -234,6 +236,31 @@ def check_rope(config: Config, rope_dim: int, width: int) -> None:
         factors = parameters.get(key)
         if not isinstance(factors, list) or len(factors) != rope_dim // 2 or not all(map(_positive, factors)):
             raise ModelError(f"config.json: RoPE of type {kind!r} needs {rope_dim // 2} numbers as {key}")
+
+
+def text_config(config: Config) -> Config:
+    """The decoder's part of a config.json that has several, with what it has for all of them."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping) or "hidden_size" in config:
+        return config
+    tied = "tie_word_embeddings"
+    return {**text, tied: config[tied]} if tied in config else text
+
+
+def layer_kinds(config: Config, first: str, other: str) -> list[str]:
+    """`layer_types`: of each layer one of two kinds. Without it every fourth one is of the first, or another
+    one by `full_attention_interval`."""
+    count, kinds = bounded(config, "num_hidden_layers"), config.get("layer_types")
+    if kinds is None:
+        every = optional(config, "full_attention_interval", int, 4)
+        return [other if (i + 1) % every else first for i in range(count)]
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != count
+        or not all(kind in (first, other) for kind in kinds)
+    ):
+        raise ModelError(f"config.json: layer_types must name {count} layers, each {first} or {other}")
+    return kinds
 
 
 def sparse_layers(config: Config) -> tuple[int, ...]:

@@ -24,8 +24,9 @@ from pipeline.errors import ModelError, UsageError
 from pipeline.models.architecture import Architecture, Kind
 from pipeline.models.config_keys import Config
 from pipeline.models.registry import ARCHITECTURES, model_spec
-from pipeline.models.routing import Router, Softmax
+from pipeline.models.routing import Softmax
 from pipeline.models.spec import Latent, ModelSpec
+from pipeline.policies.view import Router
 from protocol.errors import NotPrivate
 from protocol.files import check_private, make_folders, read_small
 from protocol.program import user_folder

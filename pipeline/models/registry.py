@@ -17,6 +17,7 @@ from pipeline.models.config_keys import (
     flag,
     grouped_query,
     latent,
+    layer_kinds,
     optional,
     original_positions,
     required,
@@ -24,10 +25,11 @@ from pipeline.models.config_keys import (
     rope_parameters,
     shown,
     sparse_layers,
+    text_config,
 )
 from pipeline.models.families import deepseek_v3, glm4_moe, glm4_moe_lite, minimax_m2
 from pipeline.models.routing import Softmax, SparseMixer
-from pipeline.models.spec import GroupedQuery, ModelSpec, Rope
+from pipeline.models.spec import GatedDelta, GroupedQuery, ModelSpec, Rope
 from shm.expert_math import ExpertMath, Glu
 
 
@@ -92,6 +94,49 @@ def _qwen3_moe(config: Config) -> dict[str, Any]:
         "windows": _same_window(config) if sliding else (None,) * bounded(config, "num_hidden_layers"),
         "dense_intermediate": required(config, "intermediate_size", int),
     }
+
+
+def _qwen3_next(config: Config) -> dict[str, Any]:
+    full, recurrent = "full_attention", "linear_attention"
+    kinds = layer_kinds(config, full, recurrent)
+    dense = sparse_layers(config) != tuple(range(len(kinds)))
+    return {
+        "moe_layers": sparse_layers(config),
+        "intermediate": required(config, "moe_intermediate_size", int),
+        "experts": experts(config, "num_experts"),
+        "attention": _gated_attention(config),
+        "router": Softmax(required(config, "num_experts_per_tok", int), flag(config, "norm_topk_prob", True)),
+        "dense_intermediate": required(config, "intermediate_size", int) if dense else 0,
+        "shared_intermediate": required(config, "shared_expert_intermediate_size", int),
+        "shared_gate": True,
+        "recurrent": _gated_delta(config),
+        "recurrent_layers": tuple(i for i, kind in enumerate(kinds) if kind == recurrent),
+    }
+
+
+def _qwen3_5_moe(config: Config) -> dict[str, Any]:
+    """The text model's part. Its weights of a token always sum to 1, and no layer is dense."""
+    expect(config, "attn_output_gate", True)
+    plain = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return _qwen3_next({**config, **plain})
+
+
+def _gated_attention(config: Config) -> GroupedQuery:
+    bias = flag(config, "attention_bias", False)
+    return grouped_query(config, bias=bias, output_bias=bias, qk_norm="head", rotated=0.25, gated=True)
+
+
+def _gated_delta(config: Config) -> GatedDelta:
+    keys, values = (required(config, f"linear_num_{kind}_heads", int) for kind in ("key", "value"))
+    if values % keys:
+        raise ModelError(f"config.json: {values} heads of values cannot share {keys} heads of keys")
+    return GatedDelta(
+        key_heads=keys,
+        value_heads=values,
+        key_dim=required(config, "linear_key_head_dim", int),
+        value_dim=required(config, "linear_value_head_dim", int),
+        taps=required(config, "linear_conv_kernel_dim", int),
+    )
 
 
 def _deepseek_v2(config: Config) -> dict[str, Any]:
@@ -212,6 +257,17 @@ FAMILIES = (
     glm4_moe.FAMILY,
     glm4_moe_lite.FAMILY,
     minimax_m2.FAMILY,
+    # Most layers are recurrent, by the gated delta rule; the others have gates behind their attention.
+    Architecture("qwen3_next", _qwen3_next, joined=True, norms_plus=1.0, unread=("mtp.",)),
+    # The same with other projections. Beside the text model it may have one for images, which is left aside.
+    Architecture("qwen3_5_moe_text", _qwen3_5_moe, norms_plus=1.0, unread=("mtp.",)),
+    Architecture(
+        "qwen3_5_moe",
+        _qwen3_5_moe,
+        prefix="model.language_model",
+        norms_plus=1.0,
+        unread=("mtp.", "model.visual."),
+    ),
 )
 MAX_SIZE = 1 << 24  # numbers of a vector; the largest known vocabulary has a fiftieth
 ARCHITECTURES = {family.model_type: family for family in FAMILIES}
@@ -228,7 +284,8 @@ def architecture_of(config: Config) -> Architecture:
 
 def model_spec(config: Config) -> ModelSpec:
     """The checked spec. Raises ModelError for an unknown family, or a variant that is not supported."""
-    spec = architecture_of(config).spec(config)
+    architecture, config = architecture_of(config), text_config(config)
+    spec = architecture.spec(config)
     if spec.top_k > spec.experts:
         raise ModelError(f"config.json: {spec.top_k} experts a token, but only {spec.experts} a layer")
     if not spec.moe_layers:

@@ -1,12 +1,8 @@
 """The routing functions of model families: router logits to experts and weights, on the host. Of equal
-scores, the expert with the lower index is chosen.
-
-`layer` is everywhere the layer of the logits, of those with experts; or the layer of each row, [R].
-"""
+scores, the expert with the lower index is chosen."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -14,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray, IntArray
-from pipeline.policies.view import Routing
+from pipeline.policies.view import Layer, Router, Routing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,30 +18,6 @@ if TYPE_CHECKING:
 
 PACKED = 8  # rows from which numbers are sorted with their places
 TINY = np.float32(1e-20)  # added to sums by which is divided, as in transformers
-
-Layer = int | NDArray[np.intp]
-
-
-class Router(ABC):
-    """Chooses the experts of each token and their weights."""
-
-    @abstractmethod
-    def __call__(self, logits: FloatArray, layer: Layer) -> Routing:
-        """logits float32 [R, E]: experts int32 [R, k] and weights float32 [R, k]."""
-
-    @abstractmethod
-    def scores(self, logits: FloatArray, layer: Layer) -> FloatArray:
-        """How much each expert is asked for, float32 [R, E]: by these the best are chosen. None is negative,
-        and a row's sum is 1."""
-
-    @abstractmethod
-    def weights_of(self, logits: FloatArray, experts: IntArray, layer: Layer) -> FloatArray:
-        """The weights float32 [R, k] that the router would give these experts [R, k] as its choice."""
-
-    @abstractmethod
-    def differentiable(self, logits: Tensor, routing: Routing, layer: int) -> Tensor:
-        """The weights [R, k] of `routing`, which these logits gave, as a differentiable function of the
-        logits. The choice of experts is constant, and the gradient of a weight of 0 is 0."""
 
 
 @dataclass(frozen=True)

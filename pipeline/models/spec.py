@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.models.routing import Router
+from pipeline.policies.view import Router
 from shm.expert_math import SWIGLU, ExpertMath
 
 
@@ -36,6 +36,7 @@ class GroupedQuery:
     clip: float | None = None  # queries, keys and values are clamped to [-clip, clip]
     sinks: bool = False  # each head has a score of its own beside its tokens', whose value is 0
     rotated: int | None = None  # leading numbers of a head that are rotated by position; None: all
+    gated: bool = False  # a head's output is scaled by the sigmoid of gates, which lie behind its queries
 
     @property
     def kv_streams(self) -> tuple[tuple[int, int], ...]:

@@ -9,12 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray, IntArray
-from pipeline.models.routing import Router
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.options import Choice, Number, Option
 from pipeline.policies.parts import Placement, cacheable, require_calibration, whole_room
 from pipeline.policies.placements import Calibrated, Known, Popular
-from pipeline.policies.view import Ahead, Gated, Plan, Policy, Routing, Signals, Target, View
+from pipeline.policies.view import Ahead, Gated, Plan, Policy, Router, Routing, Signals, Target, View
 
 SMALLEST = 1e-30  # sum of weights by which is divided
 PLACEMENTS: dict[str, type[Placement]] = {part.name: part for part in (Calibrated, Popular, Known)}

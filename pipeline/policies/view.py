@@ -24,7 +24,7 @@ from pipeline.policies.calibration import Calibration, Sparsity
 from pipeline.policies.costs import Costs
 
 if TYPE_CHECKING:
-    from pipeline.models.routing import Router
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,31 @@ class Routing:
     def total_weight(self) -> float:
         """The sum of all weights."""
         return float(np.add.reduce(self.weights, axis=None))
+
+
+Layer = int | NDArray[np.intp]  # of logits, of those with experts; or the layer of each row, [R]
+
+
+class Router(ABC):
+    """Chooses the experts of each token and their weights."""
+
+    @abstractmethod
+    def __call__(self, logits: FloatArray, layer: Layer) -> Routing:
+        """logits float32 [R, E]: experts int32 [R, k] and weights float32 [R, k]."""
+
+    @abstractmethod
+    def scores(self, logits: FloatArray, layer: Layer) -> FloatArray:
+        """How much each expert is asked for, float32 [R, E]: by these the best are chosen. None is negative,
+        and a row's sum is 1."""
+
+    @abstractmethod
+    def weights_of(self, logits: FloatArray, experts: IntArray, layer: Layer) -> FloatArray:
+        """The weights float32 [R, k] that the router would give these experts [R, k] as its choice."""
+
+    @abstractmethod
+    def differentiable(self, logits: Tensor, routing: Routing, layer: int) -> Tensor:
+        """The weights [R, k] of `routing`, which these logits gave, as a differentiable function of the
+        logits. The choice of experts is constant, and the gradient of a weight of 0 is 0."""
 
 
 class Signals(NamedTuple):

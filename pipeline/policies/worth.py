@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import PHASES, FloatArray, IntArray, Phase
-from pipeline.models.routing import Router
 from pipeline.policies.division import move
-from pipeline.policies.view import ModelShape, Target
+from pipeline.policies.view import ModelShape, Router, Target
 
 # A step's weight in the two averages of the router's probabilities: what a text uses now, and what it uses on
 # the whole. A prompt's step has many tokens.

@@ -35,10 +35,9 @@ from pipeline.errors import PlanError, TraceError
 from pipeline.experts.cache import ExpertCache
 from pipeline.experts.mover import Landed, Mover, Wanted
 from pipeline.memory.needs import STAGING_TILES
-from pipeline.models.routing import Layer, Router
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
-from pipeline.policies.view import Active, Ahead, Policy, Routing, Signals, Target, View
+from pipeline.policies.view import Active, Ahead, Layer, Policy, Router, Routing, Signals, Target, View
 from pipeline.replay.link import ClockedLink
 from pipeline.replay.steps import inputs_of
 from pipeline.traces.trace import Header, TracedStep

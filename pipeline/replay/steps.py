@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray, Phase
 from pipeline.errors import TraceError
-from pipeline.models.routing import Router
-from pipeline.policies.view import Routing
+from pipeline.policies.view import Router, Routing
 from pipeline.traces.trace import Trace, TracedStep
 
 KEPT_ROWS = 128  # of a step up to which they are kept with it, for the next replay

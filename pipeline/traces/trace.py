@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import PHASES, Phase
 from pipeline.errors import TraceError
-from pipeline.models.routing import Router, Scored, Softmax, SparseMixer
-from pipeline.policies.view import ModelShape, Routing
+from pipeline.models.routing import Scored, Softmax, SparseMixer
+from pipeline.policies.view import ModelShape, Router, Routing
 from protocol.files import open_regular
 
 MAGIC = b"TANDEMTR"

@@ -49,6 +49,7 @@ CASES = [
     ),
     Case("deepseek_v3", "chosen-with-a-bias", {"num_experts_per_tok": 3, "routed_scaling_factor": 1.7}),
     Case("minimax_m2", "not-in-groups"),
+    Case("qwen3_next", "recurrent", {"linear_num_key_heads": 1}),
     Case("phimoe", "near", {"router_jitter_noise": 0.01, "attention_bias": True, "lm_head_bias": True}),
     Case("phimoe", "far", {"router_jitter_noise": 0.4}),
 ]

@@ -1,5 +1,5 @@
-"""A model of any family on transformers' modules, with its experts computed outside it, gives what transformers' own
-eager forward gives."""
+"""A model of any family on transformers' modules, with its experts computed outside it, gives what
+transformers' own eager forward gives."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from pipeline.backbone.kv_cache import SequenceKV
 from pipeline.backbone.linear import Precision
 from pipeline.backbone.protocol import LayerCall
 from pipeline.device.cpu import CpuDevice
-from pipeline.errors import StepFailed
+from pipeline.errors import ModelError, PolicyError, StepFailed
 from pipeline.generic.backbone import GenericBackbone
+from pipeline.generic.describe import describe, without_memory
 from pipeline.generic.trial import new_cache, sequence
-from pipeline.models.facts import facts_of
 from tests.tiny_families import family_names, tiny_model
 
 SAMPLE = (
-    "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "gemma4", "nemotron_h", "granitemoehybrid", "lfm2_moe",
+    "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "gemma4", "nemotron_h", "granitemoehybrid",
+    "lfm2_moe",
 )  # fmt: skip
 NO_DECODERS = {"diffusion_gemma", "openai_privacy_filter"}
 REFUSED = {
@@ -76,9 +77,8 @@ def device() -> CpuDevice:
 def loaded(family: str, dtype: str = "f32") -> tuple[Any, GenericBackbone]:
     model = tiny_model(family)
     precision = Precision(dtype, device())
-    return model, GenericBackbone(
-        facts_of(model.config.to_dict()), type(model), model.config, model.state_dict(), precision
-    )
+    facts = describe(without_memory(type(model), model.config))
+    return model, GenericBackbone(facts, type(model), model.config, model.state_dict(), precision)
 
 
 def alone(model: Any, tokens: Sequence[int], counts: Sequence[int]) -> np.ndarray:
@@ -142,6 +142,52 @@ def test_sample(family: str) -> None:
     assert backbone.chunks
     assert not backbone.own_choices
     assert len(backbone.fused) > 2  # norms
+    assert tuple(kept.streams for kept in backbone.kept) == backbone.facts.kv_streams
+    assert tuple(kept.states for kept in backbone.kept) == backbone.facts.state_shapes
+    backbone.check_probes("some")
+    backbone.check_choices("some")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_rounded_weights(family: str, dtype: str) -> None:
+    with torch.inference_mode():
+        model, backbone = loaded(family, dtype)
+        experts = Outside(model, backbone)
+        kv = sequence(backbone.kept, 32, backbone.dtype, torch.device("cpu"))
+        parts = [PROMPTS[0][:9], PROMPTS[0][9:10], PROMPTS[0][10:12]]
+        found = np.concatenate([step(backbone, [TokenSpan(kv, part)], experts)[0] for part in parts])
+        wanted = alone(model, PROMPTS[0], [12])
+    errors = np.abs(found - wanted).mean() / wanted.std()
+    assert errors < 0.05
+
+
+@pytest.mark.parametrize(
+    "family", sorted(REFUSED.keys() - {"muse_spark"})
+)  # tiny_families cannot make that one
+def test_refused(family: str) -> None:
+    with pytest.raises(ModelError, match="this family cannot run here"):
+        loaded(family)
+
+
+def test_routers_of_other_layers() -> None:
+    _, backbone = loaded("gemma4")
+    tap, other = (layer.router for layer in backbone.layers[:2])
+    x = torch.randn(5, 64)
+    with torch.inference_mode():
+        wanted = other.proj(other.norm(x) * other.scale * other.scalar_root_size).softmax(1)
+        found = backbone.router(1, x).softmax(1)
+    assert tap is not other
+    torch.testing.assert_close(found, wanted)
+
+
+def test_policies_that_need_more_than_own_choices_are_refused() -> None:
+    _, backbone = loaded("inkling")
+    for check_it in (backbone.check_probes, backbone.check_choices):
+        with pytest.raises(PolicyError, match="routes in a way of its own"):
+            check_it("some")
+    with pytest.raises(PolicyError):
+        backbone.router(1, torch.randn(5, 64))
 
 
 @pytest.mark.slow

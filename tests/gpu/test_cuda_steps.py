@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import PLAIN, Case, save
+from families import ATTENDING, PLAIN, Case, save
 from step_runs import compare, through
 
 from pipeline.backbone.backbone import Backbone, EagerLayers
@@ -42,7 +42,7 @@ def model(folder: Path, family: str, dtype: str, device: Device) -> Backbone:
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("family", ATTENDING)
 @torch.inference_mode()
 def test_steps_by_graphs_are_those_without(family: str, dtype: str, tmp_path: Path, device: Device) -> None:
     made = compare(model(tmp_path, family, dtype, device), device, len(family), exact=False)

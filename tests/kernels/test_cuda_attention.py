@@ -48,7 +48,7 @@ class Sequences:
 
 
 def exact(q: Tensor, keys: Tensor, values: Tensor, window: int | None, sinks: Tensor | None = None) -> Tensor:
-    """q [heads, width], keys and values [kv_heads, N, width], sinks [heads]: [heads, value width], float64."""
+    """q [heads, width], keys and values [kv_heads, N, width], sinks [heads]: float64 [heads, value width]."""
     group = len(q) // len(keys)
     keys, values = (x.double().repeat_interleave(group, 0)[:, -(window or 1 << 30) :] for x in (keys, values))
     scores = keys @ (SCALE * q.double())[:, :, None]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,14 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from decoding import decode
 from filled_store import Enough, Stop
 from loader_harness import Supervisor, exists
+from tiny_families import model_class, tiny_config
 
+from pipeline import assets
 from pipeline.checkpoint.open import open_model
 from pipeline.errors import ModelError
 from pipeline.models.facts import expert_shape
-from pipeline.models.shapes import SHAPES, shape_config, short_name
+from pipeline.models.shapes import SHAPES, shape_config, short_name, with_whole_path
 from shm.layout import FORMATS, format_named
 from shm.manifest import StoreManifest
 from shm.segment import unlink
@@ -100,11 +105,76 @@ def test_shape_has_the_requested_layers() -> None:
     assert (four.name, four.worth_keeping("int4")) == ("shape:mixtral-8x7b/4", False)
 
 
+def test_each_shape_is_listed_once() -> None:
+    text = (Path(assets.__file__).parent / "shapes.json").read_text()
+    assert re.findall(r'^  "(.*)": {$', text, re.MULTILINE) == [*SHAPES]
+
+
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_experts_of_known_shapes_need_no_padding(name: str, format_name: str) -> None:
+def test_experts_of_known_shapes_need_little_padding(name: str, format_name: str) -> None:
     shape = expert_shape(SHAPES[name], None, format_named(format_name))
-    assert shape.padded == shape.intermediate
+    assert shape.padded == shape.intermediate or (shape.intermediate, shape.padded) == (2880, 2944)
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    """Of a family of our own, quantized."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY | {"quantization_config": {"quant_method": "awq"}}))
+    return path
+
+
+def test_shape_of_a_config_file_depends_on_what_it_says(config_file: Path) -> None:
+    shape = open_model(Path(f"shape:{config_file}"))
+    assert shape.config == TINY
+    fingerprint = shape.fingerprint("int4", TILE)
+    copy = config_file.with_name("other.json")
+    copy.write_bytes(config_file.read_bytes())
+    assert open_model(Path(f"shape:{copy}")).fingerprint("int4", TILE) == fingerprint
+    two = open_model(Path(f"shape:{copy}/2"))
+    assert (two.config, two.name) == (TINY | {"num_hidden_layers": 2}, f"shape:{copy}/2")
+    whole = bytes_of(Path(f"shape:{copy}"), "bf16")
+    assert whole.startswith(bytes_of(Path(f"shape:{config_file}/2"), "bf16"))
+    copy.write_text(json.dumps(TINY | {"rms_norm_eps": 1e-4}))
+    assert open_model(Path(f"shape:{copy}")).fingerprint("int4", TILE) != fingerprint
+
+
+def test_first_layers_of_a_model_that_also_sees(tmp_path: Path) -> None:
+    text = {"num_hidden_layers": 3, "layer_types": ["a", "b", "c"], "other": [1, 2]}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"text_config": text, "vision_config": {"x": [1, 2, 3]}})
+    )
+    _, config = shape_config(f"shape:{tmp_path}/config.json/2")
+    assert config["text_config"] == {"num_hidden_layers": 2, "layer_types": ["a", "b"], "other": [1, 2]}
+    assert config["vision_config"] == {"x": [1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("text", "layers", "words"),
+    [
+        (None, "", "cannot be read"),
+        ("{", "", "damaged"),
+        ("[]", "", "no model's config"),
+        ('{"text_config": 3}', "", "no model's config"),
+        ("{}", "/2", "leave out /N"),
+        ('{"num_hidden_layers": 3}', "/4", "from 1 to 3"),
+        ('{"num_hidden_layers": 3}', "/", "from 1 to 3"),
+    ],
+)
+def test_unusable_config_file_is_one_line(text: str | None, layers: str, words: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=words) as failure:
+        shape_config(f"shape:{tmp_path}/config.json{layers}")
+    assert "\n" not in str(failure.value)
+
+
+def test_path_of_a_shape_means_the_same_in_every_process(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert with_whole_path("shape:a/config.json") == f"shape:{tmp_path}/a/config.json"
+    assert with_whole_path("shape:a/config.json/3") == f"shape:{tmp_path}/a/config.json/3"
+    assert with_whole_path("shape:mixtral-8x7b/3") == "shape:mixtral-8x7b/3"
 
 
 def test_fingerprint_depends_on_shape_layers_format_and_tile() -> None:
@@ -193,6 +263,31 @@ def test_numbers_and_bits_of_a_backbone_tensor_agree(tiny: Path) -> None:
         numbers = np.concatenate([tensors.float32("a", (300, 512)), tensors.float32("b", (200, 512))])
     assert (raw.dtype, raw.shape) == ("BF16", (500, 512))
     np.testing.assert_array_equal(raw.bits.astype(np.uint32) << 16, numbers.view(np.uint32))
+
+
+def test_random_parameters_of_a_family_without_an_architecture(tmp_path: Path) -> None:
+    """Recurrent layers decay, norms and biases do nothing, matrices are scaled by their inputs."""
+    config = tiny_config("bailing_hybrid")
+    config.save_pretrained(tmp_path)
+
+    def read() -> dict[str, torch.Tensor]:
+        with open_model(Path(f"shape:{tmp_path}/config.json")).tensors() as tensors:
+            return {name: tensors[name] for name in tensors}
+
+    found, again = read(), read()
+    state = model_class(config)(config).state_dict()
+    routed = [name for name in state if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    assert routed
+    assert found.keys() == state.keys() - {*routed}
+    for name, tensor in found.items():
+        assert torch.equal(tensor, again[name]), name
+        assert tensor.shape == state[name].shape
+        assert tensor.isfinite().all()
+        if tensor.dim() == 2 and tensor.numel() > 1000:
+            assert tensor.float().std() == pytest.approx(tensor.shape[-1] ** -0.5, rel=0.15), name
+    decays = [tensor for name, tensor in found.items() if name.endswith("A_log")]
+    assert all((decay.exp() >= 1).all() and (decay.exp() <= 16).all() for decay in decays)
+    assert (found["model.norm.weight"] == 1).all()
 
 
 def test_routers_choose_all_experts_about_equally_often(tiny: Path) -> None:

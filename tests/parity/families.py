@@ -33,6 +33,17 @@ EVERYWHERE: Options = {
     "pad_token_id": None,
     "tie_word_embeddings": False,
 }
+RECURRENT: Options = {
+    "num_experts": 6,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 44,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 LATENT: Options = {"q_lora_rank": None, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8}
 GROUPS: Options = {"n_group": 2, "topk_group": 1}
 PLAIN: dict[str, Options] = {
@@ -70,13 +81,17 @@ PLAIN: dict[str, Options] = {
         **LATENT,
         **GROUPS,
     },
+    "qwen3_next": RECURRENT,
+    "qwen3_5_moe_text": RECURRENT,
 }
 ALWAYS_FUSED = {"gpt_oss"}  # the experts, in every version of transformers
+ATTENDING = [family for family, options in PLAIN.items() if options is not RECURRENT]  # in every layer
 
 # Options that say how large something is. A reader that gets one wrong finds tensors of another shape.
 SIZES = {
     *EVERYWHERE,
     *LATENT,
+    *(RECURRENT.keys() | {"linear_conv_kernel_dim"}),
     *("head_dim", "num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts", "v_head_dim"),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "first_k_dense_replace"),
     *("decoder_sparse_step", "mlp_only_layers", "mlp_layer_types"),
@@ -129,8 +144,10 @@ def draw(model: nn.Module, seed: int, dtype: torch.dtype) -> None:
         numbers = torch.randn(weight.shape, generator=generator)
         if name.endswith("bias"):
             numbers *= 0.3
+        elif name.endswith("A_log"):
+            numbers = 0.5 * numbers - 1.5  # a state remembers some tokens
         elif weight.dim() == 1:
-            numbers = 1 + 0.3 * numbers
+            numbers = weight + 0.3 * numbers  # a norm begins as 1, or as 0 where it adds 1
         elif name.endswith("embed_tokens.weight"):
             numbers *= 0.25 if tied else 1.0
         else:
@@ -153,6 +170,8 @@ def of_version_4(config: Options) -> Options:
     """A config with its rotary embedding's numbers where version 4 of transformers had them, and without what
     only later ones write."""
     old = {k: v for k, v in config.items() if k not in ("rope_parameters", "layer_types", "dtype")}
+    if "linear_attention" in config.get("layer_types", ()):
+        old["layer_types"] = config["layer_types"]
     rope = dict(config["rope_parameters"])
     old |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": config["dtype"]}
     kind = rope.pop("rope_type")
@@ -186,7 +205,9 @@ def alternatives(case: Case) -> Iterator[tuple[str, Options]]:
             yield key, left
     rope = case.options.get("rope_parameters", {})
     for key in sorted(rope.keys() - {"rope_type"}):
-        changed = rope[key] / 3 if key == "partial_rotary_factor" else other(rope[key])
+        changed = other(rope[key])
+        if key == "partial_rotary_factor":
+            changed = 0.5 if rope[key] == 1 else 1.0
         yield f"rope {key}", case.config | {"rope_parameters": rope | {key: changed}}
 
 

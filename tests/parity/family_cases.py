@@ -58,6 +58,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"fused": True, "dtype": torch.bfloat16},
     {"shards": False, "dtype": torch.float16},
 )
+LINEAR = ["linear_attention"]
 OPTIONS: dict[str, dict[str, Options]] = {  # family -> name of a case -> its options, in the order of LAYOUTS
     "mixtral": {
         "longrope": {**longrope(6, factor=3.0), "head_dim": 12},
@@ -327,7 +328,65 @@ OPTIONS: dict[str, dict[str, Options]] = {  # family -> name of a case -> its op
         },
         "not-rescaled": {"norm_topk_prob": False, "n_routed_experts": 8},
     },
+    "qwen3_next": {
+        "interval": {"rms_norm_eps": 0.02, "norm_topk_prob": False, "linear_num_key_heads": 4},
+        "odd-tied-half": {
+            **ODD,
+            **TIED,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+            "head_dim": 12,
+            "moe_intermediate_size": 50,
+            "shared_expert_intermediate_size": 30,
+            "num_experts_per_tok": 3,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_key_head_dim": 7,
+            "linear_value_head_dim": 9,
+        },
+        "dense-where-listed-yarn": {
+            **yarn(**RAMP, rope_theta=20.0, partial_rotary_factor=0.75),
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [0, 3],
+            "attention_bias": True,
+            "linear_conv_kernel_dim": 3,
+            "linear_num_key_heads": 1,
+            "layer_types": [*LINEAR, "full_attention", *LINEAR, "full_attention"],
+        },
+        "wide-values-linear": {
+            **scaled("linear", partial_rotary_factor=1.0),
+            "num_hidden_layers": 5,
+            "linear_value_head_dim": 80,
+            "linear_key_head_dim": 17,
+            "layer_types": ["full_attention", *LINEAR, *LINEAR, "full_attention", *LINEAR],
+        },
+    },
+    "qwen3_5_moe_text": {
+        "interval": {"rms_norm_eps": 0.02, "num_experts_per_tok": 3},
+        "odd-tied": {
+            **ODD,
+            **TIED,
+            "moe_intermediate_size": 50,
+            "num_experts_per_tok": 3,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 5,
+            "linear_value_head_dim": 9,
+        },
+        "most-linear-yarn": {
+            **yarn(**RAMP, rope_theta=20.0, partial_rotary_factor=0.5),
+            "num_hidden_layers": 4,
+            "attention_bias": True,
+            "layer_types": [*LINEAR, *LINEAR, *LINEAR, "full_attention"],
+        },
+        "attention-first": {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 90.0, "partial_rotary_factor": 0.75},
+            "linear_num_key_heads": 1,
+            "linear_conv_kernel_dim": 2,
+            "layer_types": ["full_attention", *LINEAR, *LINEAR],
+        },
+    },
 }
+# by name of a case
+WRITTEN = {"interval": {"layer_types": None, "full_attention_interval": 2}}
 SILENT = {  # numbers whose change transformers does not notice
     "phimoe longrope": {"rope long_factor"},  # transformers has the short ones for every length
     "qwen3_moe odd-tied-interleaved-dynamic": {"rope factor"},  # begins beyond max_position_embeddings
@@ -335,7 +394,14 @@ SILENT = {  # numbers whose change transformers does not notice
 }
 
 CASES = [
-    Case(family, name, options, silent=frozenset(SILENT.get(f"{family} {name}", ())), **layout)
+    Case(
+        family,
+        name,
+        options,
+        silent=frozenset(SILENT.get(f"{family} {name}", ())),
+        written=WRITTEN.get(name, {}),
+        **layout,
+    )
     for family, cases in OPTIONS.items()
     for (name, options), layout in zip(cases.items(), LAYOUTS, strict=True)
 ]
@@ -377,7 +443,7 @@ EDGES = [  # compared in the tests' process only, but for the first
 ]
 
 
-# Of these families `make test` compares all configurations in one process and few engines, `make survey` all.
+# Of these families the default suite compares all configurations in one process, but few engines.
 SAMPLED = ("glm4_moe", "minimax_m2", "glm4_moe_lite", "deepseek_v3")
 ENGINES = {  # family and place
     *(("deepseek_v3", 0), ("minimax_m2", 0), ("glm4_moe", 1), ("glm4_moe_lite", 1)),

@@ -76,12 +76,12 @@ class InProcess:
         for layer in range(len(self.spec.moe_layers)):
             attended = backbone.attend(layer, h, batch)
             h = attended.h + self._routed(layer, attended)
-            for more in (attended.shared(), self._bias(attended)):
+            for more in (attended.shared(), self._bias(layer, attended)):
                 h = h if more is None else h + more
         return backbone.head(backbone.finish(h, batch))
 
-    def _bias(self, attended: AfterAttention) -> Tensor | None:
-        routing = self.spec.router(attended.logits().numpy())
+    def _bias(self, layer: int, attended: AfterAttention) -> Tensor | None:
+        routing = self._backbone.router_math(attended.logits().numpy(), layer)
         return attended.expert_bias(routing.experts, routing.weights)
 
     def _routed(self, layer: int, attended: AfterAttention) -> Tensor:

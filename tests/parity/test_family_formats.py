@@ -41,6 +41,8 @@ FORMATS = {  # of experts and of the rest; no size of a model here is a whole nu
     "minimax_m2": ("int8", "int4"),
     "glm4_moe_lite": ("int4-g128", "int8"),
     "deepseek_v3": ("int4", "int4"),
+    "qwen3_next": ("int4", "int8"),
+    "qwen3_5_moe_text": ("int8", "int4"),
 }
 QUANTIZED = [  # a model, formats of experts and of the rest, workers, tile, policy
     *(

@@ -46,7 +46,10 @@ REFUSED = {
 @pytest.mark.timeout(300)
 async def test_a_family_equals_transformers(family: str, workers: int, start_engine, tmp_path: Path) -> None:
     tiny_model(family).save_pretrained(tmp_path)
-    texts = [tuple((i * a + b) % 120 + 3 for i in range(n)) for n, a, b in zip(LENGTHS, (5, 7), (3, 11), strict=True)]
+    texts = [
+        tuple((i * a + b) % 120 + 3 for i in range(n))
+        for n, a, b in zip(LENGTHS, (5, 7), (3, 11), strict=True)
+    ]
     oracle = Oracle(tmp_path, torch.float32)
     check, greedy = exactly(oracle.batch(texts), EXACT), oracle.greedy(texts[0], NEW)
     config = EngineConfig(

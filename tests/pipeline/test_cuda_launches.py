@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from counting_gpu import CountingDevice, counting_device
-from families import PLAIN, Case, save
+from families import ATTENDING, Case, save
 from mover_parts import encoded_store
 from thread_engine import CONTEXT, PROMPT, engine_in_threads
 
@@ -38,7 +38,7 @@ STEPS = 6
 # Operations of torch beside the kernels of attention, a layer of a decode step of two sequences without its
 # routed experts.
 LAUNCHES = {"mixtral": 13, "phimoe": 13, "qwen2_moe": 21, "qwen3_moe": 16, "deepseek_v2": 26, "olmoe": 16}
-LAUNCHES |= {"glm4_moe": 18, "minimax_m2": 16, "glm4_moe_lite": 26, "deepseek_v3": 26}
+LAUNCHES |= {"glm4_moe": 18, "minimax_m2": 16, "glm4_moe_lite": 26, "deepseek_v3": 26, "gpt_oss": 15}
 
 
 @pytest.fixture(params=["int4", "floe-int4"])
@@ -97,7 +97,7 @@ def test_a_layer_launches_few_kernels_and_waits_once(engine) -> None:
                 assert layer["allocations"] <= layer["from host"] + 5, preset
 
 
-@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("family", ATTENDING)
 @pytest.mark.parametrize("flash", [False, True])
 def test_backbones_stay_on_the_device(family: str, flash: bool, tmp_path: Path) -> None:
     """Prefill, and decode of several sequences, in every family."""

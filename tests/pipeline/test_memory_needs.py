@@ -21,6 +21,7 @@ from pipeline.config import (
     EXPANDED_KV_BYTES,
     GRAPH_BYTES,
     KV_CONTEXTS,
+    SNAPSHOTS,
     BackboneDType,
     EngineConfig,
 )
@@ -36,7 +37,7 @@ from pipeline.memory.needs import (
     kv_budget,
     needs,
 )
-from pipeline.memory.plan import Machine, plan_format
+from pipeline.memory.plan import Machine, Plan, plan_format
 from pipeline.models.facts import expert_shape
 from pipeline.models.registry import model_spec
 from pipeline.models.shapes import SHAPES
@@ -130,6 +131,16 @@ def test_memory_of_a_token_and_of_a_position() -> None:
     assert (mixtral.kv_token, mixtral.position) == (2 * 32 * 2 * 8 * 128, 8 * 128)
     assert needed("mixtral-8x7b", backbone_dtype="f32").kv_token == 2 * mixtral.kv_token
     assert needed("mixtral-8x7b", backbone_dtype="int4").kv_token == mixtral.kv_token
+    recurrent = needed("qwen3-next-80b-a3b")
+    assert recurrent.kv_token == 2 * 12 * 2 * 2 * 256
+    assert recurrent.states == (2 + SNAPSHOTS) * 4 * 36 * (32 * 128 * 128 + 3 * 8192)
+    plans = [
+        Plan(recurrent, slab=False, context=tokens, kv_tokens=tokens, expert_cache=0.0, staging=4)
+        for tokens in (1024, 2049, 1 << 20)
+    ]
+    for plan, sequences in zip(plans, (1, 2, recurrent.max_sequences + 1), strict=True):
+        (memory, _) = plan.pools(Machine(0, 0))
+        assert memory.parts["KV cache"] == plan.kv_tokens * recurrent.kv_token + sequences * recurrent.states
     latent, plain = needed("deepseek-v2-lite", device="cuda"), needed("olmoe-1b-7b", device="cuda")
     rows = [4 * 16 * (spec.vocabulary + 8 * spec.hidden) for spec in (latent.spec, plain.spec)]
     assert latent.steps - rows[0] - (plain.steps - rows[1]) == 4 * EXPANDED_KV_BYTES

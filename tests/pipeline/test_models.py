@@ -16,11 +16,11 @@ from pipeline.assets import model_dir
 from pipeline.backbone.rope import RopeTables
 from pipeline.device import open_device
 from pipeline.errors import ModelError, UsageError
-from pipeline.models.facts import check_kind, expert_shape
+from pipeline.models.facts import check_kind, expert_shape, facts_of
 from pipeline.models.registry import architecture_of, model_spec
 from pipeline.models.routing import Scored, Softmax, SparseMixer
 from pipeline.models.shapes import SHAPES
-from pipeline.models.spec import GroupedQuery, Latent, ModelSpec, Rope
+from pipeline.models.spec import GatedDelta, GroupedQuery, Latent, ModelSpec, Rope
 from shm.expert_math import ExpertMath, Relu2
 from shm.layout import FORMATS, HALF_BYTES, REACH, TILE_BYTES, TILES_PER_EXPERT, format_named
 
@@ -133,9 +133,17 @@ def test_tiles_of_quantized_formats() -> None:
         ("qwen2-57b-a14b", 57.4),
         ("qwen3-30b-a3b", 30.5),
         ("qwen3-235b-a22b", 235.1),
+        ("qwen3-next-80b-a3b", 79.7),
+        ("qwen3.5-35b-a3b", 34.7),
         ("deepseek-v2-lite", 15.7),
         ("deepseek-v2", 235.7),
         ("olmoe-1b-7b", 6.9),
+        # without the layers that predict further tokens
+        ("glm-4.7-flash", 29.94),
+        ("glm-4.5-air", 106.85),
+        ("minimax-m2", 228.69),
+        ("deepseek-v3", 671.03),
+        ("kimi-k2", 1026.41),
     ],
 )
 def test_shapes_have_the_published_number_of_weights(name, billions) -> None:
@@ -146,10 +154,25 @@ def test_shapes_have_the_published_number_of_weights(name, billions) -> None:
         assert sum(map(math.prod, tensors.values())) / 1e9 == pytest.approx(billions, abs=0.06)
 
 
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("mixtral-8x7b", 46.7),
+        ("gpt-oss-20b", 20.91),
+        ("gpt-oss-120b", 116.83),
+        ("qwen3-next-80b-a3b", 79.67),
+        ("qwen3.5-35b-a3b", 34.66),
+    ],
+)
+def test_facts_have_the_published_number_of_weights(name: str, billions: float) -> None:
+    assert facts_of(SHAPES[name]).weights / 1e9 == pytest.approx(billions, abs=0.06)
+
+
 DEEPSEEK = SHAPES["deepseek-v2-lite"]
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 SCALES = {"short_mscale": 1.0, "long_mscale": 1.0}
 QWEN2 = SHAPES["qwen1.5-moe-a2.7b"]
+QWEN3_NEXT = SHAPES["qwen3-next-80b-a3b"]
 
 
 @pytest.mark.parametrize(
@@ -209,6 +232,16 @@ QWEN2 = SHAPES["qwen1.5-moe-a2.7b"]
         (DEEPSEEK | {"moe_layer_freq": 2}, "moe_layer_freq"),
         (DEEPSEEK | {"sliding_window": 5}, "sliding_window"),
         (DEEPSEEK | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 9}, "9 best of 8"),
+        (QWEN3_NEXT | {"linear_num_key_heads": 5}, "32 heads of values cannot share 5"),
+        (QWEN3_NEXT | {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim"),
+        (QWEN3_NEXT | {"layer_types": ["full_attention"]}, "48 layers, each full_attention or"),
+        (QWEN3_NEXT | {"layer_types": ["full_attention"] * 47 + [["x"]]}, "48 layers, each full_attention"),
+        (QWEN3_NEXT | {"full_attention_interval": 0}, "full_attention_interval"),
+        (QWEN3_NEXT | {"partial_rotary_factor": 1.5}, "partial_rotary_factor must be at most 1"),
+        (QWEN3_NEXT | {"partial_rotary_factor": 1e-6}, "no number of a head of 256"),
+        (QWEN3_NEXT | {"mlp_only_layers": [0]}, "intermediate_size"),
+        (SHAPES["qwen3.5-35b-a3b"] | {"attn_output_gate": False}, "attn_output_gate"),
+        (GOOD | {"model_type": "qwen3_5_moe", "text_config": "x"}, "moe_intermediate_size"),
         (GOOD | {"num_hidden_layers": 10_001}, "num_hidden_layers is 10001"),
         (GOOD | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (SHAPES["phi-3.5-moe"] | {"router_jitter_noise": -0.1}, "router_jitter_noise"),
@@ -253,6 +286,16 @@ SMALL: dict[str, Any] = {
 FOUR = {"num_key_value_heads": 2}
 NARROW = {"moe_intermediate_size": 40}
 LATENT = {"kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 14}
+RECURRENT = NARROW | {
+    "num_experts": 5,
+    "shared_expert_intermediate_size": 44,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+}
 LEAST: dict[str, dict[str, Any]] = {
     "mixtral": SMALL | FOUR | {"num_local_experts": 5},
     "phimoe": SMALL | FOUR | {"num_local_experts": 5},
@@ -265,6 +308,9 @@ LEAST: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": SMALL | NARROW | LATENT | {"n_routed_experts": 5},
     "deepseek_v3": SMALL | NARROW | LATENT | {"n_routed_experts": 16, "num_hidden_layers": 4},
     "kimi_k2": SMALL | NARROW | LATENT | {"n_routed_experts": 16, "num_hidden_layers": 4},
+    "qwen3_next": SMALL | FOUR | RECURRENT,
+    "qwen3_5_moe_text": SMALL | FOUR | RECURRENT,
+    "qwen3_5_moe": {"text_config": SMALL | FOUR | RECURRENT},
 }
 SAME = {"layers": 3, "hidden": 64, "top_k": 2, "vocabulary": 512, "max_positions": 256, "norm_eps": 1e-5}
 SAME |= {"experts": 5, "windows": (None,) * 3, "moe_layers": (0, 1, 2), "tied_embeddings": False}
@@ -357,6 +403,18 @@ DEFAULTS: dict[str, ModelSpec] = {
     ),
 }
 DEFAULTS["kimi_k2"] = DEFAULTS["deepseek_v3"]
+DEFAULTS["qwen3_next"] = ModelSpec(
+    **SAME,
+    intermediate=40,
+    attention=GroupedQuery(4, 2, 16, qk_norm="head", rotated=4, gated=True),
+    rope=PLAIN_ROPE,
+    router=Softmax(2, rescaled=True),
+    shared_intermediate=44,
+    shared_gate=True,
+    recurrent=GatedDelta(2, 6, 10, 12, 4),
+    recurrent_layers=(0, 2),
+)
+DEFAULTS["qwen3_5_moe_text"] = DEFAULTS["qwen3_5_moe"] = DEFAULTS["qwen3_next"]
 
 
 @pytest.mark.parametrize("family", LEAST)

@@ -22,7 +22,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
-from pipeline.models.routing import Router, Scored, Softmax, SparseMixer
+from pipeline.models.routing import Scored, Softmax, SparseMixer
+from pipeline.policies.view import Router
 
 
 def routed(

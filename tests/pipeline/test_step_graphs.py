@@ -15,7 +15,7 @@ from emulated_cuda import library
 from fake_gpu import FakeCudaDevice, fake_device
 from fake_graphs import FakeGraph, RecordedLauncher
 from fake_runtime import FakeRuntime
-from families import PLAIN, Case, save
+from families import ATTENDING, Case, save
 from mover_parts import random_store
 from step_runs import compare, poison, through
 from test_cuda_engine import COSTS
@@ -59,7 +59,7 @@ def probing_of(backbone: Backbone) -> Probing:
     return Probing(backbone, CPU, None)
 
 
-@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("family", ATTENDING)
 @torch.inference_mode()
 def test_steps_are_those_without_graphs(family: str, tmp_path: Path, gpu) -> None:
     device, runtime = gpu
@@ -67,6 +67,13 @@ def test_steps_are_those_without_graphs(family: str, tmp_path: Path, gpu) -> Non
     assert made.captured > 0
     assert runtime.calls["graph launches"] > made.captured
     assert made.status.startswith(f"on: {made.captured} captured")
+
+
+def test_recurrent_models_have_none(tmp_path: Path, gpu) -> None:
+    device, _ = gpu
+    made = StepGraphs(model(tmp_path, "qwen3_next", device), device, "auto")
+    assert made.status == "off: the model has recurrent states, which change places at each step"
+    assert made.layers([], probing_of(model(tmp_path, "qwen3_next", device))) is None
 
 
 @torch.inference_mode()

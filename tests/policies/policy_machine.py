@@ -12,11 +12,11 @@ from pipeline.arrays import FloatArray, IntArray, Phase
 from pipeline.counters import LEAST
 from pipeline.engine.driver import LayerDecision, PolicyDriver
 from pipeline.errors import ShardFailed
-from pipeline.models.routing import Layer, Softmax
+from pipeline.models.routing import Softmax
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import PRESETS
-from pipeline.policies.view import Ahead, Gated, ModelShape, Policy, Routing, Signals, Target, View
+from pipeline.policies.view import Ahead, Gated, Layer, ModelShape, Policy, Routing, Signals, Target, View
 from shm.mask import DENSE, Mask
 
 COSTS = Costs(rows=(1, 4, 16), host=(1.0, 2.0, 7.0), device=(0.1, 0.1, 0.3), link=1.6, round_trip=0.1)

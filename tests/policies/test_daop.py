@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from policy_machine import LikelyExperts, Machine, make_calibration, make_view, policy
 
 from pipeline.arrays import FloatArray
+from pipeline.models.routing import Scored
 from pipeline.policies.daop import degrade, swaps
 from pipeline.policies.view import ModelShape, Policy, Routing, Signals, Target, View
 
@@ -210,6 +211,19 @@ def test_degradation_of_any_size(data: st.DataObject) -> None:
         kept = [(e, w) for e, w in zip(new, routing.weights[row].tolist(), strict=True) if w]
         for (a, one), (b, other) in pairwise(kept):
             assert np.isclose(np.log(one / other), scores[row, a] - scores[row, b], atol=1e-3)
+
+
+def test_degradation_goes_by_the_routers_scores_and_weights() -> None:
+    """A sigmoid router in the second layer: its bias chooses expert 2 before expert 3, and weighs neither."""
+    chances = np.array([[0.9, 0.8, 0.3, 0.4]])
+    logits = np.log(chances / (1 - chances)).astype(np.float32)
+    bias = np.array([[0, 0, 0, 9], [0, 0, 0.2, 0]], np.float32)
+    router = Scored("sigmoid", 2, rescaled=True, scale=2.5, bias=bias)
+    predicted = router(logits, 1)
+    assert predicted.experts.tolist() == [[0, 1]]
+    routing = degrade(predicted, router, 1, logits, np.array([0, 1, 2, 2], np.int32), 2)
+    assert routing.experts.tolist() == [[0, 2]]  # neither was on the device: the better one stays
+    np.testing.assert_allclose(routing.weights, [[2.5 * 0.9 / 1.2, 2.5 * 0.3 / 1.2]], rtol=1e-5)
 
 
 def test_predicted_layer_is_divided_by_landed_tiles_within_their_targets() -> None:

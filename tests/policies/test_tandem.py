@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from policy_machine import COSTS, LikelyExperts, Machine, make_view, policy
 
-from pipeline.models.routing import Softmax
+from pipeline.models.routing import Scored, Softmax
 from pipeline.policies.costs import MACHINES, derived
 from pipeline.policies.division import Divider, cuts
 from pipeline.policies.presets import make_policy
@@ -57,6 +57,21 @@ def test_a_value_is_a_fresh_and_a_lasting_average_of_router_probabilities(rows: 
         worth.note(0, logits, "decode")
         worth.observe(0)
     np.testing.assert_allclose(worth.value[0], averages[0.2] + 0.5 * averages[0.003], rtol=1e-5)
+
+
+def test_shares_of_a_sigmoid_router_are_those_of_its_layer() -> None:
+    """One row: all layers are counted together, each with its own bias, less the row's least score."""
+    bias = np.array([[0.0, 0.5, 0.2, 0.0], [0.3, 0.0, 0.0, 0.1]], np.float32)
+    shape = ModelShape(layers=2, experts=4, tiles=1, top_k=1)
+    worth = Worth(shape, 2, np.zeros((2, 4), np.int64), Scored("sigmoid", 1, rescaled=True, bias=bias))
+    logits = np.random.default_rng(0).normal(size=(2, 1, 4)).astype(np.float32)
+    for step in range(2):  # the second one counts the first
+        for layer in range(2) if not step else (0,):
+            worth.note(layer, logits[layer], "decode")
+    scores = 1 / (1 + np.exp(-logits[:, 0])) + bias
+    scores -= scores.min(axis=1, keepdims=True)
+    shares = scores / scores.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(worth.value, (0.2 + 0.5 * 0.003) * shares, rtol=1e-5, atol=1e-8)
 
 
 def test_tiles_leave_layers_that_were_computed_last() -> None:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from trace_files import FINGERPRINT, drawn_steps, equal, make_header, write_trace
 
 from pipeline.errors import TraceError
-from pipeline.models.routing import Router, Scored, Softmax, SparseMixer
-from pipeline.policies.view import ModelShape, Routing
+from pipeline.models.routing import Scored, Softmax, SparseMixer
+from pipeline.policies.view import ModelShape, Router, Routing
 from pipeline.traces.trace import (
     FRAME,
     MAGIC,

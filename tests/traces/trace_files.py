@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.arrays import FloatArray, Phase
-from pipeline.models.routing import Router, Softmax
-from pipeline.policies.view import ModelShape, Routing
+from pipeline.models.routing import Softmax
+from pipeline.policies.view import ModelShape, Router, Routing
 from pipeline.traces.trace import Header, LayerTrace, TracedStep, encode_step, halves
 
 FINGERPRINT = "0123456789abcdef" * 4

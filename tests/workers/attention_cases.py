@@ -34,6 +34,11 @@ def turned(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
     return np.concatenate((a * cos - b * sin, b * cos + a * sin, rest), axis=-1)
 
 
+def opened(heads: np.ndarray, gates: np.ndarray) -> np.ndarray:
+    """Outputs of heads by their gates."""
+    return heads / (1 + np.exp(-gates.astype(np.float64)))
+
+
 def tables(angles: np.ndarray) -> np.ndarray:
     """Cosines and sines."""
     cos, sin = np.cos(angles), np.sin(angles)

@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from attention_cases import EPS, as_cached, grouped_inputs, normed, numbers, read, softmax, tables, turned
+from attention_cases import (
+    EPS,
+    as_cached,
+    grouped_inputs,
+    normed,
+    numbers,
+    opened,
+    read,
+    softmax,
+    tables,
+    turned,
+)
 from decoding import decode_matrix
 from hypothesis import strategies as st
 
@@ -35,7 +46,8 @@ class Shape:
     heads: int
     kv_heads: int
     half: int  # of the numbers that are rotated
-    still: int = 0  # numbers of a head that are not; not of latent attention
+    still: int = 0  # numbers of a head that are not; as `gates`, of grouped attention
+    gates: bool = False
     latent: tuple[int, int, int, int] | None = None
     norm: str = ""  # one of QK_NORMS
     clip: float | None = None
@@ -50,15 +62,15 @@ class Shape:
     bits: int = 32  # of a cached number
 
     @property
+    def width(self) -> int:
+        """Of a head of grouped attention."""
+        return 2 * self.half + self.still
+
+    @property
     def streams(self) -> list[tuple[int, int]]:
         if self.latent is not None:
             return [(1, self.latent[0] + 2 * self.half)]
         return [(self.kv_heads, self.width)] * 2
-
-    @property
-    def width(self) -> int:
-        """Of a head, unless it is latent."""
-        return 2 * self.half + self.still
 
 
 @dataclass
@@ -78,7 +90,7 @@ class Layer:
             if s.layer_norm:
                 self.vector(f"{name}_bias", s.hidden)
         if s.latent is None:
-            self.matrix("first", (s.heads + 2 * s.kv_heads) * s.width, s.hidden)
+            self.matrix("first", ((1 + s.gates) * s.heads + 2 * s.kv_heads) * s.width, s.hidden)
             self.matrix("output", s.hidden, s.heads * s.width)
             all_heads = 1 if s.norm == "head" else s.heads
             self.vector("query_norm", all_heads * s.width)
@@ -141,9 +153,10 @@ class Layer:
         attention: Grouped | Latent
         norms = self.address("query_norm"), self.address("key_norm")
         if s.latent is None:
-            numbers = s.heads, s.kv_heads, s.width, 2 * s.half, s.window or 0, QK_NORMS.index(s.norm)
+            sizes = s.heads, s.kv_heads, s.width, 2 * s.half, s.gates
+            options = s.window or 0, QK_NORMS.index(s.norm)
             sinks = self.address("sinks")
-            attention = Grouped(s.bits, *numbers, *norms, sinks, EPS, s.clip or 0, s.width**-0.5)
+            attention = Grouped(s.bits, *sizes, *options, *norms, sinks, EPS, s.clip or 0, s.width**-0.5)
         else:
             rank, nope, value, query_rank = s.latent
             rope = 2 * s.half
@@ -206,6 +219,7 @@ class Rows:
                 turns[0, i].ctypes.data,
                 turns[1, i].ctypes.data,
                 addresses[i].ctypes.data,
+                0,
                 caches[i][0].shape[1],
                 self.positions[row],
             )
@@ -250,6 +264,7 @@ class Rows:
         s, w, position = self.layer.shape, self.layer.plain, self.positions[row]
         weights = [w["query_norm"], w["key_norm"]]
         x = first.reshape(-1, s.width)
+        gates, x = np.split(x, [s.heads * s.gates])
         q, k, v = grouped_inputs(x, self.angles[row], s.kv_heads, s.norm, weights, s.clip)
         keys, values = (read(cache) for cache in caches)
         seen = slice(0 if s.window is None else max(0, position + 1 - s.window), position + 1)
@@ -259,7 +274,7 @@ class Rows:
             softmax(keys[i // shared, seen] @ q[i] * scale, sinks[i]) @ values[i // shared, seen]
             for i in range(s.heads)
         ]
-        return np.array(heads), [k, v]
+        return opened(np.array(heads), gates) if s.gates else np.array(heads), [k, v]
 
     def _latent(self, row: int, first, product, caches) -> tuple[np.ndarray, list[np.ndarray]]:
         s, w, position = self.layer.shape, self.layer.plain, self.positions[row]
@@ -304,6 +319,7 @@ def shapes(draw: st.DrawFn, formats: tuple[str, ...] = ("f32",)) -> Shape:
         kv_heads=kv_heads,
         half=draw(st.integers(1, 40)),
         still=draw(st.sampled_from([0, 0, 1, 40])),
+        gates=draw(st.booleans()),
         latent=latent,
         norm=draw(st.sampled_from(QK_NORMS)),
         clip=draw(st.none() | st.floats(0.1, 2.0)),

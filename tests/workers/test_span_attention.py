@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from attention_cases import EPS, as_cached, grouped_inputs, numbers, read, softmax, tables
+from attention_cases import EPS, as_cached, grouped_inputs, numbers, opened, read, softmax, tables
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,10 +26,10 @@ def spans(
     counts: list[int],
     **facts: object,
 ) -> np.ndarray:
-    """The kernel's result [tokens, heads, width] for qkv [tokens, heads + 2 kv_heads, width] in calls of so
-    many tokens each."""
+    """The kernel's result [tokens, heads, width] for qkv [tokens, heads + 2 kv_heads, width], after as many
+    gates as queries where the facts say so, in calls of so many tokens each."""
     kv_heads, capacity, width = caches[0].shape
-    heads = qkv.shape[1] - 2 * kv_heads
+    heads = (qkv.shape[1] - 2 * kv_heads) // (2 if facts.get("gated") else 1)
     shape = {"bits": 8 * caches[0].itemsize, "heads": heads, "kv_heads": kv_heads, "width": width}
     shape["rope"] = turns.shape[2]
     kernel = SpanKernel(library, team, Grouped(**shape, eps=EPS, scale=width**-0.5, **facts), Kept())
@@ -51,6 +51,7 @@ def spans(
     shared=st.integers(1, 6),
     half=st.integers(1, 40),
     still=st.sampled_from([0, 0, 1, 40]),  # numbers of a head that are not rotated
+    gated=st.booleans(),
     position=st.integers(0, 150),
     counts=st.lists(st.integers(1, 90), min_size=1, max_size=3),
     window=st.none() | st.integers(1, 150),
@@ -60,11 +61,12 @@ def spans(
     sink=st.none() | st.sampled_from([0.0, -40.0, 30.0]),
 )
 def test_spans(
-    library, seed, kv_heads, shared, half, still, position, counts, window, bits, norm, clip, sink
+    library, seed, kv_heads, shared, half, still, gated, position, counts, window, bits, norm, clip, sink
 ) -> None:
     random, heads, tokens = np.random.default_rng(seed), kv_heads * shared, sum(counts)
     width = 2 * half + still
-    qkv = numbers(random, tokens, heads + 2 * kv_heads, width)
+    qkv = numbers(random, tokens, heads * (1 + gated) + 2 * kv_heads, width)
+    gates = qkv[:, : heads * gated].copy()
     caches = [as_cached(numbers(random, kv_heads, position + tokens + 3, width), bits) for _ in range(2)]
     caches = [np.ascontiguousarray(cache) for cache in caches]
     before = [cache.copy() for cache in caches]
@@ -72,12 +74,13 @@ def test_spans(
     weights = [numbers(random, size) for size in sizes]
     angles = random.uniform(0, 6, (tokens, half))
     turns = np.ascontiguousarray(np.stack([tables(each) for each in angles], axis=1))
-    facts = {"normed": QK_NORMS.index(norm), "clip": clip or 0, "window": window or 0}
+    facts = {"normed": QK_NORMS.index(norm), "clip": clip or 0, "window": window or 0, "gated": gated}
     facts |= {"query_norm": weights[0].ctypes.data, "key_norm": weights[1].ctypes.data}
     sinks = None if sink is None else sink + numbers(random, heads)
     facts |= {"sinks": None if sinks is None else sinks.ctypes.data}
     inputs = [
-        grouped_inputs(x, each, kv_heads, norm, weights, clip) for x, each in zip(qkv, angles, strict=True)
+        grouped_inputs(x[heads * gated :], each, kv_heads, norm, weights, clip)
+        for x, each in zip(qkv, angles, strict=True)
     ]
 
     team = library.team(3)
@@ -100,6 +103,7 @@ def test_spans(
         for head in range(heads):
             scores = keys[head // shared, seen] @ inputs[token][0][head] * width**-0.5
             wanted = softmax(scores, None if sinks is None else sinks[head]) @ values[head // shared, seen]
+            wanted = opened(wanted, gates[token, head]) if gated else wanted
             np.testing.assert_allclose(found[token, head], wanted, rtol=2e-4, atol=2e-5)
 
 

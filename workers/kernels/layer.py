@@ -22,7 +22,8 @@ QK_NORMS = ("", "head", "all")  # of queries and keys: none, of each head, of al
 TOKEN_STEP = 1024  # scratch for attention grows by so many tokens
 
 TOKEN = np.dtype(
-    [("cosines", "u8"), ("sines", "u8"), ("streams", "u8"), ("capacity", "i8"), ("position", "i8")]
+    [(name, "u8") for name in ("cosines", "sines", "streams", "states")]
+    + [("capacity", "i8"), ("position", "i8")]
 )
 
 
@@ -47,7 +48,8 @@ class Grouped(ctypes.Structure):
     """Attention with query heads in groups that share keys and values."""
 
     _fields_ = (
-        *((name, SIZE) for name in ("bits", "heads", "kv_heads", "width", "rope", "window", "normed")),
+        *((name, SIZE) for name in ("bits", "heads", "kv_heads", "width", "rope", "gated")),
+        *((name, SIZE) for name in ("window", "normed")),
         *((name, POINTER) for name in ("query_norm", "key_norm", "sinks")),
         *((name, ctypes.c_float) for name in ("eps", "clip", "scale")),
     )
@@ -63,12 +65,23 @@ class Latent(ctypes.Structure):
     )
 
 
+class Delta(ctypes.Structure):
+    """The gated delta rule in the place of attention."""
+
+    _fields_ = (
+        *((name, SIZE) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "taps")),
+        *((name, POINTER) for name in ("tap_weights", "decay", "decay_bias", "norm")),
+        ("eps", ctypes.c_float),
+    )
+
+
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, SIZE) for name in ("hidden", "experts")),
         *((name, NormOf) for name in ("attention_norm", "mlp_norm")),
         ("grouped", ctypes.POINTER(Grouped)),
         ("latent", ctypes.POINTER(Latent)),
+        ("delta", ctypes.POINTER(Delta)),
         *((name, ctypes.POINTER(Matrix)) for name in ("first", "query", "output")),
         *((name, POINTER) for name in ("router", "router_bias")),
         *((name, ctypes.POINTER(Matrix)) for name in ("up", "down")),
@@ -101,8 +114,8 @@ class LayerParts:
     experts: int
     attention_norm: NormOf
     mlp_norm: NormOf
-    attention: Grouped | Latent
-    first: Projection  # queries, keys and values; latent: queries or their latent, then the latent
+    attention: Grouped | Latent | Delta
+    first: Projection  # see `struct layer`
     query: Projection | None  # from the queries' latent
     output: Projection
     router: Address | None  # float32 [experts, hidden]
@@ -132,7 +145,7 @@ class LayerKernel:
             for name, p in given.items()
             if p is not None
         }
-        kind = "grouped" if isinstance(parts.attention, Grouped) else "latent"
+        kind = type(parts.attention).__name__.lower()
         self._layer = _Layer(
             hidden=parts.hidden,
             experts=parts.experts,
@@ -205,9 +218,10 @@ class SpanKernel:
         count: int,
         out: Address,
     ) -> None:
-        """`count` tokens, the first after `position` others: qkv [count, (heads + 2 kv_heads) * width],
-        changed in place; cosines and sines [count, rope]; the streams are keys and values [kv_heads,
-        capacity, width]; out [count, heads * width]. Raises IndexError for positions outside the capacity."""
+        """`count` tokens, the first after `position` others: qkv [count, (heads + 2 kv_heads) * width], after
+        the gates if it is gated, changed in place; cosines and sines [count, rope]; the streams are keys and
+        values [kv_heads, capacity, width]; out [count, heads * width]. Raises IndexError for positions
+        outside the capacity."""
         self._function(
             handle_of(self._team), ctypes.byref(self._grouped), qkv, *cos_sin, *streams, capacity, position,
             count, out, self._scratch.reserve(self._size),

@@ -168,6 +168,15 @@ static struct seen seen_by(const struct token *t, int64_t layer, int64_t streams
     return seen;
 }
 
+/* Numbers of a row before its queries, and of all. */
+static int64_t gates_of(const struct grouped *g) { return g->gated ? g->heads * g->width : 0; }
+static int64_t row_of(const struct grouped *g) { return gates_of(g) + (g->heads + 2 * g->kv_heads) * g->width; }
+
+/* out *= sigmoid(gates) */
+static void apply_gates(const float *gates, int64_t n, float *out) {
+    for (int64_t i = 0; i < n; i++) out[i] /= 1.0f + exponential(-gates[i]);
+}
+
 /* A token's queries and keys normalised and rotated, all clipped, its keys and values stored in the cache. */
 static void place_token(const struct grouped *g, float *qkv, const float *cosines, const float *sines, void *keys,
                         void *values, int64_t capacity, int64_t position) {

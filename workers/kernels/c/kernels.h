@@ -180,6 +180,7 @@ struct norm { /* RMS norm, or with a bias LayerNorm */
 struct grouped { /* query heads in groups that share keys and values */
     int64_t bits, heads, kv_heads, width;
     int64_t rope;   /* the first numbers of a head, which are rotated */
+    int64_t gated;  /* 1: a head's output is scaled by the sigmoid of gates, which lie before all queries */
     int64_t window; /* most tokens attended to, the new one included; 0: all */
     int64_t normed; /* RMS norm of queries and keys: 0 none, 1 of each head, 2 of all heads together */
     const float *query_norm, *key_norm;
@@ -188,9 +189,9 @@ struct grouped { /* query heads in groups that share keys and values */
 };
 
 /* `count` new tokens of a sequence, the first at `position`, in the same way: qkv [count, (heads + 2 kv_heads) * width],
- * changed in place; keys, values [kv_heads, capacity, width]; out [count, heads * width]; cosines and sines [count,
- * rope]. `scratch`, 64-byte aligned, has tandem_span_scratch bytes for each thread of the team. A token's bits depend on
- * no token after it whose numbers are finite, nor on how many come with it. */
+ * after the gates if there are any, changed in place; keys, values [kv_heads, capacity, width]; out [count, heads *
+ * width]; cosines and sines [count, rope]. `scratch`, 64-byte aligned, has tandem_span_scratch bytes for each thread of
+ * the team. A token's bits depend on no token after it whose numbers are finite, nor on how many come with it. */
 int64_t tandem_span_scratch(const struct grouped *grouped);
 int tandem_span(struct team *team, const struct grouped *grouped, float *qkv, const float *cosines,
                 const float *sines, void *keys, void *values, int64_t capacity, int64_t position, int64_t count,
@@ -205,12 +206,26 @@ struct latent { /* keys and values are expanded from one cached vector; for a si
     float eps, scale;
 };
 
+/* The gated delta rule in the place of attention: for each head of values a matrix S [key_dim, value_dim], of which a
+ * token makes S = d S + k (b (v - d S'k))' and takes S'q, with b the sigmoid of its rate and d = exp(decay * softplus(its
+ * decay + decay_bias)). Then RMS norm of each head, times silu(z). Each head of keys serves value_heads / key_heads. */
+struct delta {
+    int64_t key_heads, value_heads, key_dim, value_dim;
+    int64_t taps;             /* of the convolution that queries, keys and values go through first, then silu */
+    const float *tap_weights; /* [taps, queries, keys and values], the newest token's last */
+    const float *decay, *decay_bias; /* [value_heads], at most 0 */
+    const float *norm;               /* [value_dim] */
+    float eps;
+};
+
 struct layer { /* pointers to what a layer does not have are NULL */
     int64_t hidden, experts;
     struct norm attention_norm, mlp_norm;
-    const struct grouped *grouped; /* either this or `latent` */
+    const struct grouped *grouped; /* one of these three */
     const struct latent *latent;
-    const struct matrix *first; /* queries, keys and values; latent: queries or their latent, and the latent */
+    const struct delta *delta;
+    const struct matrix *first; /* gates, queries, keys and values; latent: queries or their latent, and the latent;
+                                 * delta: queries, keys, values, z, rates, decays */
     const struct matrix *query; /* from the queries' latent */
     const struct matrix *output;
     const float *router;           /* [experts, hidden] */
@@ -225,6 +240,8 @@ struct token {
                                    * halves' signs */
     char *const *streams;         /* of all layers: keys and values [kv_heads, capacity, width], or latents [capacity,
                                    * rank + rope] */
+    char *const *states;          /* of all layers four: of the delta rule its inputs [taps - 1, queries, keys and values]
+                                   * of the tokens before and its matrices; then the same, written, after the token */
     int64_t capacity, position;   /* `position`: tokens before it */
 };
 

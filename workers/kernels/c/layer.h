@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "blocks.h"
+#include "delta.h"
 #include "rows.h"
 #include "team.h"
 #include "vectors.h"
@@ -113,7 +114,9 @@ static int64_t lay_out_layer(struct layer_run *run, int64_t rows, int64_t tokens
     int64_t product = 0;
     for (int n = 0; n < 5; n++)
         if (matrices[n]) product = most(product, tandem_product_scratch(matrices[n], rows));
-    run->scores_each = rounded_up(l->latent ? 2 * l->latent->rank + l->latent->rope + tokens : SHARING * tokens, 16);
+    run->scores_each = rounded_up(l->delta    ? delta_scratch(l->delta)
+                                  : l->latent ? 2 * l->latent->rank + l->latent->rope + tokens
+                                              : SHARING * tokens, 16);
     uint8_t *at = scratch;
     TAKE(run->wide, 4 * rows * most(outputs_of(l->first), outputs_of(l->up)));
     TAKE(run->narrow, 4 * rows * most(inputs_of(l->query), most(inputs_of(l->output), inputs_of(l->down))));
@@ -161,7 +164,7 @@ static void prepare_rows(void *context, int64_t lo, int64_t hi) {
         struct seen seen = seen_by_row(run, r);
         float *row = run->wide + r * l->first->of.outputs;
         if (l->grouped) {
-            place_token(l->grouped, row, token->cosines, token->sines, seen.streams[0], seen.streams[1],
+            place_token(l->grouped, row + gates_of(l->grouped), token->cosines, token->sines, seen.streams[0], seen.streams[1],
                         seen.capacity, token->position);
             continue;
         }
@@ -190,8 +193,12 @@ static void attend_rows(void *context, int64_t lo, int64_t hi) {
             }
             int64_t shared = l->grouped->heads / l->grouped->kv_heads;
             int64_t groups = (shared + run->together - 1) / run->together, from = group % groups * run->together;
-            attend_grouped(l->grouped, q, &seen, group / groups * shared + from, least(run->together, shared - from),
-                           scores, out);
+            int64_t head = group / groups * shared + from, taken = least(run->together, shared - from);
+            attend_grouped(l->grouped, q, &seen, head, taken, scores, out);
+            if (l->grouped->gated) {
+                int64_t at = head * l->grouped->width;
+                apply_gates(q - gates_of(l->grouped) + at, taken * l->grouped->width, out + at);
+            }
         }
     }
 }
@@ -200,7 +207,7 @@ static void attend_rows(void *context, int64_t lo, int64_t hi) {
 static void attend_all(struct team *team, struct layer_run *run) {
     const struct layer *l = run->layer;
     int64_t rows = run->step->rows, groups;
-    run->q = l->query ? run->query : run->wide;
+    run->q = l->query ? run->query : run->wide + (l->grouped ? gates_of(l->grouped) : 0);
     run->q_stride = l->query ? l->query->of.outputs : l->first->of.outputs;
     if (l->latent) {
         groups = l->latent->heads;
@@ -214,6 +221,20 @@ static void attend_all(struct team *team, struct layer_run *run) {
     }
     run->items = rows * groups;
     parallel_for(team, attend_rows, run, run->threads, WAKE_NS);
+}
+
+static void recur_rows(void *context, int64_t lo, int64_t hi) {
+    struct layer_run *run = context;
+    const struct layer *l = run->layer;
+    for (int64_t thread = lo; thread < hi; thread++)
+        for (;;) {
+            int64_t item = __atomic_fetch_add(&run->next, 1, __ATOMIC_RELAXED), row = item / l->delta->key_heads;
+            if (row >= run->step->rows) break;
+            char *const *at = run->step->tokens[row].states + run->index * 4;
+            struct delta_states states = {(float *)at[0], (float *)at[1], (float *)at[2], (float *)at[3]};
+            recur(l->delta, run->wide + row * l->first->of.outputs, &states, item % l->delta->key_heads,
+                  run->scores + thread * run->scores_each, run->narrow + row * l->output->of.inputs);
+        }
 }
 
 /* out += h; x = norm(out). */
@@ -264,15 +285,20 @@ int tandem_layer(struct team *team, const struct layer *l, int64_t index, const 
     int64_t tokens = 0;
     for (int64_t r = 0; r < s->rows; r++) {
         if (s->tokens[r].position < 0 || s->tokens[r].position >= s->tokens[r].capacity) return BAD_POSITION;
+        if (l->delta) continue;
         struct seen seen = seen_by_row(&run, r);
         tokens = most(tokens, seen.tokens - seen.first);
     }
     if (lay_out_layer(&run, s->rows, tokens, s->scratch) > s->scratch_bytes) return SMALL_BUFFERS;
     parallel_for(of_rows, enter_attention, &run, s->rows, WAKE_NS);
     tandem_product(team, l->first, s->x, s->rows, run.wide, run.product, WAKE_NS);
-    parallel_for(of_rows, prepare_rows, &run, s->rows, WAKE_NS);
-    if (l->query) tandem_product(team, l->query, run.narrow, s->rows, run.query, run.product, WAKE_NS);
-    attend_all(team, &run);
+    if (l->delta) {
+        parallel_for(team, recur_rows, &run, run.threads, WAKE_NS);
+    } else {
+        parallel_for(of_rows, prepare_rows, &run, s->rows, WAKE_NS);
+        if (l->query) tandem_product(team, l->query, run.narrow, s->rows, run.query, run.product, WAKE_NS);
+        attend_all(team, &run);
+    }
     tandem_product(team, l->output, run.narrow, s->rows, s->out, run.product, WAKE_NS);
     parallel_for(of_rows, leave_attention, &run, s->rows, WAKE_NS);
     if (s->logits) {

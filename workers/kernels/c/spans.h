@@ -14,7 +14,7 @@ enum { HIGH = 4 };                              /* rows multiplied together */
 
 struct span_attention {
     const struct grouped *g;
-    float *qkv; /* [count, (heads + 2 kv_heads) * width] */
+    float *qkv; /* [count, row_of], behind the gates */
     const float *cosines, *sines;
     char *keys, *values;
     int64_t capacity, position, count;
@@ -111,7 +111,7 @@ static void attend_block(const struct span_attention *o, int64_t kv_head, int64_
     const struct grouped *g = o->g;
     struct span_scratch s = lay_out_span(g, memory);
     int64_t shared = g->heads / g->kv_heads, width = g->width, padded = rounded_up(width, LANES);
-    int64_t rows = (end - begin) * shared, all = (g->heads + 2 * g->kv_heads) * width;
+    int64_t rows = (end - begin) * shared, all = row_of(g), gates = gates_of(g);
     for (int64_t r = 0; r < rows; r++) {
         const float *q = o->qkv + (begin + r / shared) * all + (kv_head * shared + r % shared) * width;
         for (int64_t i = 0; i < width; i++) s.q[r * width + i] = q[i] * g->scale;
@@ -142,12 +142,13 @@ static void attend_block(const struct span_attention *o, int64_t kv_head, int64_
         float *to = o->out + ((begin + r / shared) * g->heads + kv_head * shared + r % shared) * width;
         float scale = 1.0f / s.sum[r];
         for (int64_t i = 0; i < width; i++) to[i] = s.out[r * padded + i] * scale;
+        if (gates) apply_gates(o->qkv - gates + (begin + r / shared) * all + (kv_head * shared + r % shared) * width, width, to);
     }
 }
 
 static void place_tokens(void *context, int64_t lo, int64_t hi) {
     const struct span_attention *o = context;
-    int64_t all = (o->g->heads + 2 * o->g->kv_heads) * o->g->width;
+    int64_t all = row_of(o->g);
     for (int64_t t = lo; t < hi; t++)
         place_token(o->g, o->qkv + t * all, o->cosines + t * o->g->rope, o->sines + t * o->g->rope, o->keys,
                     o->values, o->capacity, o->position + t);
@@ -176,7 +177,7 @@ int tandem_span(struct team *team, const struct grouped *g, float *qkv, const fl
                 void *scratch) {
     if (position < 0 || count < 0 || position > capacity || count > capacity - position) return BAD_POSITION;
     int64_t height = block_tokens(g);
-    struct span_attention o = {g, qkv, cosines, sines, keys, values, capacity, position, count, out, scratch,
+    struct span_attention o = {g, qkv + gates_of(g), cosines, sines, keys, values, capacity, position, count, out, scratch,
                                (count + height - 1) / height};
     struct span_queue queue = {&o, 0, tandem_span_scratch(g)};
     parallel_for(team, place_tokens, &o, count, WAKE_NS);
