@@ -90,14 +90,11 @@ def decoder_of(config: Config) -> tuple[type[PreTrainedModel], PreTrainedConfig]
 
 def _by_name(config: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
     """The model with a head beside this config, of a family that the automatic classes do not list alone."""
-    modeling = sys.modules.get(config.__module__.replace(".configuration_", ".modeling_"))
-    if modeling is None:
-        modeling = importlib.import_module(config.__module__.replace(".configuration_", ".modeling_"))
-    for made in vars(modeling).values():
-        kind = (
-            isinstance(made, type) and issubclass(made, PreTrainedModel) and issubclass(made, GenerationMixin)
-        )
-        if kind and made.config_class is config and made.__name__.endswith("ForCausalLM"):
+    modeling = importlib.import_module(config.__module__.replace(".configuration_", ".modeling_"))
+    models = (m for m in vars(modeling).values() if isinstance(m, type) and issubclass(m, PreTrainedModel))
+    for made in models:
+        of = made.config_class is config and issubclass(made, GenerationMixin)
+        if of and made.__name__.endswith("ForCausalLM"):
             return made
     return None
 
@@ -255,9 +252,7 @@ def _answer(config: Config, headers: dict[str, Any] | None) -> ModelFacts:
     from pipeline.checkpoint.converted import check_headers  # which imports this module
 
     headers = {name: (dtype, tuple(shape)) for name, (dtype, shape) in headers.items()}
-    return replace(
-        facts, left_aside="; ".join(filter(None, (facts.left_aside, check_headers(model, headers))))
-    )
+    return replace(facts, left_aside=check_headers(model, headers))
 
 
 if __name__ == "__main__":

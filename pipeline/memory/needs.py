@@ -140,7 +140,7 @@ def quantized_bytes(facts: ModelFacts, config: EngineConfig) -> int:
     if not isinstance(tile_format, BlockFormat):
         return 0
     matrices = [group for group in facts.backbone if group.kind == "matrix"]
-    total = sum(tile_format.matrix_bytes(*group.shape) * group.count for group in matrices)
+    total = sum(tile_format.matrix_bytes(*group.shape) * group.number for group in matrices)
     if facts.tied_embeddings:  # a plain table cannot serve as the quantized head
         total += tile_format.matrix_bytes(facts.vocabulary, facts.hidden)
     return total

@@ -8,7 +8,6 @@ answer is kept on disk by what it depends on: config, headers, and transformers'
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import math
 import subprocess
 from collections import Counter
@@ -16,6 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import msgspec
@@ -48,7 +48,7 @@ class Group(NamedTuple):
 
     kind: Kind
     shape: tuple[int, ...]
-    count: int
+    number: int  # of these tensors
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,12 @@ class ModelFacts:
     @property
     def matrix_numbers(self) -> int:
         """Numbers of the backbone that may be quantized."""
-        return sum(math.prod(g.shape) * g.count for g in self.backbone if g.kind == "matrix")
+        return sum(math.prod(g.shape) * g.number for g in self.backbone if g.kind == "matrix")
 
     @property
     def other_numbers(self) -> int:
         """Numbers of the backbone that are never quantized."""
-        return sum(math.prod(g.shape) * g.count for g in self.backbone if g.kind != "matrix")
+        return sum(math.prod(g.shape) * g.number for g in self.backbone if g.kind != "matrix")
 
     @property
     def weights(self) -> int:
@@ -207,12 +207,12 @@ def _tuples(value: Any) -> Any:
 def _described(question: bytes) -> ModelFacts:
     """The description of the config in this question, JSON, from disk where it was asked before."""
     try:
-        version = importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
+        installed = version("transformers")
+    except PackageNotFoundError:
         raise ModelError(
             "transformers is not installed, and this model needs it: pip install transformers"
         ) from None
-    key = hashlib.blake2b(question + f"{VERSION} {version}".encode(), digest_size=16).hexdigest()
+    key = hashlib.blake2b(question + f"{VERSION} {installed}".encode(), digest_size=16).hexdigest()
     path = user_folder("CACHE") / FOLDER / f"{key}.json"
     with suppress(OSError, NotPrivate, ValueError, KeyError, TypeError):
         return _unpack(read_small(path, MAX_BYTES, check=check_private))

@@ -188,7 +188,7 @@ def test_a_description_is_kept_by_config_and_version(
     assert len(asked) == 1
     facts_of(config | {"num_experts_per_tok": 3})
     assert len(asked) == 2
-    monkeypatch.setattr(facts.importlib.metadata, "version", lambda name: "99")
+    monkeypatch.setattr(facts, "version", lambda name: "99")
     facts._described.cache_clear()
     facts_of(config)
     assert len(asked) == 3

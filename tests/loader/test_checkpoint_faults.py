@@ -206,8 +206,8 @@ def test_weights_of_another_kind_are_refused_unread(tmp_path, name):
 
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
 def test_quantized_checkpoint_is_refused(tmp_path, key):
-    text = refusal(configured(tmp_path, **{key: {"quant_method": "fp8"}}))
-    assert f"config.json has a {key} (fp8): checkpoints that are quantized already are not read" in text
+    text = refusal(configured(tmp_path, **{key: {"quant_method": "awq"}}))
+    assert f"config.json has a {key} (awq): of checkpoints that are quantized already only those in" in text
     assert "--format" in text
     Checkpoint(configured(tmp_path, **{key: None}))
 
