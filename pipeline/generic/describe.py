@@ -91,11 +91,11 @@ def decoder_of(config: Config) -> tuple[type[PreTrainedModel], PreTrainedConfig]
 def _by_name(config: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
     """The model with a head beside this config, of a family that the automatic classes do not list alone."""
     modeling = importlib.import_module(config.__module__.replace(".configuration_", ".modeling_"))
-    models = (m for m in vars(modeling).values() if isinstance(m, type) and issubclass(m, PreTrainedModel))
-    for made in models:
-        of = made.config_class is config and issubclass(made, GenerationMixin)
-        if of and made.__name__.endswith("ForCausalLM"):
-            return made
+    for made in vars(modeling).values():
+        if isinstance(made, type) and issubclass(made, PreTrainedModel) and issubclass(made, GenerationMixin):
+            model: type[PreTrainedModel] = made
+            if model.config_class is config and model.__name__.endswith("ForCausalLM"):
+                return model
     return None
 
 
