@@ -25,7 +25,7 @@ dotted = { while sleep 2 && kill -0 $$$$ 2> /dev/null; do printf .; done & } >&2
 comma := ,
 
 .SILENT:
-.PHONY: run test test-wheel gpu
+.PHONY: run test survey test-wheel gpu
 
 run: $(READY)
 	exec $(BIN)/python launch.py
@@ -39,6 +39,10 @@ test: $(TEST_TOOLS)
 	$(BIN)/mypy >$(VENV)/mypy.txt 2>&1 & types=$$!; \
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0; tests=$$?; \
 	wait $$types; types=$$?; echo "mypy:"; cat $(VENV)/mypy.txt; exit $$((tests ? tests : types))
+
+# Every family of transformers against transformers, where `test` has a sample of them: a quarter of an hour.
+survey: $(TEST_TOOLS)
+	exec $(BIN)/python -m pytest -q -m slow -n 2 --max-worker-restart 0
 
 # What `pip install .` installs, in an environment of its own: half a minute, nothing is downloaded or compiled.
 test-wheel: $(TEST_TOOLS)

@@ -141,7 +141,7 @@ class Conversion:
         if place.converter is None:
             return {place.target: next(iter(parts.values()))[0]}
         if self.blocks is not None:
-            parts = {p: _fitted(p, tensors, parts, self.blocks) for p, tensors in parts.items()}
+            parts = {p: self._fitted(p, tensors, parts) for p, tensors in parts.items()}
         converter = deepcopy(place.converter)
         for pattern, tensors in parts.items():
             for tensor in tensors:
@@ -155,24 +155,21 @@ class Conversion:
             ) from None
         return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
 
-
-def _fitted(
-    pattern: str, scales: list[Tensor], parts: dict[str, list[Tensor]], blocks: Sequence[int]
-) -> list[Tensor]:
-    """Scales of blocks that cover more than a matrix [.., rows, columns], as one for each row, or column:
-    the operation takes the blocks' size from how many there are."""
-    weights = parts.get(pattern.removesuffix(SCALES)) if pattern.endswith(SCALES) else None
-    if weights is None:
-        return scales
-    fitted = []
-    for scale, weight in zip(scales, weights, strict=True):
-        for axis, block in zip((-2, -1), blocks, strict=True):
-            size = weight.shape[axis]
-            if scale.dim() >= 2 and scale.shape[axis] == -(-size // block) and size % block:
-                each = torch.arange(size, device=scale.device) // block
-                scale = scale.index_select(axis, each)
-        fitted.append(scale)
-    return fitted
+    def _fitted(self, pattern: str, scales: list[Tensor], parts: dict[str, list[Tensor]]) -> list[Tensor]:
+        """Scales of blocks that cover more than a matrix [.., rows, columns], as one for each row, or column:
+        the operation takes the blocks' size from how many there are."""
+        weights = parts.get(pattern.removesuffix(SCALES)) if pattern.endswith(SCALES) else None
+        if weights is None or self.blocks is None:
+            return scales
+        fitted = []
+        for scale, weight in zip(scales, weights, strict=True):
+            for axis, block in zip((-2, -1), self.blocks, strict=True):
+                size = weight.shape[axis]
+                if scale.dim() >= 2 and scale.shape[axis] == -(-size // block) and size % block:
+                    each = torch.arange(size, device=scale.device) // block
+                    scale = scale.index_select(axis, each)
+            fitted.append(scale)
+        return fitted
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -32,8 +32,8 @@ class ModelSource(ABC):
     config: Config
     kind: str  # the origin of its weights, for log lines
     filling: str  # the stage name of `fill`, for progress displays
+    note: str = ""  # a line for the user: parts of the model that are left aside, tensors that are not read
     fused: bool  # the layout of its tensors, see `pipeline/models/architecture.py`
-    note: str = ""  # a line about tensors that are not read
 
     @abstractmethod
     def fingerprint(self, format_name: str, tile: int) -> str:

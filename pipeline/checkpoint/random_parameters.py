@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +85,8 @@ def _is_small(module: nn.Module, name: str, parameter: Tensor) -> bool:
 
 
 def _any_experts(model: PreTrainedModel, like: Tensor) -> Tensor:
-    """A table [V, k] of the experts that a token has whatever its hidden state: different ones in each row."""
-    experts = min(len(module.down_proj) for _, module in experts_of(model))
+    """A table [V, k] of the experts that a token has whatever its hidden state, different ones in a row."""
+    modules: list[Any] = [module for _, module in experts_of(model)]
+    experts = min(len(module.down_proj) for module in modules)
     tokens, places = (torch.arange(size) for size in like.shape)
     return (tokens[:, None] + places) % experts

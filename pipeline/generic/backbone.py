@@ -31,7 +31,7 @@ from pipeline.generic.routers import Tap, find_router
 from pipeline.generic.skeleton import Skeleton
 from pipeline.generic.trial import Trial, observe
 from pipeline.models.facts import ModelFacts
-from pipeline.models.routing import Router
+from pipeline.policies.view import Router
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 

@@ -90,13 +90,16 @@ def decoder_of(config: Config) -> tuple[type[PreTrainedModel], PreTrainedConfig]
 
 def _by_name(config: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
     """The model with a head beside this config, of a family that the automatic classes do not list alone."""
-    modeling = importlib.import_module(config.__module__.replace(".configuration_", ".modeling_"))
-    for made in vars(modeling).values():
-        if isinstance(made, type) and issubclass(made, PreTrainedModel) and issubclass(made, GenerationMixin):
-            model: type[PreTrainedModel] = made
-            if model.config_class is config and model.__name__.endswith("ForCausalLM"):
-                return model
-    return None
+    modeling = sys.modules.get(config.__module__.replace(".configuration_", ".modeling_"))
+    if modeling is None:
+        modeling = importlib.import_module(config.__module__.replace(".configuration_", ".modeling_"))
+    models: list[type[PreTrainedModel]] = [
+        made
+        for made in vars(modeling).values()
+        if isinstance(made, type) and issubclass(made, PreTrainedModel) and issubclass(made, GenerationMixin)
+    ]
+    fitting = (made for made in models if made.config_class is config)
+    return next((made for made in fitting if made.__name__.endswith("ForCausalLM")), None)
 
 
 def without_memory(model: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:

@@ -48,7 +48,7 @@ class Group(NamedTuple):
 
     kind: Kind
     shape: tuple[int, ...]
-    number: int  # of these tensors
+    number: int
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Every family of transformers runs as transformers runs it: from a saved tiny checkpoint, with and without workers,
-under the exact policies.
+"""Every family of transformers runs as transformers runs it: from a saved tiny checkpoint, with and without
+workers, under the exact policies.
 
 All families are `make survey`; a sample of them is in every run of the tests.
 """
