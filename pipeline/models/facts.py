@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import subprocess
 from collections import Counter
 from collections.abc import Mapping
@@ -38,6 +39,7 @@ from workers.lifetime import PYTHON, environment
 MODULE = "pipeline.generic.describe"
 LIMIT = 180.0  # seconds of the child; the largest known model takes 15 on one busy core
 FOLDER = "facts"  # of the user's cache
+FILE_NAME = re.compile(r"[0-9a-f]{32}\.json")
 VERSION = 1  # of the files; part of their names
 MAX_BYTES = 1 << 22  # of a file
 Headers = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape of each tensor of a checkpoint, by name

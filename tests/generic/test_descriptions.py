@@ -15,6 +15,7 @@ from expected_errors import expect_error
 from tiny_families import family_names, tiny_config, tiny_model
 from torch import nn
 
+from launch.cache.entries import scan
 from pipeline.errors import ModelError
 from pipeline.generic.describe import decoder_of, describe, experts_used, without_memory
 from pipeline.generic.found_math import found_math
@@ -198,6 +199,9 @@ def test_a_damaged_file_is_asked_for_again(asked: list[Any], tmp_path: Path) -> 
     config = config_of("granitemoe")
     wanted = facts_of(config)
     (path,) = (tmp_path / "tandem" / facts.FOLDER).iterdir()
+    assert [(entry.kind, entry.path) for entry in scan(tmp_path / "tandem") if entry.on_disk] == [
+        ("facts", path)
+    ]
     for content in (b"", b"{}", b'{"facts": {"backbone": 3, "math": {}}}'):
         path.write_bytes(content)
         facts._described.cache_clear()

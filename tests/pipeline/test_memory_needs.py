@@ -142,7 +142,7 @@ def test_memory_of_a_token_and_of_a_position() -> None:
         (memory, _) = plan.pools(Machine(0, 0))
         assert memory.parts["KV cache"] == plan.kv_tokens * recurrent.kv_token + sequences * recurrent.states
     latent, plain = needed("deepseek-v2-lite", device="cuda"), needed("olmoe-1b-7b", device="cuda")
-    rows = [4 * 16 * (spec.vocabulary + 8 * spec.hidden) for spec in (latent.facts, plain.facts)]
+    rows = [4 * 16 * (facts.vocabulary + 8 * facts.hidden) for facts in (latent.facts, plain.facts)]
     assert latent.steps - rows[0] - (plain.steps - rows[1]) == 4 * EXPANDED_KV_BYTES
 
 
