@@ -137,8 +137,7 @@ def make_plan(model: Path, now: Situation) -> tuple[Plan, list[str]]:
     plan = now.plan(now.config, every)
     if plan is None:
         raise UsageError(refusal(source, now, every))
-    notes = [source.note] if source.note else []
-    return plan, [*notes, *memory_lines(plan, now.machine), *reasons(plan, now, every)]
+    return plan, [*memory_lines(plan, now.machine), *reasons(plan, now, every)]
 
 
 def start_line(model: Path, plan: Plan, machine: Machine, backbone_dtype: str) -> str:

@@ -4,6 +4,7 @@
                                     about.json: `shm/disk_cache.py`; *.tmp and .NAME.*: being written
     <cache folder>/costs/*.json     measured costs; .NAME.*: being written
     <cache folder>/kernels/*.cubin  kernels compiled for a GPU; .NAME.*: being written
+    <cache folder>/facts/*.json     what transformers says of a model; .NAME.*: being written
     /dev/shm/tandem-store-*         stores, in use or left by --keep-store
 
 Everything else in the cache folder is unknown: not written by this program.
@@ -26,6 +27,7 @@ from launch.terminal.format import count, distinct_names
 from pipeline.backbone import disk_cache as backbone_cache
 from pipeline.calibration import cost_cache
 from pipeline.calibration import file as calibration_file
+from pipeline.models import facts
 from shm.disk_cache import FINGERPRINT, RECORD, STORE_FILE, UNFINISHED, last_use, read_record
 from shm.errors import ShmError
 from shm.locks import unused_store
@@ -45,7 +47,7 @@ WRITING_SECONDS = 60.0  # a small file that has no lock may be written for so lo
 class Entry:
     """One thing that can be removed, or that is unknown. `in_use`: by what, empty where by nothing."""
 
-    kind: str  # store, backbone, calibration, costs, kernels, unfinished, kept store; or unknown
+    kind: str  # store, backbone, calibration, costs, kernels, facts, unfinished, kept store; or unknown
     path: Path  # its file, or what is unknown
     size: int  # bytes, with the files that belong to it
     last_use: float  # seconds since the epoch
@@ -86,6 +88,8 @@ def scan(folder: Path) -> list[Entry]:
                 entries += map(_costs, _children(path))
             elif folders and path.name == KERNEL_FOLDER:
                 entries += map(_kernels, _children(path))
+            elif folders and path.name == facts.FOLDER:
+                entries += map(_facts, _children(path))
             elif folders and FINGERPRINT.fullmatch(path.name):
                 entries += _fingerprint_folder(path)
             else:
@@ -155,6 +159,11 @@ def _kernels(path: Path) -> Entry:
     if GPU_KERNELS.fullmatch(path.name):
         return replace(entry, kind="kernels", model=EVERY, setting="GPU")
     return entry
+
+
+def _facts(path: Path) -> Entry:
+    entry = _plain(path)
+    return replace(entry, kind="facts") if facts.FILE_NAME.fullmatch(path.name) else entry
 
 
 def _kept_store(path: Path) -> Entry:

@@ -19,6 +19,7 @@ from transformers.models.auto import modeling_auto
 
 from pipeline.errors import ModelError
 from pipeline.models.config_keys import MAX_COUNT, Config, shown
+from pipeline.models.registry import ARCHITECTURES
 
 ROUTERS = ("gate", "router")  # names of a router, beside its experts
 MATRICES = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias")  # those of tiles
@@ -43,7 +44,11 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _called)
 def decoder_of(config: Config) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     """The class of the model whose decoder and head are run, and its config. Of a model of text and images it
     is the whole one where transformers has no other. Raises ModelError."""
+    transformers.logging.set_verbosity_error()  # of slower ways that are the only ones here
     kind = config.get("model_type")
+    if kind in ARCHITECTURES:
+        kind = ARCHITECTURES[kind].known_as or kind
+        config = {**config, "model_type": kind}
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise ModelError(
             f"config.json: model_type {shown(kind)} is unknown to transformers {transformers.__version__};"

@@ -247,7 +247,7 @@ def _refuse_quantized(path: Path, config: Mapping[str, Any]) -> None:
     for key in QUANTIZED:
         if config.get(key):
             method = config[key].get("quant_method") if isinstance(config[key], dict) else None
-            if key == QUANTIZED[0] and method in DEQUANTIZED:
+            if key == "quantization_config" and method in DEQUANTIZED:
                 continue
             what = f" ({method[:40]})" if isinstance(method, str) else ""
             raise ModelError(

@@ -139,9 +139,7 @@ def _answer(config: Config, headers: dict[str, Any] | None) -> ModelFacts:
     if headers is None:
         return facts
     headers = {name: (dtype, tuple(shape)) for name, (dtype, shape) in headers.items()}
-    return replace(
-        facts, left_aside="; ".join(filter(None, (facts.left_aside, check_headers(model, headers))))
-    )
+    return replace(facts, left_aside=check_headers(model, headers))
 
 
 if __name__ == "__main__":

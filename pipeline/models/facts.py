@@ -8,14 +8,15 @@ answer is kept on disk by what it depends on: config, headers, and transformers'
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import math
+import re
 import subprocess
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import msgspec
@@ -38,6 +39,7 @@ from workers.lifetime import PYTHON, environment
 MODULE = "pipeline.generic.describe"
 LIMIT = 180.0  # seconds of the child; the largest known model takes 15 on one busy core
 FOLDER = "facts"  # of the user's cache
+FILE_NAME = re.compile(r"[0-9a-f]{32}\.json")
 VERSION = 1  # of the files; part of their names
 MAX_BYTES = 1 << 22  # of a file
 Headers = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape of each tensor of a checkpoint, by name
@@ -207,12 +209,12 @@ def _tuples(value: Any) -> Any:
 def _described(question: bytes) -> ModelFacts:
     """The description of the config in this question, JSON, from disk where it was asked before."""
     try:
-        version = importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
+        installed = version("transformers")
+    except PackageNotFoundError:
         raise ModelError(
             "transformers is not installed, and this model needs it: pip install transformers"
         ) from None
-    key = hashlib.blake2b(question + f"{VERSION} {version}".encode(), digest_size=16).hexdigest()
+    key = hashlib.blake2b(question + f"{VERSION} {installed}".encode(), digest_size=16).hexdigest()
     path = user_folder("CACHE") / FOLDER / f"{key}.json"
     with suppress(OSError, NotPrivate, ValueError, KeyError, TypeError):
         return _unpack(read_small(path, MAX_BYTES, check=check_private))
