@@ -39,6 +39,7 @@ from shm.store import STORE_SPACE
 TESTS = Path(__file__).parent
 SHARE = 0.02  # of the time of all tests; a file that takes more belongs into LONGEST
 LONGEST = (
+    "parity/test_survey.py",
     "parity/test_family_formats.py",
     "parity/test_families.py",
     "parity/test_parity.py",

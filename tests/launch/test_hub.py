@@ -153,7 +153,7 @@ def test_refused_models_get_one_line_and_no_weights(home, hub, files) -> None:
         (Repository(pickles), ["safetensors"], 2, []),
         (Repository({"README.md": b""}), ["safetensors"], 2, []),
         (Repository(files | {"\x1b]2;x\a.json": b"{}"}), ["control", "\ufffd]2;x\ufffd.json"], 2, []),
-        (Repository(files | {"config.json": llama}), ["llama", "mixtral"], 2, config),
+        (Repository(files | {"config.json": llama}), ["llama", "no routed experts"], 2, config),
         *((Repository(files | {"config.json": c}), config, 2, config) for c in (b"{", b"[]", b"\xff")),
         *((Repository(files | {INDEX: index}), [INDEX], 2, None) for index in indices),
         # A full disk is reported before the download.

@@ -146,6 +146,8 @@ def draw(model: nn.Module, seed: int, dtype: torch.dtype) -> None:
             numbers *= 0.3
         elif name.endswith("A_log"):
             numbers = 0.5 * numbers - 1.5  # a state remembers some tokens
+        elif name.endswith("sinks"):
+            numbers = 1 + 0.3 * numbers
         elif weight.dim() == 1:
             numbers = weight + 0.3 * numbers  # a norm begins as 1, or as 0 where it adds 1
         elif name.endswith("embed_tokens.weight"):

@@ -34,14 +34,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+SETTINGS = [(family, workers) for family in family_names() if family not in REFUSED for workers in (0, 2)]
+SAMPLED = {(family, 2 * (number % 2)) for number, family in enumerate(SAMPLE)}
+
+
 @pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, marks=() if family in SAMPLE else pytest.mark.slow)
-        for family in family_names()
-        if family not in REFUSED
-    ],
+    ("family", "workers"),
+    [pytest.param(*s, marks=() if s in SAMPLED else pytest.mark.slow) for s in SETTINGS],
 )
 @pytest.mark.timeout(300)
 async def test_a_family_equals_transformers(family: str, workers: int, start_engine, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_chunk_takes_a_quarter_of_a_second(monkeypatch, seconds, context, trials
         steps.append(item.span.tokens)
 
     monkeypatch.setattr(engine_parts, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    engine = SimpleNamespace(backbone=SimpleNamespace(spec=spec), step=step)
+    engine = SimpleNamespace(backbone=SimpleNamespace(facts=spec), step=step)
     assert measure_chunks(engine, kv, context) == (chunk, alone)
     assert len(steps) == trials
     assert {len(tokens) for tokens in steps} == {min(64, context)}
