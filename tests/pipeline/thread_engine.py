@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
+from pipeline.backbone.protocol import AnyBackbone
+from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_model
 from pipeline.config import WorkerCores
 from pipeline.device import Device
@@ -30,7 +32,7 @@ from pipeline.experts.channel_share import ChannelMemory
 from pipeline.experts.device_share import DeviceMemory, Slab
 from pipeline.experts.division import Divider, largest
 from pipeline.experts.pool import HostPool
-from pipeline.models.facts import expert_shape
+from pipeline.models.facts import expert_shape, facts_of, is_own
 from pipeline.models.registry import model_spec
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import ModelShape, Plan, Policy, PolicyRequest, Routing, View
@@ -110,10 +112,23 @@ def engine_in_threads(
         parts = stack.enter_context(mover_parts(folder, store, capacity + staging, device=device))
         exchange = "shm" if arena else "zmq"
         pool = stack.enter_context(pool_in_threads(folder, store, 1, exchange, device=parts.device))
-        backbone = Backbone(source, model_spec(source.config), Precision("f32", parts.device), CONTEXT)
+        backbone = backbone_in(parts.device, source)
         engine = Engine(backbone, store.layout, parts.device, pool)
         engine.memory = device_memory(parts, engine.shape, capacity)
         yield engine, parts.prefetcher
+
+
+def backbone_in(device: Device, source: ModelSource) -> AnyBackbone:
+    """The model's backbone as an engine has it, in float32."""
+    precision = Precision("f32", device)
+    if is_own(source.config):
+        return Backbone(source, model_spec(source.config), precision, CONTEXT)
+    from pipeline.checkpoint.decoder import decoder_of
+    from pipeline.generic.backbone import GenericBackbone
+
+    with source.tensors() as weights:
+        assert isinstance(weights, Mapping)
+        return GenericBackbone(facts_of(source.config), *decoder_of(source.config), weights, precision)
 
 
 def device_memory(parts: MoverParts, shape: ModelShape, capacity: int) -> DeviceMemory:
