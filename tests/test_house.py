@@ -18,7 +18,7 @@ LINES = {
     "protocol": 2_330,
     "shm": 3_870,
     "workers": 8_420,
-    "pipeline": 29_600,
+    "pipeline": 29_620,
     "launch": 11_140,
     "benchmarks": 4_340,
     "tests": 51_900,

@@ -122,7 +122,9 @@ def _left_aside(model: PreTrainedModel) -> str:
 def main() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # what libraries print is no answer
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     torch.set_num_threads(1)
     question = msgspec.json.decode(sys.stdin.buffer.read())
     try:

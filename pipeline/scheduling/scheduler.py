@@ -54,6 +54,7 @@ class Scheduler:
         self.engine = engine
         self.kv = kv
         self.chunk = self.chunk_alone = chunk
+        self.several = self.chunks = True  # as of the backbone
         self._jobs = jobs
         self._max_sequences = max_sequences
         self._send = send
@@ -181,8 +182,9 @@ class Scheduler:
         growth = sum(min(KV_BLOCK, j.max_kv_tokens - capacity) for j, capacity in growing)
         if wanted + growth > self._prefixes.available or not self._prefixes.has_place:
             return None
-        first = job.admission < 0  # the prefix cache may hold a newer turn of a preempted job
-        return self._prefixes.allocate(wanted, job.prefix_key if first else None, job.tokens)
+        # The prefix cache may hold a newer turn of a preempted job. What goes on behind a prefix is a chunk.
+        reuses = job.admission < 0 and self.chunks
+        return self._prefixes.allocate(wanted, job.prefix_key if reuses else None, job.tokens)
 
     def _with_capacity(self, decoding: list[Job]) -> list[Job]:
         """Grow each sequence by a token, preempting others if needed. Returns those that can step."""
@@ -227,6 +229,10 @@ class Scheduler:
     def _step(self, jobs: list[Job], phase: Phase) -> None:
         """Run the next tokens of these jobs through the engine, and give each its logits."""
         if not jobs:
+            return
+        if len(jobs) > 1 and not self.several:
+            for job in jobs:
+                self._step([job], phase)
             return
         started = time.perf_counter()
         # A request that is alone delays no other's next token, and long chunks are faster. Score wants every

@@ -74,6 +74,8 @@ class EngineService:
             send=lambda messages: self._post(ToClients(messages)),
             congested=congested,
         )
+        backbone = parts.engine.backbone
+        self._scheduler.several, self._scheduler.chunks = backbone.several, backbone.chunks
         self._calibrations = CalibrationService(
             parts, self._policies, self._scheduler, send=self._send, drain_inbox=self._drain_inbox
         )
