@@ -60,9 +60,8 @@ class GenericBackbone:
         if not skeleton.has_head:
             raise ModelError(f"{model_class.__name__} has no head that gives logits")
         text = config.get_text_config(decoder=True)
-        self.vocabulary: int = text.vocab_size
         self._hidden: int = text.hidden_size
-        observed = observe(skeleton, self.vocabulary)
+        observed = observe(skeleton, text.vocab_size)
         self.layers = skeleton.layers  # those with routed experts
         self.kept: list[LayerKept] = observed.kept  # by layer of the cache
         taps = [Tap(layer, seen) for layer, seen in zip(self.layers, observed.routers, strict=True)]
@@ -196,7 +195,7 @@ class GenericStep:
 
     def answers(self, inputs: Sequence[StepInput]) -> list[FloatArray]:
         backbone = self._backbone
-        return answers(backbone.head, backbone.vocabulary, backbone.device, self._h, inputs)
+        return answers(backbone.head, backbone.facts.vocabulary, backbone.device, self._h, inputs)
 
 
 class Sibling:

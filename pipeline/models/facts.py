@@ -55,8 +55,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A decoder with routed experts. A ModelSpec has the same attributes, but `backbone`, `latent`,
-    `rope_numbers` and `left_aside`."""
+    """A decoder with routed experts."""
 
     layers: int  # of the decoder
     moe_layers: tuple[int, ...]  # those with routed experts; store, engine and policies count these only

@@ -3,7 +3,6 @@ weights. Without torch, so that a command line is checked before a process is st
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -146,13 +145,3 @@ class ModelSpec:
     def rope_switch(self) -> int | None:
         """As of `rope`."""
         return self.rope.switch
-
-    @property
-    def kv_numbers_per_token(self) -> int:
-        """Numbers that one token adds to the KV cache, over all layers."""
-        return sum(heads * width for streams in self.kv_streams for heads, width in streams)
-
-    @property
-    def state_numbers(self) -> int:
-        """Numbers of a sequence's recurrent states, whatever its length."""
-        return sum(math.prod(shape) for layer in self.state_shapes for shape in layer)

@@ -54,7 +54,6 @@ class Scheduler:
         self.engine = engine
         self.kv = kv
         self.chunk = self.chunk_alone = chunk
-        self.several = self.chunks = True  # as of the backbone
         self._jobs = jobs
         self._max_sequences = max_sequences
         self._send = send
@@ -183,7 +182,7 @@ class Scheduler:
         if wanted + growth > self._prefixes.available or not self._prefixes.has_place:
             return None
         # The prefix cache may hold a newer turn of a preempted job. What goes on behind a prefix is a chunk.
-        reuses = job.admission < 0 and self.chunks
+        reuses = job.admission < 0 and self.engine.backbone.chunks
         return self._prefixes.allocate(wanted, job.prefix_key if reuses else None, job.tokens)
 
     def _with_capacity(self, decoding: list[Job]) -> list[Job]:
@@ -230,7 +229,7 @@ class Scheduler:
         """Run the next tokens of these jobs through the engine, and give each its logits."""
         if not jobs:
             return
-        if len(jobs) > 1 and not self.several:
+        if len(jobs) > 1 and not self.engine.backbone.several:
             for job in jobs:
                 self._step([job], phase)
             return

@@ -95,7 +95,7 @@ class CalibrationService:
             parts.store,
             parts.kv,
             scheduler.chunk,
-            parts.max_sequences,
+            parts.config.options.max_sequences if parts.engine.backbone.several else 1,
             parts.context,
             parts.config.options.seed,
             up_of(parts.store),

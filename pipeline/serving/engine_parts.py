@@ -107,11 +107,10 @@ class EngineParts:
             backbone = self._load_backbone()
         if not backbone.chunks:  # a prompt is one chunk
             self.context = min(self.context, options.chunk or CHUNK_MAX)
-        self.max_sequences = options.max_sequences if backbone.several else 1  # that run together
         pool = self._open_pool(facts.top_k)
         self.detokenizer = self._detokenizer(text_up)
         held = kv_budget(options.kv_tokens, self.context)
-        sequences = kv_sequences(held, self.max_sequences)
+        sequences = kv_sequences(held, options.max_sequences)
         self.kv = KVCache(facts, backbone.dtype, device.torch_device, held, sequences)
         self.kv_bytes = held * facts.kv_numbers_per_token * backbone.dtype.itemsize  # of a full KV cache
         self.kv_bytes += sequences * state_bytes(facts)

@@ -69,13 +69,11 @@ class EngineService:
             parts.engine,
             parts.kv,
             jobs,
-            max_sequences=parts.max_sequences,
+            max_sequences=options.max_sequences,
             chunk=options.chunk or TRIAL_TOKENS,
             send=lambda messages: self._post(ToClients(messages)),
             congested=congested,
         )
-        backbone = parts.engine.backbone
-        self._scheduler.several, self._scheduler.chunks = backbone.several, backbone.chunks
         self._calibrations = CalibrationService(
             parts, self._policies, self._scheduler, send=self._send, drain_inbox=self._drain_inbox
         )

@@ -157,10 +157,6 @@ class Tokenizer:
         ends = sorted(self.decoder.eos_ids)
         return from_tokenizer(self._tokenizer, n_vocab=vocabulary, eos_token=ends or None)
 
-    def render_chat(self, messages: Sequence[ChatMessage], template: str = "") -> list[int]:
-        """Returns the ids of `prompt`. Raises RequestError."""
-        return self.encode_prompt(self.prompt(messages, template))
-
     def encode_prompt(self, text: str) -> list[int]:
         """Returns the ids of a text that a template has written, with its special tokens. Raises
         RequestError."""

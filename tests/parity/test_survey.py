@@ -38,6 +38,7 @@ REFUSED = {
 # Sparse attention chooses this many tokens or blocks. Of equal scores the choice depends on the chunks, so
 # that transformers' own forward in chunks gives something else: here all tokens are chosen.
 CHOSEN = ("index_topk", "index_topk_blocks")
+ENLARGING = {"bailing_hybrid"}  # with random weights, of rounding: by more than EXACT
 WHOLE_PROMPTS = {"jamba"}  # whose layers forget, in transformers, what came before several tokens
 
 
@@ -59,10 +60,11 @@ async def test_a_family_equals_transformers(family: str, workers: int, start_eng
     ]
     oracle = Oracle(tmp_path, torch.float32)
     expected = oracle.batch(texts)
-    # Of random weights some families enlarge rounding: transformers' own is then the measure.
-    exact = Oracle(tmp_path, torch.float64).batch(texts)
-    own = max(float(np.abs(ours - rows).max()) for ours, rows in zip(expected, exact, strict=True))
-    bound = max(EXACT, 4 * own)
+    bound = EXACT
+    if family in ENLARGING:  # transformers' own rounding is the measure
+        exact = Oracle(tmp_path, torch.float64).batch(texts)
+        own = max(float(np.abs(ours - rows).max()) for ours, rows in zip(expected, exact, strict=True))
+        bound = max(EXACT, 4 * own)
     check, greedy = exactly(expected, bound), oracle.greedy(texts[0], NEW)
     config = EngineConfig(
         model=tmp_path,

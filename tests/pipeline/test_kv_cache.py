@@ -11,6 +11,7 @@ from test_models import GOOD
 from pipeline.backbone.kv_cache import KVCache, SequenceKV, capacity_for
 from pipeline.config import KV_BLOCK, SNAPSHOTS
 from pipeline.errors import RequestError
+from pipeline.models.facts import facts_of
 from pipeline.models.registry import model_spec
 from pipeline.models.spec import GatedDelta
 
@@ -117,7 +118,7 @@ def test_latent_attention_caches_one_stream() -> None:
     spec = model_spec(GOOD | LATENT)
     sequence = KVCache(spec, torch.float32, torch.device("cpu"), budget=10).allocate(7)
     assert [[stream.shape for stream in streams] for streams in sequence.layers] == [[(1, 7, 28)]] * 2
-    assert spec.kv_numbers_per_token == 2 * 28
+    assert facts_of(GOOD | LATENT).kv_numbers_per_token == 2 * 28
 
 
 def test_crossing_the_rope_switch_drops_the_filled_tokens() -> None:

@@ -320,6 +320,28 @@ def test_steps_name_the_live_sequences(engine, monkeypatch) -> None:
     harness.scheduler.forget(b"c")
 
 
+def test_backbone_that_takes_one_sequence_gets_one_a_step(harness, monkeypatch) -> None:
+    engine, seen = harness.scheduler.engine, list[int]()
+    monkeypatch.setattr(engine.backbone, "several", False, raising=False)
+    step = engine.step
+    monkeypatch.setattr(
+        engine, "step", lambda inputs, *more: (seen.append(len(inputs)), step(inputs, *more))[1]
+    )
+    for request, client in enumerate((b"a", b"b")):
+        harness.scheduler.enqueue(client, ask(request, 9, 5))
+    harness.finish()
+    assert [len(harness.answer(*of)[0]) for of in ((0, b"a"), (1, b"b"))] == [5, 5]
+    assert set(seen) == {1}
+
+
+def test_backbone_that_needs_whole_prompts_goes_on_behind_no_prefix(harness, monkeypatch) -> None:
+    monkeypatch.setattr(harness.scheduler.engine.backbone, "chunks", False, raising=False)
+    for request in (0, 1):
+        harness.run(b"c", ask(request, 20, 6, "talk"))
+    assert [harness.answer(n)[1].stats["kv_reused_tokens"] for n in (0, 1)] == [0, 0]
+    harness.scheduler.forget(b"c")
+
+
 def test_next_turn_prefills_only_new_tokens(harness) -> None:
     harness.run(b"c", ask(0, 20, 6, "talk"))
     first, done = harness.answer(0)

@@ -7,10 +7,16 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from pipeline.text.tokenizer import Tokenizer
+from protocol.messages import ChatMessage
 
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.sampled_from(
     ["  two  spaces ", "👩‍👩‍👧‍👦 family", "é́́", "naïve €uro 日本語", "a\n\n\tb ", "🇩🇪🇫🇷", " "]
 )
+
+
+def rendered(tokenizer: Tokenizer, messages: Sequence[ChatMessage]) -> list[int]:
+    """Returns the ids of a conversation, as the text process makes them."""
+    return tokenizer.encode_prompt(tokenizer.prompt(messages))
 
 
 def cut(text: str, stop: Sequence[str]) -> str:

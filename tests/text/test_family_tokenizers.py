@@ -10,7 +10,7 @@ import pytest
 from family_tokenizers import CHATML, loaded, write_family, write_settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from streams import check
+from streams import check, rendered
 
 from pipeline.errors import ModelError, RequestError
 from pipeline.text.tokenizer import Tokenizer, has_chat_template
@@ -56,7 +56,7 @@ def test_encodes_as_transformers(model_dir: Path, tokenizer: Tokenizer) -> None:
     assert tokenizer.decoder.eos_ids == {oracle.eos_token_id}
     turns = [{"role": turn.role, "content": turn.content} for turn in TALK]
     whole = oracle.apply_chat_template(turns, add_generation_prompt=True)
-    assert tokenizer.render_chat(TALK) == whole["input_ids"]
+    assert rendered(tokenizer, TALK) == whole["input_ids"]
 
 
 @settings(deadline=None, max_examples=60)
@@ -103,7 +103,7 @@ def test_bos_is_added_where_the_settings_ask_for_it(tmp_path: Path) -> None:
     tokenizer = loaded(folder)
     (bos,) = tokenizer.encode("")
     assert tokenizer.encode("x")[0] == bos
-    assert tokenizer.render_chat(TALK).count(bos) == 1
+    assert rendered(tokenizer, TALK).count(bos) == 1
     write_settings(folder, add_bos_token=False)
     assert loaded(folder).encode("x") == tokenizer.encode("x")[1:]
     mixtral = loaded(write_family(tmp_path, "mixtral"))
@@ -148,7 +148,7 @@ def test_chat_template_is_found(tmp_path: Path, settings: object, files: dict[st
     assert tokenizer.has_chat_template
     assert has_chat_template(folder)
     text = "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.render_chat(ANSWER) == tokenizer.encode(text)
+    assert rendered(tokenizer, ANSWER) == tokenizer.encode(text)
 
 
 def test_templates_for_other_purposes_are_not_used(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_templates_for_other_purposes_are_not_used(tmp_path: Path) -> None:
     assert not tokenizer.has_chat_template
     assert not has_chat_template(folder)
     with pytest.raises(RequestError, match="no chat template"):
-        tokenizer.render_chat(ANSWER)
+        rendered(tokenizer, ANSWER)
 
 
 @pytest.mark.parametrize("template", ["{% for %}", "{{ m.x.y }}", "{{ ''.__class__.__mro__ }}", 5])
@@ -166,7 +166,7 @@ def test_failing_template_is_refused_in_one_line(tmp_path: Path, template: objec
     folder = write_family(tmp_path, "qwen2_moe")
     write_settings(folder, chat_template=template)
     with pytest.raises(RequestError, match="chat template refuses") as caught:
-        loaded(folder).render_chat(ANSWER)
+        rendered(loaded(folder), ANSWER)
     assert "\n" not in str(caught.value)
 
 

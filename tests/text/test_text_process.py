@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 import zmq
+from streams import rendered
 
 from pipeline.assets import model_dir
 from pipeline.text import process as text_process
@@ -82,7 +83,7 @@ def test_executed_process_answers_and_holds_no_file_of_the_program_that_started_
     parts = [tokenizer.encode(text) for text in TEXTS]
     assert [(answer.ids.tolist(), answer.error) for answer in of_texts] == [(part, "") for part in parts]
     assert [decoder.decode(part) for part in parts] == list(TEXTS)
-    assert of_turns.ids.tolist() == tokenizer.render_chat([TURN])
+    assert of_turns.ids.tolist() == rendered(tokenizer, [TURN])
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from family_tokenizers import loaded, write_family, write_settings
+from streams import rendered
 from tokenizers import Tokenizer as Backend
 
 from pipeline.errors import ModelError, RequestError
@@ -45,7 +46,7 @@ def test_conversation_that_the_template_refuses(tmp_path: Path, messages, words)
     refusal = "{% if m.role == 'oracle' %}{{ raise_exception('no such role: ' + m.role) }}{% endif %}"
     write_settings(folder, chat_template="{% for m in messages %}" + refusal + "{{ m.content }}{% endfor %}")
     with pytest.raises(RequestError, match=words) as caught:
-        loaded(folder).render_chat(messages)
+        rendered(loaded(folder), messages)
     assert "\n" not in str(caught.value)
 
 
