@@ -28,6 +28,7 @@ from pipeline.policies.view import Layer, Router, Routing
 Form = Literal["linear", "first", "log first", "own"]  # where logits come from; own: no logits
 Product = tuple[Tensor, Tensor | None]  # matrix [E, H] and bias of a linear product
 CLOSE = 1e-4  # relative, of weights
+FLOAT32 = 4e-6  # of a number: by so much a sum of float32 products may differ
 SCORES: tuple[Score, ...] = ("softmax", "sigmoid", "sqrtsoftplus")
 RANDOM_ROWS = 48  # for which routers are evaluated beside those of a forward
 
@@ -348,9 +349,9 @@ def _choice(seen: Seen) -> tuple[IntArray, FloatArray]:
 
 
 def _plain(scale: float) -> float:
-    """The decimal number that was probably meant."""
+    """The decimal number that was probably meant: where float32 could not tell them apart."""
     rounded = round(scale, 4)
-    return rounded if abs(rounded - scale) < CLOSE * abs(scale) else scale
+    return rounded if abs(rounded - scale) < FLOAT32 * abs(scale) else scale
 
 
 def _arrays(layer: MoeLayer, seen: Seen) -> dict[str, FloatArray]:
