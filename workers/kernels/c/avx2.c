@@ -6,6 +6,7 @@
  * ones 64 bytes further; codes [rows, group]; dot [halves, ROWS]. */
 #include "kernels.h"
 
+#include <cpuid.h>
 #include <immintrin.h>
 #include <string.h>
 
@@ -19,7 +20,12 @@ enum { TWICE = 4 }; /* from so many rows on a block is read once for each half, 
 /* Forces the addition here: otherwise the compiler forms all products first and spills registers. */
 #define NOW(sum) __asm__("" : "+x"(sum))
 
-int tandem_supported(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+/* Not all compilers know F16C by name. */
+int tandem_supported(void) {
+    unsigned a, b, c, d;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &a, &b, &c, &d) &&
+           (c & bit_F16C) != 0;
+}
 
 INLINE __m256i four(const int8_t *codes) {
     int32_t packed;
@@ -32,6 +38,13 @@ INLINE __m256 eight_bf16(const void *numbers) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16));
 }
 #define WIDENED (vector)eight_bf16
+
+/* E4M3 / 256, see vectors.h. */
+INLINE __m256 eight_e4m3(const void *numbers) {
+    __m128i wide = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)numbers)), 7);
+    return _mm256_cvtph_ps(_mm_and_si128(wide, _mm_set1_epi16((int16_t)0xBFFF)));
+}
+#define WIDENED_E4M3 (vector)eight_e4m3
 
 /* 16-bit sums as 32-bit ones, neighbours added. */
 INLINE __m256i wide(__m256i sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }

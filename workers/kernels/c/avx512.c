@@ -41,6 +41,13 @@ INLINE __m512 sixteen_bf16(const void *numbers) {
 }
 #define WIDENED (vector)sixteen_bf16
 
+/* E4M3 / 256, see vectors.h. */
+INLINE __m512 sixteen_e4m3(const void *numbers) {
+    __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)numbers)), 7);
+    return _mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16((int16_t)0xBFFF)));
+}
+#define WIDENED_E4M3 (vector)sixteen_e4m3
+
 #ifndef TANDEM_WITHOUT_PAIRS
 /* VDPBF16PS, which not all of these processors have, nor all compilers: sum += the products of the pairs' upper
  * numbers, then those of the lower ones, each rounded as a fused addition is. Denormal numbers count as 0. Not on

@@ -117,7 +117,7 @@ static void compute_tiles(struct team *team, const struct weights *w, const uint
     int64_t channels = w->channels;
     if (w->bits >= BF16) {
         arrange_rows(w, x->codes, chosen, count, (char *)s.x.codes);
-        struct plain_tile tile = {.w = w, .tile = (const uint16_t *)tiles, .x = (const char *)s.x.codes, .count = count,
+        struct plain_tile tile = {.w = w, .tile = tiles, .x = (const char *)s.x.codes, .count = count,
                                  .gate = s.both, .up = s.both + count * channels, .inner = (float *)s.inner.codes,
                                  .part = s.part, .y = y};
         plain_tiles(team, tile, number);
