@@ -8,9 +8,11 @@
     int4-f16-g32     32      scale * (q - zero), zero 0..16 of each group  0..15   binary16
     int4-f16         64      the same
     int4-f16-g128    128     the same
+    fp8              128     scale * E4M3[q]                               0..255  float32
 
 Files have u - 128 of `q8_0` as an int8. E2M1 and E4M3 are a sign, exponent and mantissa in 4 and 8 bits, E8M0
-is a power of two (OCP Microscaling Formats, 1.0). `shm/blocks.py` says how a store keeps these codes.
+is a power of two (OCP Microscaling Formats, 1.0). `shm/blocks.py` and `shm/fp8.py` say how a store keeps these
+codes; rows of fp8 share their scales in blocks of 128 there.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ class CodeFormat(NamedTuple):
     scales: Float32 | None = None  # of the bits of a scale, [256]; None: they are binary16
     zeros: bool = False  # groups have a code that means 0, which is taken from `values`
     zero: int = 0  # else the code that means 0
+    floats: bool = False  # scales are float32 numbers instead
 
 
 _NIBBLES: Float32 = np.arange(16, dtype=np.float32)
@@ -61,6 +64,7 @@ CODE_FORMATS = {
     "int4-f16-g32": CodeFormat(32, _NIBBLES, zeros=True),
     "int4-f16": CodeFormat(64, _NIBBLES, zeros=True),
     "int4-f16-g128": CodeFormat(128, _NIBBLES, zeros=True),
+    "fp8": CodeFormat(128, E4M3, floats=True),
 }
 
 
@@ -70,7 +74,7 @@ class Codes:
 
     format: str  # the name in CODE_FORMATS, and of the format that keeps them without loss
     codes: Bytes  # [n, k], one a byte
-    scales: NDArray[Any]  # bit patterns [n, ceil(k / group)]: uint16 of binary16, or uint8
+    scales: NDArray[Any]  # [n, ceil(k / group)]: uint16 of binary16, or uint8; of fp8 float32
     zeros: Bytes | None = None  # [n, ceil(k / group)], the code that means 0, of int4-f16 only
     factor: float = 1.0  # float32, of the whole matrix; of nvfp4 only
 
@@ -86,8 +90,11 @@ class Codes:
     def __post_init__(self) -> None:
         n, k = self.codes.shape
         groups = (n, -(-k // self.kind.group))
-        kind = np.uint16 if self.kind.scales is None else np.uint8
-        if self.codes.dtype != np.uint8 or self.scales.dtype != kind or self.scales.shape != groups:
+        if self.kind.floats:
+            dtype: type = np.float32
+        else:
+            dtype = np.uint16 if self.kind.scales is None else np.uint8
+        if self.codes.dtype != np.uint8 or self.scales.dtype != dtype or self.scales.shape != groups:
             raise ValueError(f"these are no {n} x {k} codes of {self.format}")
         if self.kind.zeros != (self.zeros is not None and self.zeros.shape == groups):
             raise ValueError(f"these zeros are none of {n} x {k} codes of {self.format}")
@@ -126,6 +133,8 @@ class Codes:
 
     def group_scales(self) -> Float32:
         """The scales' values, float32 [n, groups], times the factor."""
+        if self.kind.floats:
+            return self.scales
         if self.kind.scales is None:
             return self.scales.view(np.float16).astype(np.float32)
         scales = self.kind.scales.take(self.scales)
