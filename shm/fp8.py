@@ -22,12 +22,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from shm.codes import E4M3, LARGEST, Codes
+from shm.codes import E4M3_LARGEST, LARGEST, Codes
 from shm.errors import WeightsUnusable
 from shm.formats import NO_HEAD, Bytes, Float32, MatrixFormat, there, whole_lines
 
 BLOCK = 128  # rows and numbers of a row that share a scale
-E4M3_LARGEST = np.float32(448)
 SUBNORMAL = np.float32(2.0**-6)  # below it E4M3 has steps of 2^-9
 UNUSABLE = "some weights are infinite, not a number, or beyond 1e36: they cannot be kept in fp8"
 
@@ -100,11 +99,12 @@ def _keep(rows: Codes, to: Bytes, scale: Float32) -> None:
     if rows.shape[0] == 0:
         scale[:] = 0
         return
+    rows.check()
     scale[:] = rows.scales[0]
-    if (rows.scales != scale).any() and not np.isnan(scale).any():
+    if (rows.scales != scale).any():
         raise ValueError("the rows of a block of fp8 share their scales")
     to[:] = rows.codes
-    if ((to & 0x7F) == 0x7F).any() or not np.abs(scale).max(initial=0) * E4M3_LARGEST < LARGEST:
+    if ((to & 0x7F) == 0x7F).any():
         raise WeightsUnusable(UNUSABLE)
 
 
@@ -117,7 +117,7 @@ def _round(rows: Float32, to: Bytes, scale: Float32) -> None:
     if not most.max(initial=0) < LARGEST:
         raise WeightsUnusable(UNUSABLE)
     with np.errstate(divide="ignore", over="ignore"):
-        inverse = np.where(most > 0, E4M3_LARGEST / most, np.float32(1))
+        inverse = np.where(most > 0, np.float32(E4M3_LARGEST) / most, np.float32(1))
         # With the least numbers there are, 448 / most is infinite.
         inverse = np.minimum(inverse, np.finfo(np.float32).max)
         scale[:] = 1 / inverse
@@ -134,9 +134,3 @@ def nearest_e4m3(size: Float32) -> NDArray[np.uint8]:
     small = size < SUBNORMAL
     codes[small] = np.rint(size[small] * np.float32(2.0**9)).astype(np.uint32)
     return np.minimum(codes, np.uint32(0x7E)).astype(np.uint8)
-
-
-def transposed(down: Codes) -> Codes:
-    """Codes [H, n] of fp8 as [n, H], where the rows of their blocks, from the first row on, share scales."""
-    scales = down.scales[::BLOCK].T.repeat(BLOCK, axis=0)[: down.shape[1]]
-    return Codes("fp8", np.ascontiguousarray(down.codes.T), np.ascontiguousarray(scales))
