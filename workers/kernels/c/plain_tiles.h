@@ -222,7 +222,7 @@ INLINE void down_columns(const struct plain_tile *p, const int kind, int64_t lo,
     float *part = p->add ? p->part : p->y;
     int64_t channels = p->w->channels, t = 0;
     lo *= PAIR, hi = least(hi * PAIR, p->w->inputs);
-    if (p->count == 1) {
+    if (p->count == 1 && kind == BF16) { /* FP8 is not read so fast that several streams would hold it up */
         int64_t ahead = AHEAD / (number_bytes(kind) * p->w->inputs) + 1;
         for (; t < channels; t++) columns(p, kind, part, t, 1, lo, hi, 1, ahead);
     }

@@ -22,6 +22,7 @@ enum { STRIP_BYTES = 1 << 19 }; /* of x: they stay in a core's cache while all w
  * faster than several; but each row's products are added one after the other, and narrow registers need several such
  * chains to keep pace with memory. */
 enum { ONE_TALL = VECTOR_BYTES < 64 ? TALL : 1 };
+enum { FP8_TALL = VECTOR_BYTES < 64 ? TALL : 2 }; /* the same of FP8, which takes longer to widen than to read */
 
 /* --- rows of x as products with bf16 take them ---------------------------------------------------------------- */
 
@@ -190,12 +191,13 @@ INLINE void products_from(const void *weights, const float *scales, const int ki
     products(from, kind, number, hidden, x, step, rows, ahead, y, stride);
 }
 
-/* y[i] = row i . x for one row of x and ONE_TALL or 1 rows of weights. */
+/* y[i] = row i . x for one row of x and ONE_TALL, FP8_TALL or 1 rows of weights. */
 INLINE void one_row_products(const struct weights *w, const void *weights, const float *scales, const int kind,
                              int64_t i, int64_t number, const char *x, float *y) {
-    int64_t hidden = w->inputs, ahead = ONE_TALL > 1 ? ONE_TALL * hidden : AHEAD / number_bytes(kind);
+    const int tall = kind == FP8 ? FP8_TALL : ONE_TALL;
+    int64_t hidden = w->inputs, ahead = tall > 1 ? tall * hidden : AHEAD / number_bytes(kind);
     if (number > 1)
-        products_from(weights, scales, kind, i, ONE_TALL, hidden, x, 0, 1, ahead, y, 0);
+        products_from(weights, scales, kind, i, tall, hidden, x, 0, 1, ahead, y, 0);
     else
         products_from(weights, scales, kind, i, 1, hidden, x, 0, 1, ahead, y, 0);
 }
@@ -204,7 +206,7 @@ INLINE void one_row_products(const struct weights *w, const void *weights, const
  * row. `kind`: a constant. */
 INLINE void products_of(const struct weights *w, const void *weights, const float *scales, const int kind, int64_t lo,
                         int64_t hi, const char *x, int64_t step, int64_t count, float *y, int64_t stride) {
-    int64_t hidden = w->inputs, tall = count > 1 ? TALL : ONE_TALL, strip = STRIP_BYTES / step / FEW * FEW;
+    int64_t hidden = w->inputs, tall = count > 1 ? TALL : kind == FP8 ? FP8_TALL : ONE_TALL, strip = STRIP_BYTES / step / FEW * FEW;
     if (strip < FEW) strip = FEW;
     for (int64_t begin = 0; begin < count; begin += strip) {
         int64_t end = least(begin + strip, count);
