@@ -73,16 +73,11 @@ def quantized(format: BlockFormat, w: Float32) -> Bytes:
     """w [outputs, inputs] in the format's bytes, encoded on all cores. Raises WeightsUnusable."""
     outputs, inputs = w.shape
     out = private(format.matrix_bytes(outputs, inputs))
-    blocks = out[: format.blocks_bytes(outputs, inputs)]
-    factor = 1.0
-    if format.factors:
-        factor = format.factor_of(float(np.abs(w).max()))
-        format.factors_of(out)[0] = factor
     rows = max(1, PART_NUMBERS // (inputs * LANES)) * LANES
-    size = format.blocks_bytes(rows, inputs)
+    size = format.matrix_bytes(rows, inputs)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         parts = [
-            pool.submit(format.encode_matrix, w[lo : lo + rows], blocks[n * size : (n + 1) * size], factor)
+            pool.submit(format.encode_matrix, w[lo : lo + rows], out[n * size : (n + 1) * size])
             for n, lo in enumerate(range(0, outputs, rows))
         ]
         for part in parts:
