@@ -27,6 +27,7 @@ from shm.errors import WeightsUnusable
 from shm.formats import NO_HEAD, Bytes, Float32, MatrixFormat, there, whole_lines
 
 BLOCK = 128  # rows and numbers of a row that share a scale
+NOT_A_NUMBER = 0x7F  # as a code without its sign
 SUBNORMAL = np.float32(2.0**-6)  # below it E4M3 has steps of 2^-9
 UNUSABLE = "some weights are infinite, not a number, or beyond 1e36: they cannot be kept in fp8"
 
@@ -59,8 +60,15 @@ class FP8(MatrixFormat):
         scales = data[start : start + 4 * blocks[0] * blocks[1] * blocks[2]].view("<f4")
         return data[:number].reshape(matrices, n, k), scales.reshape(blocks)
 
+    def clear_padding(self, data: Bytes, n: int, k: int, matrices: int = 1) -> None:
+        """Zero what is between codes and scales and behind these in data as of `parts`."""
+        number, blocks = matrices * n * k, matrices * blocks_in(n) * blocks_in(k)
+        start = whole_lines(number)
+        data[number:start] = 0
+        data[start + 4 * blocks : self._bytes(matrices, n, k)] = 0
+
     def encode_matrix(self, w: Float32 | Codes, out: Bytes) -> None:
-        out[:] = 0
+        self.clear_padding(out, *w.shape)
         codes, scales = self.parts(out, *w.shape)
         encode_rows(w, codes[0], scales[0])
 
@@ -68,7 +76,7 @@ class FP8(MatrixFormat):
         self, gate: Float32 | None, up: Float32, down: Float32, out: Bytes, head: Bytes = NO_HEAD
     ) -> None:
         matrices = there(gate, up, down)
-        out[: self.matrices_bytes(up.shape[1], len(up), len(matrices))] = 0
+        self.clear_padding(out, *up.shape, len(matrices))
         for w, codes, scales in zip(matrices, *self.parts(out, *up.shape, len(matrices)), strict=True):
             encode_rows(w, codes, scales)
 
@@ -78,34 +86,35 @@ def blocks_in(number: int) -> int:
 
 
 def encode_rows(w: Float32 | Codes, codes: Bytes, scales: Float32) -> None:
-    """Write rows of a matrix, from the beginning of a block on. w [n, k]: codes of fp8 are kept, numbers
-    rounded; codes uint8 [n or more, k], scales float32 [blocks of these, ceil(k / 128)]: rows beyond w become
-    0. Raises WeightsUnusable, and ValueError where the rows of a block do not share their scales."""
-    codes[len(w.codes if isinstance(w, Codes) else w) :] = 0
+    """Write rows of a matrix, from the beginning of a block on. w [n, k]: codes of fp8 are kept where the rows
+    of a block share their scales, what is else there is rounded. codes uint8 [n or more, k], scales float32
+    [blocks of these, ceil(k / 128)]: rows beyond w become 0. Raises WeightsUnusable."""
+    codes[w.shape[0] :] = 0
     for block, scale in enumerate(scales):
         part = slice(block * BLOCK, (block + 1) * BLOCK)
         rows = w[part]
         to = codes[part][: rows.shape[0]]
-        if isinstance(rows, Codes):
-            _keep(rows, to, scale)
+        if isinstance(rows, Codes) and is_kept(rows):
+            rows.check()
+            if ((rows.codes & 0x7F) == NOT_A_NUMBER).any():
+                raise WeightsUnusable(UNUSABLE)
+            to[:], scale[:] = rows.codes, rows.scales[:1]
         else:
-            _round(rows, to, scale)
+            _round(rows.values() if isinstance(rows, Codes) else rows, to, scale)
 
 
-def _keep(rows: Codes, to: Bytes, scale: Float32) -> None:
-    """At most 128 rows."""
-    if rows.format != "fp8":
-        raise ValueError(f"codes of {rows.format} are none of fp8")
-    if rows.shape[0] == 0:
-        scale[:] = 0
-        return
-    rows.check()
-    scale[:] = rows.scales[0]
-    if (rows.scales != scale).any():
-        raise ValueError("the rows of a block of fp8 share their scales")
-    to[:] = rows.codes
-    if ((to & 0x7F) == 0x7F).any():
-        raise WeightsUnusable(UNUSABLE)
+def is_kept(rows: Codes) -> bool:
+    """Returns whether these are rows of fp8 that share their scales."""
+    return rows.format == "fp8" and rows.shape[0] > 0 and bool((rows.scales == rows.scales[0]).all())
+
+
+def transposed(down: Codes, turned: Bytes) -> Codes | None:
+    """Codes [n, k] of fp8, from the beginning of a block on, as [k, n]; None where rows of a block do not share
+    their scales. `turned`: the codes [k, n]."""
+    of_blocks = down.scales[::BLOCK]
+    if (of_blocks.repeat(BLOCK, axis=0)[: down.shape[0]] != down.scales).any():
+        return None
+    return Codes("fp8", turned, of_blocks.T.repeat(BLOCK, axis=0)[: down.shape[1]])
 
 
 def _round(rows: Float32, to: Bytes, scale: Float32) -> None:
