@@ -108,13 +108,18 @@ def is_kept(rows: Codes) -> bool:
     return rows.format == "fp8" and rows.shape[0] > 0 and bool((rows.scales == rows.scales[0]).all())
 
 
+def in_blocks(codes: Codes) -> bool:
+    """Returns whether the rows of each block share their scales, from the first row on."""
+    of_rows = codes.scales[::BLOCK].repeat(BLOCK, axis=0)[: codes.shape[0]]
+    return bool((of_rows == codes.scales).all())
+
+
 def transposed(down: Codes, turned: Bytes) -> Codes | None:
     """Codes [n, k] of fp8, from the beginning of a block on, as [k, n]; None where rows of a block do not share
     their scales. `turned`: the codes [k, n]."""
-    of_blocks = down.scales[::BLOCK]
-    if (of_blocks.repeat(BLOCK, axis=0)[: down.shape[0]] != down.scales).any():
+    if not in_blocks(down):
         return None
-    return Codes("fp8", turned, of_blocks.T.repeat(BLOCK, axis=0)[: down.shape[1]])
+    return Codes("fp8", turned, down.scales[::BLOCK].T.repeat(BLOCK, axis=0)[: down.shape[1]])
 
 
 def _round(rows: Float32, to: Bytes, scale: Float32) -> None:

@@ -16,10 +16,9 @@ from pipeline.arrays import FloatArray, IntArray
 from pipeline.device.base import Device, DeviceChannelKernel, DeviceKernel, LayerSum
 from pipeline.device.tile_sums import TileByTile
 from pipeline.errors import UsageError
-from shm.blocks import BlockFormat
 from shm.expert_math import SWIGLU, ExpertMath
 from shm.floe import FloeFormat
-from shm.formats import Bytes, TileFormat
+from shm.formats import Bytes, MatrixFormat, TileFormat
 from shm.layout import StoreLayout
 from workers.cuda import CudaError
 from workers.kernels.cuda import attention
@@ -102,7 +101,7 @@ class KernelDevice(Device):
             log.warning(f"torch computes up matrices on the GPU, which takes many times as long: {e}")
             return ReferenceChannels(layout)
 
-    def check_quantized(self, format: BlockFormat) -> None:
+    def check_quantized(self, format: MatrixFormat) -> None:
         program = self._program(format)
         assert program is not None
         try:
@@ -112,7 +111,7 @@ class KernelDevice(Device):
                 f"--backbone-dtype {format.name} needs kernels that cannot be had here: {e}; use bf16"
             ) from None
 
-    def quantized_matrix(self, format: BlockFormat, data: Bytes, shape: tuple[int, int]) -> CudaMatrix:
+    def quantized_matrix(self, format: MatrixFormat, data: Bytes, shape: tuple[int, int]) -> CudaMatrix:
         program = self._program(format)
         assert program is not None
         return CudaMatrix(self.launcher(program), format, data, shape)

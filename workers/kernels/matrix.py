@@ -74,7 +74,7 @@ class HostMatrix:
 
 
 def quantized(format: MatrixFormat, w: Float32 | Codes) -> Bytes:
-    """w [outputs, inputs] in the format's bytes, encoded on all cores; codes of the format without loss. Raises
+    """w [outputs, inputs] in the format's bytes, encoded on all cores; its codes without loss. Raises
     WeightsUnusable."""
     if isinstance(w, Codes) and w.format != format.name:
         w = w.values()
