@@ -52,7 +52,7 @@ DEVICE void quantize_group(const float *x, int64_t count, int8_t *codes, factors
         code = code < 127.0f ? code : 127.0f;
         code = code > -127.0f ? code : -127.0f;
         int32_t whole = lane + j * WARP < count ? (int32_t)code : 0;
-        if (lane < GROUP) codes[place_of(lane + j * WARP)] = (int8_t)whole;
+        if (GROUP >= WARP || lane < GROUP) codes[place_of(lane + j * WARP)] = (int8_t)whole;
         sum += whole;
     }
 #pragma unroll
