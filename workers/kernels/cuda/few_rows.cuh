@@ -55,7 +55,8 @@ struct record {
 template <int ROWS>
 DEVICE void multiply_block(const uint8_t *block, int i, int64_t records, const int8_t *const *x,
                            const factors *const *of, int rows, float *y) {
-    const int AHEAD = ROWS == 1 && WORDS <= 16 ? 32 / WORDS : WORDS <= 8 ? 2 : 1; /* records */
+    const int MOST = E2M1 ? 24 : 32; /* words under way of one row: with the scales of two groups more would not fit */
+    const int AHEAD = ROWS == 1 && WORDS <= 16 ? MOST / WORDS : WORDS <= 8 ? 2 : 1; /* records */
     record next[AHEAD];
 #pragma unroll
     for (int r = 0; r < ROWS; r++) y[r] = 0.0f;
