@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shm.blocks import LANES, BlockFormat
-from shm.formats import LINE
 from workers.kernels.cuda.launcher import Launcher
 
 LIMITS = (1, 2, 4, 8, 32)  # most rows of an item, of the kernels that there are
@@ -104,22 +103,15 @@ class BlockProducts(Products):
         shape: tuple[int, int],
         before_down: int = 0,
         biases: int = 0,
+        factors: int = 0,
     ) -> None:
-        """`before_down`: the matrices of a tile before down; 0: this is for a single matrix."""
+        """`before_down`: the matrices of a tile before down; 0: this is for a single matrix. `factors`: where
+        the matrices' factors begin, in bytes from the tile's or the matrix's beginning; 0: there are none."""
         super().__init__(launcher, shape, biases)
         self._format = format
         self._together = format.inputs // format.group  # groups of a record
         self._skipped = before_down * format.blocks_bytes(self.channels, self.hidden)
-        # Where the matrices' factors are, in bytes from a tile's beginning, and where down's; 0: there are none.
-        self._factors = self._of_down = 0
-        if format.factors:
-            size = (
-                format.matrices_bytes(self.hidden, self.channels, before_down + 1)
-                if before_down
-                else format.matrix_bytes(self.hidden, self.channels)
-            )
-            self._factors = size - LINE
-            self._of_down = self._factors + FLOAT * before_down
+        self._factors, self._of_down = factors, factors + FLOAT * before_down
 
     def units(self, inputs: int) -> int:
         return -(-inputs // self._format.inputs) * self._together
