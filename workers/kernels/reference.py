@@ -28,9 +28,10 @@ from shm.mask import Mask, Tally
 from shm.quantize import ROW_GROUP, row_head_bytes
 
 
-def dequantize(format: BlockFormat, data: Tensor, n: int, k: int) -> Tensor:
-    """A matrix's weights, float32 [n, k padded to whole records], without the matrix's factor. Padding of the
-    inputs is not 0 here: the activations are 0 there. data: uint8 [format.blocks_bytes(n, k)]."""
+def dequantize(format: BlockFormat, data: Tensor, n: int, k: int, factors: Tensor | None = None) -> Tensor:
+    """A matrix's weights, float32 [n, k padded to whole records]. Padding of the inputs is not 0 here: the
+    activations are 0 there. data: uint8 [format.blocks_bytes(n, k)]; factors: float32, of all blocks or of
+    each, in formats that have them."""
     records = data.view(-1, -(-k // format.inputs), format.record_bytes)  # [blocks, records, bytes]
     head = records[..., : format.record_head].contiguous()
     codes = records[..., format.record_head :].reshape(*records.shape[:2], -1, 1, LANES, 4)  # j, 1, i, b
@@ -38,11 +39,11 @@ def dequantize(format: BlockFormat, data: Tensor, n: int, k: int) -> Tensor:
         fields = range(0, 8, format.bits)
         codes = torch.cat([codes >> shift & ((1 << format.bits) - 1) for shift in fields], dim=3)
     q = codes.permute(0, 4, 1, 2, 3, 5).flatten(2).unflatten(2, (-1, format.group))
-    values = _numbers(format, head, q)  # [blocks, 16, groups, inputs of a group]
+    values = _numbers(format, head, q, factors)  # [blocks, 16, groups, inputs of a group]
     return values.flatten(2).flatten(0, 1)[:n]
 
 
-def _numbers(format: BlockFormat, head: Tensor, q: Tensor) -> Tensor:
+def _numbers(format: BlockFormat, head: Tensor, q: Tensor, factors: Tensor | None) -> Tensor:
     """What the codes q [blocks, 16, groups, group] mean under heads [blocks, records, bytes], float32."""
 
     def each(of_groups: Tensor) -> Tensor:
@@ -57,6 +58,8 @@ def _numbers(format: BlockFormat, head: Tensor, q: Tensor) -> Tensor:
     numbers = torch.from_numpy(kind.values).to(q.device)[q.int()]
     if kind.scales is not None:
         scale = torch.from_numpy(kind.scales).to(q.device)[head.int()]
+        if factors is not None:
+            scale = scale * factors.view(-1, 1, 1)
         return numbers * each(scale.unflatten(2, (-1, LANES)).flatten(1, 2))
     if kind.zeros:
         numbers = numbers - each(head[..., 32:].view(torch.bfloat16))
@@ -71,13 +74,13 @@ def tile_matrices(layout: StoreLayout, tile: Tensor) -> tuple[Tensor, Tensor]:
     hidden, channels, number = shape.hidden, shape.tile, shape.math.matrices - 1
     # Tiles are whole blocks of outputs: gate and up are one matrix of twice as many.
     wide, down = format.blocks_bytes(number * channels, hidden), format.blocks_bytes(hidden, channels)
-    both = dequantize(format, tile[:wide], number * channels, hidden)
-    last = dequantize(format, tile[wide : wide + down], hidden, channels)
+    of_wide = of_down = None
     if format.factors:
-        factors = tile[: format.matrices_bytes(hidden, channels, number + 1)][-LINE:].view(torch.float32)
-        both = (both.view(number, channels, -1) * factors[:number, None, None]).flatten(0, 1)
-        last = last * factors[number]
-    return both, last
+        end = format.matrices_bytes(hidden, channels, number + 1)
+        factors = tile[end - LINE : end].view(torch.float32)
+        of_wide, of_down = factors[:number].repeat_interleave(channels // LANES), factors[number]
+    both = dequantize(format, tile[:wide], number * channels, hidden, of_wide)
+    return both, dequantize(format, tile[wide : wide + down], hidden, channels, of_down)
 
 
 def row_numbers(format: RowFormat, rows: Tensor, k: int) -> Tensor:
