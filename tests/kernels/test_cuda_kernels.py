@@ -13,7 +13,7 @@ from emulated_cuda import EmulatedLauncher, library
 from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_runs import quick
-from quantized_cases import CODES, HEADS, KINDS, QUANTIZED, ROWS, records
+from quantized_cases import BLOCKS, CODES, HEADS, KINDS, QUANTIZED, ROWS, records
 
 from shm.blocks import BlockFormat, Int2
 from shm.expert_math import SWIGLU, ExpertMath
@@ -23,9 +23,14 @@ from workers.kernels.cuda.experts import CudaExperts
 from workers.kernels.cuda.matrix import CudaMatrix
 from workers.kernels.matrix import HostMatrix
 
-FORMATS = tuple(
-    (name, sums) for name in QUANTIZED for sums in ("fused", "portable")
-)  # each compiled for itself
+# Each is compiled for itself. A group's size is the only difference of those that only run with the slow tests.
+SLOW = ("int4-f16-g32", "int4-f16-g128")
+OFTEN = tuple(name for name in BLOCKS if name not in SLOW)
+BY_FORMAT = tuple(pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in BLOCKS)
+FORMATS = (
+    *((name, "fused") for name in OFTEN),
+    *((name, "portable") for name in (*QUANTIZED, "nvfp4")),
+)
 
 
 def launcher(format: BlockFormat, name: str, math: ExpertMath = SWIGLU) -> EmulatedLauncher:
@@ -38,7 +43,7 @@ def emulated(
     return on_device(CudaExperts(launcher, layer.layout), launcher.device, layer, resident, computed, seed)
 
 
-@quick(20)
+@quick(30)
 @given(
     format=st.sampled_from(FORMATS),
     hidden=st.integers(1, 300),
@@ -55,6 +60,10 @@ def emulated(
 @example(("int4", "portable"), 70, 2, 2, 40, 3, "random", "normal", "normal", 1)
 @example(("int4-g128", "fused"), 129, 1, 2, 33, 2, "random", "normal", "spikes", 2)
 @example(("int8", "fused"), 130, 1, 2, 9, 2, "random", "mixed", "normal", 3)
+@example(("q8_0", "fused"), 70, 2, 2, 40, 3, "random", "mixed", "normal", 4)
+@example(("mxfp4", "fused"), 95, 2, 3, 64, 3, "random", "mixed", "normal", 5)
+@example(("nvfp4", "fused"), 47, 2, 3, 64, 3, "random", "mixed", "normal", 6)
+@example(("nvfp4", "portable"), 81, 1, 2, 12, 2, "random", "mixed", "spikes", 7)
 def test_layers(format, hidden, groups, tiles, number, experts, codes, head, kind, seed) -> None:
     format, name = format
     layer = made(format, hidden, groups, tiles, number, experts, codes, head, kind, seed=seed)
@@ -71,7 +80,13 @@ def test_layers(format, hidden, groups, tiles, number, experts, codes, head, kin
 
 @pytest.mark.parametrize(
     ("kind", "format"),
-    [("biases", "int4-g128"), ("clamped", "int8"), ("all numbers", "int4"), ("relu2 biases", "int4")],
+    [
+        ("biases", "int4-g128"),
+        ("clamped", "int8"),
+        ("all numbers", "int4"),
+        ("relu2 biases", "int4"),
+        ("relu2 biases", "nvfp4"),
+    ],
 )
 def test_every_kind_of_experts(kind: str, format: str) -> None:
     for number in (1, 2, 7, 40):
@@ -83,7 +98,7 @@ def test_every_kind_of_experts(kind: str, format: str) -> None:
         same(found, on_host(host("fused"), layer, [2]))
 
 
-@pytest.mark.parametrize("format", QUANTIZED)
+@pytest.mark.parametrize("format", BY_FORMAT)
 def test_every_number_of_rows(format: str) -> None:
     """And a row's bits do not depend on the others."""
     library = host("fused")
@@ -119,10 +134,10 @@ def test_the_smallest_numbers_have_the_codes_of_the_host() -> None:
     assert found.any()
 
 
-MATRICES = (*map(format_named, QUANTIZED), Int2(64))
+MATRICES = (*map(format_named, OFTEN), Int2(64))
 
 
-@quick(25)
+@quick(35)
 @given(
     form=st.sampled_from(MATRICES),
     outputs=st.integers(1, 300),
@@ -132,7 +147,9 @@ MATRICES = (*map(format_named, QUANTIZED), Int2(64))
 )
 @example(MATRICES[0], 17, 65, 33, 0)
 @example(MATRICES[2], 1, 1, 1, 0)
-@example(MATRICES[3], 40, 200, 40, 0)
+@example(MATRICES[-1], 40, 200, 40, 0)
+@example(format_named("mxfp4"), 33, 97, 33, 0)
+@example(format_named("nvfp4"), 33, 49, 12, 0)
 def test_matrices(form, outputs, inputs, rows, seed) -> None:
     random, library = np.random.default_rng(seed), host("fused")
     data = np.empty(form.matrix_bytes(outputs, inputs), np.uint8)
