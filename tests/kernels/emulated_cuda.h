@@ -14,7 +14,6 @@
 #include <cstring>
 #include <functional>
 #include <map>
-#include <random>
 #include <setjmp.h>
 #include <string>
 #include <ucontext.h>
@@ -64,7 +63,12 @@ static jmp_buf scheduler;
 static ucontext_t origin;
 static unsigned running, moves; /* `moves`: whether a round of all fibers has changed anything */
 static position thread, block, size, grid;
-static std::mt19937 random_order;
+
+static uint32_t random_number() { /* a xorshift; <random> takes longer to compile than all kernels */
+    static uint32_t state = 1;
+    state ^= state << 13, state ^= state >> 17, state ^= state << 5;
+    return state;
+}
 
 static void give_way() {
     if (!_setjmp(fibers[running].state)) _longjmp(scheduler, 1);
@@ -100,7 +104,7 @@ static void run_block() {
     for (auto &warp : warps) warp.members = LANES_OF_WARP, warp.arrived = 0;
     for (auto &f : fibers) f.begun = f.ended = false, f.shared = 0;
     std::memset(shared.data(), 0xFF, shared.size());
-    for (unsigned i = size.x - 1; i > 0; i--) std::swap(order[i], order[random_order() % (i + 1)]);
+    for (unsigned i = size.x - 1; i > 0; i--) std::swap(order[i], order[random_number() % (i + 1)]);
     while (left) {
         moves = 0;
         for (unsigned at = 0; at < size.x; at++) {
