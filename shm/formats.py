@@ -14,7 +14,8 @@ to whole lines of 64 bytes, and so are they:
     | the tile's matrices | gate's biases [T], float32 (unless ungated) | up's biases [T], float32 |
 
 The quantized formats are in `shm/fp8.py` and `shm/blocks.py`, those that are read by channel in
-`shm/floe.py`. The latter divide a tile: its head (all of up) and its body are in two places. Other formats have no heads.
+`shm/floe.py`. The latter divide a tile: its head (all of up) and its body are in two places. Other formats
+have no heads.
 
 Random weights cost no more than a copy: each tile is one of a few that were encoded from random numbers.
 """

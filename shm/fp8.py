@@ -86,9 +86,9 @@ def blocks_in(number: int) -> int:
 
 
 def encode_rows(w: Float32 | Codes, codes: Bytes, scales: Float32) -> None:
-    """Write rows of a matrix, from the beginning of a block on. w [n, k]: codes of fp8 are kept where the rows
-    of a block share their scales, what is else there is rounded. codes uint8 [n or more, k], scales float32
-    [blocks of these, ceil(k / 128)]: rows beyond w become 0. Raises WeightsUnusable."""
+    """Write rows of a matrix, from the beginning of a block on. w [n, k]: codes of fp8 are kept where the
+    rows of a block share their scales, what is else there is rounded. codes uint8 [n or more, k], scales
+    float32 [blocks of these, ceil(k / 128)]: rows beyond w become 0. Raises WeightsUnusable."""
     codes[w.shape[0] :] = 0
     for block, scale in enumerate(scales):
         part = slice(block * BLOCK, (block + 1) * BLOCK)
@@ -115,8 +115,8 @@ def in_blocks(codes: Codes) -> bool:
 
 
 def transposed(down: Codes, turned: Bytes) -> Codes | None:
-    """Codes [n, k] of fp8, from the beginning of a block on, as [k, n]; None where rows of a block do not share
-    their scales. `turned`: the codes [k, n]."""
+    """Codes [n, k] of fp8, from the beginning of a block on, as [k, n]; None where rows of a block do not
+    share their scales. `turned`: the codes [k, n]."""
     if not in_blocks(down):
         return None
     return Codes("fp8", turned, down.scales[::BLOCK].T.repeat(BLOCK, axis=0)[: down.shape[1]])
@@ -124,9 +124,9 @@ def transposed(down: Codes, turned: Bytes) -> Codes | None:
 
 def _round(rows: Float32, to: Bytes, scale: Float32) -> None:
     """At most 128 rows: each block in steps of its largest magnitude / 448, as transformers' quantizer."""
-    n, k = rows.shape
+    inputs = rows.shape[1]
     size = np.abs(rows)
-    starts = np.arange(0, k, BLOCK)
+    starts = np.arange(0, inputs, BLOCK)
     most = np.maximum.reduceat(size.max(axis=0, initial=0), starts)
     if not most.max(initial=0) < LARGEST:
         raise WeightsUnusable(UNUSABLE)
@@ -135,7 +135,7 @@ def _round(rows: Float32, to: Bytes, scale: Float32) -> None:
         # With the least numbers there are, 448 / most is infinite.
         inverse = np.minimum(inverse, np.finfo(np.float32).max)
         scale[:] = 1 / inverse
-    size *= inverse.repeat(BLOCK)[:k]
+    size *= inverse.repeat(BLOCK)[:inputs]
     to[:] = nearest_e4m3(size)
     to |= np.signbit(rows).view(np.uint8) << np.uint8(7)
 

@@ -21,7 +21,7 @@ from shm.codes import Codes
 from shm.errors import WeightsUnusable
 from shm.fp8 import FP8, in_blocks
 from shm.layout import FORMATS, Float32, MatrixFormat
-from workers.kernels.cuda.matrix import CudaMatrix
+from workers.kernels.cuda.matrix import DeviceMatrix
 from workers.kernels.layer import Projection
 from workers.kernels.matrix import HostMatrix, quantized
 from workers.kernels.reference import DTYPES
@@ -82,7 +82,7 @@ class BiasedLinear:
 class QuantizedLinear:
     """A matrix of a quantized format, multiplied by the expert kernels of the host or the device."""
 
-    matrix: HostMatrix | CudaMatrix
+    matrix: HostMatrix | DeviceMatrix
 
     def __call__(self, x: Tensor) -> Tensor:
         if isinstance(self.matrix, HostMatrix):
@@ -103,8 +103,8 @@ class Precision:
         cache: BackboneCache | None = None,
         own: Mapping[str, OwnMatrix] = NOTHING,
     ) -> None:
-        """`name`: f32, bf16, fp8, int8, int4 or own, for which `own` are the matrices that the file has quantized;
-        `cache` keeps those that are quantized here. Raises UsageError where the device cannot compute in
+        """`name`: f32, bf16, fp8, int8, int4 or own, for which `own` are the matrices that the file has
+        quantized; `cache` keeps those that are quantized here. Raises UsageError where the device cannot compute in
         it."""
         self.device, self._cache = device, cache
         self._own = own if name == "own" else None
@@ -138,9 +138,9 @@ class Precision:
         name: str,
         shape: tuple[int, int],
         numbers: Callable[[], Float32 | Codes],
-    ) -> HostMatrix | CudaMatrix:
-        """A quantized matrix [outputs, inputs]: from the cache under `name`, or made from its `numbers`, in the
-        file's own format only if they are codes of it. Raises ModelError, which has the `name`, where they
+    ) -> HostMatrix | DeviceMatrix:
+        """A quantized matrix [outputs, inputs]: from the cache under `name`, or made from its `numbers`, in
+        the file's own format only if they are codes of it. Raises ModelError, which has the `name`, where they
         cannot be quantized."""
         data = None
         if self._cache is not None:

@@ -339,7 +339,7 @@ def _encode_fp8(
     hi: int,
     out: Bytes,
 ) -> None:
-    """Encode channels [lo, hi) of a tile, whole blocks of its matrices. `down`: the whole matrix, being read."""
+    """Encode channels [lo, hi) of a tile, whole blocks of its matrices. `down`: as of _encode_plain."""
     shape = layout.shape
     first, last = (min(tile * shape.tile + at, shape.intermediate) for at in (lo, hi))
     of_tile, sizes = out[tile * layout.tile_bytes :], (shape.tile, shape.hidden, shape.math.matrices)

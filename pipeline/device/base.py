@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shm.store import Store
     from workers.copiers import Copier, EmulatedLink
     from workers.kernels.cuda.attention import DecodeAttention
-    from workers.kernels.cuda.matrix import CudaMatrix
+    from workers.kernels.cuda.matrix import DeviceMatrix
     from workers.kernels.matrix import HostMatrix
     from workers.kernels.native import Library, Team
 
@@ -157,7 +157,7 @@ class Device(ABC):
     @abstractmethod
     def quantized_matrix(
         self, format: MatrixFormat, data: Bytes, shape: tuple[int, int]
-    ) -> HostMatrix | CudaMatrix:
+    ) -> HostMatrix | DeviceMatrix:
         """The matrix [outputs, inputs] of this shape in the format's bytes, where the device reads it."""
 
     def decode_attention(

@@ -69,8 +69,8 @@ class Weights(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Geometry:
-    """A matrix [outputs, inputs] of any format without heads, or tiles of `channels` with H = inputs = outputs.
-    Of a format whose gate and down lie by channel, `bits` and `group` are those of up."""
+    """A matrix [outputs, inputs] of any format without heads, or tiles of `channels` with H = inputs =
+    outputs. Of a format whose gate and down lie by channel, `bits` and `group` are those of up."""
 
     format: TileFormat
     inputs: int

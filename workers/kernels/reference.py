@@ -1,8 +1,8 @@
 """The reference kernel: every format in plain torch operations, on the CPU and on CUDA.
 
-Arithmetic of the plain formats (f32, bf16): matrix products in the format's own dtype; of fp8 in float32. Of the
-other quantized ones: activations, and what `activated` gives between the matrices, are rounded to int8 steps group by group,
-and products are summed in float32. Everything between tiles and experts is float32.
+Arithmetic of the plain formats (f32, bf16): matrix products in the format's own dtype; of fp8 in float32. Of
+the other quantized ones: activations, and what `activated` gives between the matrices, are rounded to int8
+steps group by group, and products are summed in float32. Everything between tiles and experts is float32.
 The order of the operations depends only on the tiles and rows, so the same call gives the same bits.
 
 Of formats whose gate and down lie by channel (`shm/floe.py`) activations are rounded to int8 steps in groups
@@ -103,13 +103,24 @@ def row_numbers(format: RowFormat, rows: Tensor, k: int) -> Tensor:
 
 
 def fp8_numbers(data: Tensor, n: int, k: int, matrices: int = 1) -> Tensor:
-    """The numbers of a matrix in fp8, or of a tile with so many matrices: float32 [matrices, n, k]. data: uint8
-    [matrix_bytes], or the tile's."""
+    """The numbers of a matrix in fp8, or of a tile with so many matrices: float32 [matrices, n, k]. data:
+    uint8 [matrix_bytes], or the tile's."""
+    return widened(*fp8_parts(data, n, k, matrices))
+
+
+def fp8_parts(data: Tensor, n: int, k: int, matrices: int = 1) -> tuple[Tensor, Tensor]:
+    """Views of the same bytes, as `FP8.parts`."""
     size, blocks = matrices * n * k, (matrices, blocks_in(n), blocks_in(k))
     start = whole_lines(size)
     scales = data[start : start + 4 * prod(blocks)].view(torch.float32).view(blocks)
-    of_rows = scales.repeat_interleave(BLOCK, dim=1)[:, :n].repeat_interleave(BLOCK, dim=2)[:, :, :k]
-    return data[:size].view(torch.float8_e4m3fn).view(matrices, n, k).float() * of_rows
+    return data[:size].view(torch.float8_e4m3fn).view(matrices, n, k), scales
+
+
+def widened(codes: Tensor, scales: Tensor) -> Tensor:
+    """Numbers in fp8 [.., n, k] with their blocks' scales, float32."""
+    n, k = codes.shape[-2:]
+    of_rows = scales.repeat_interleave(BLOCK, dim=-2)[..., :n, :]
+    return codes.float() * of_rows.repeat_interleave(BLOCK, dim=-1)[..., :k]
 
 
 def int8_steps(x: Tensor, group: int, record: int = 0) -> Tensor:

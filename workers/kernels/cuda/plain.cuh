@@ -15,7 +15,8 @@ typedef uint16_t stored, number;
 #endif
 
 enum { BITS = 8 * sizeof(stored), EACH = 4 / sizeof(stored), SCALED = 128 }; /* EACH: in 32 bits */
-enum { VECTOR = 4 * EACH };                                                   /* weights that a lane reads together */
+enum { VECTOR = 4 * EACH }; /* weights that a lane reads together */
+enum { UNIT = 256 };
 
 /* To nearest even; NaN stays NaN. */
 DEVICE uint16_t narrowed(float number) {
@@ -32,11 +33,10 @@ DEVICE number rounded(float x) { return narrowed(x); }
 DEVICE float as_float(number x) { return widened(x); }
 #endif
 
-/* Weight `i` of a word. The bits of E4M3 are those of a float32, 2^-120 times as large. */
+/* Weight `i` of a word; of fp8 divided by UNIT, as a binary16 number with nearly the same bits. */
 DEVICE float weight_of(uint32_t word, int i) {
     uint32_t top = word << (32 - BITS - BITS * i); /* from the highest bit on */
-    if (!FP8) return __uint_as_float(top & 0xFFFF0000u);
-    return __fmul_rn(__uint_as_float((uint32_t)((int32_t)top >> 4) & 0x87F00000u), __uint_as_float(0x7B800000) /* 2^120 */);
+    return FP8 ? half_number((uint32_t)((int32_t)top >> 17) & 0xBF80u) : __uint_as_float(top & 0xFFFF0000u);
 }
 
 /* EACH weights, 0 beyond `count`. */
@@ -93,7 +93,9 @@ struct inputs {
 DEVICE const float *scales_of(const float *scales, int64_t row, int64_t numbers) {
     return scales + row / SCALED * ((numbers + SCALED - 1) / SCALED);
 }
-DEVICE float scale_at(const float *scales, int64_t at) { return FP8 ? __ldg(scales + at / SCALED) : 1.0f; }
+DEVICE float scale_at(const float *scales, int64_t at) {
+    return FP8 ? __fmul_rn(__ldg(scales + at / SCALED), (float)UNIT) : 1.0f;
+}
 
 DEVICE float sum_of_lanes(float sum) {
 #pragma unroll
