@@ -116,7 +116,9 @@ def test_a_product_is_exact_but_for_the_rounding_of_each_group(
         exact += factor * dot
         # dot - zero * sum, the two scales, their product and its addition to the sum: each rounded once; so are
         # a matrix's factor and its product with the sum
-        bound += UNIT * (steps.shape[1] + 4 + 2 * format.factors) * np.abs(factor * dot) + TINY * (np.abs(dot) + 2)
+        bound += UNIT * (steps.shape[1] + 4 + 2 * format.factors) * np.abs(factor * dot) + TINY * (
+            np.abs(dot) + 2
+        )
     assert found.shape == (rows, n)
     assert (np.abs(found - exact) <= bound).all()
 
