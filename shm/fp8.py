@@ -76,8 +76,9 @@ class FP8(MatrixFormat):
         self, gate: Float32 | None, up: Float32, down: Float32, out: Bytes, head: Bytes = NO_HEAD
     ) -> None:
         matrices = there(gate, up, down)
-        self.clear_padding(out, *up.shape, len(matrices))
-        for w, codes, scales in zip(matrices, *self.parts(out, *up.shape, len(matrices)), strict=True):
+        sizes = len(up), up.shape[1], len(matrices)
+        self.clear_padding(out, *sizes)
+        for w, codes, scales in zip(matrices, *self.parts(out, *sizes), strict=True):
             encode_rows(w, codes, scales)
 
 
@@ -147,4 +148,5 @@ def nearest_e4m3(size: Float32) -> NDArray[np.uint8]:
     codes -= np.uint32((127 - 7) << 3)
     small = size < SUBNORMAL
     codes[small] = np.rint(size[small] * np.float32(2.0**9)).astype(np.uint32)
-    return np.minimum(codes, np.uint32(0x7E)).astype(np.uint8)
+    found: NDArray[np.uint8] = np.minimum(codes, np.uint32(0x7E)).astype(np.uint8)
+    return found

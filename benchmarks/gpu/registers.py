@@ -23,7 +23,8 @@ from workers.cuda import CudaError
 from workers.kernels.cuda import attention, compiler
 from workers.kernels.cuda.compiler import OPTIONS, Nvrtc, Program
 
-# After the formats: matrices of a backbone in fp8; the workers' partial sums; attention over a KV cache of either type.
+# After the formats: matrices of a backbone in fp8; the workers' partial sums; attention over a KV cache of
+# either type.
 ATTENTION = {"attention-bf16": torch.bfloat16, "attention-f32": torch.float32}
 FORMATS = (
     "int4",

@@ -104,8 +104,8 @@ class Precision:
         own: Mapping[str, OwnMatrix] = NOTHING,
     ) -> None:
         """`name`: f32, bf16, fp8, int8, int4 or own, for which `own` are the matrices that the file has
-        quantized; `cache` keeps those that are quantized here. Raises UsageError where the device cannot compute in
-        it."""
+        quantized; `cache` keeps those that are quantized here. Raises UsageError where the device cannot
+        compute in it."""
         self.device, self._cache = device, cache
         self._own = own if name == "own" else None
         format = FORMATS.get(name)
@@ -140,8 +140,8 @@ class Precision:
         numbers: Callable[[], Float32 | Codes],
     ) -> HostMatrix | DeviceMatrix:
         """A quantized matrix [outputs, inputs]: from the cache under `name`, or made from its `numbers`, in
-        the file's own format only if they are codes of it. Raises ModelError, which has the `name`, where they
-        cannot be quantized."""
+        the file's own format only if they are codes of it. Raises ModelError, which has the `name`, where
+        they cannot be quantized."""
         data = None
         if self._cache is not None:
             data = self._cache.take(name, format.matrix_bytes(*shape))

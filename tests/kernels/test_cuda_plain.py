@@ -1,5 +1,5 @@
-"""The CUDA kernels of bf16 and fp8, emulated on the host: near the exact numbers, and a row's bits do not depend on
-other rows, on the tiles' slots or on when they land."""
+"""The CUDA kernels of bf16 and fp8, emulated on the host: near the exact numbers, and a row's bits do not
+depend on other rows, on the tiles' slots or on when they land."""
 
 from __future__ import annotations
 
