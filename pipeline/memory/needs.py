@@ -55,6 +55,7 @@ class Needs:
 
     format: FormatName
     backbone_dtype: BackboneDType
+    rounded: str  # how the file has the experts, where this format rounds them a second time; else empty
     store: int  # every expert
     present: int  # of the store, allocated in shared memory already
     heads: int  # of all experts, on a GPU; 0 on the host, which reads them in the store
@@ -104,6 +105,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     return Needs(
         format=format,
         backbone_dtype=backbone_dtype(source, config),
+        rounded="" if format in (source.own_format, "f32", "bf16") else source.quantized,
         store=store,
         present=min(store, _allocated(store_name(fingerprint))),
         heads=shape.layers * shape.experts * heads if cuda else 0,
