@@ -213,11 +213,13 @@ class CheckpointIndex:
         return cls(folder, config, tuple(shards), tensors)
 
 
-def fingerprint(index: CheckpointIndex, format_name: str, tile: int) -> str:
+def fingerprint(index: CheckpointIndex, format_name: str, tile: int, converter: str = "") -> str:
     """64 hex digits that change whenever the store would: a hash of config, headers, sizes and times of the
-    files, format, tile size in channels, the experts' kind, and encoder. Reads no weights."""
+    files, format, tile size in channels, the experts' kind, encoder, and what converts the tensors. Reads no
+    weights."""
     facts = {
         "encoder": ENCODER_VERSION,
+        "converter": converter,
         "format": format_name,
         "tile": tile,
         "math": facts_of(index.config).math.plain(),

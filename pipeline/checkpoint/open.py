@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,7 +104,7 @@ class ConvertedCheckpoint(ModelSource):
             raise ModelError(f"{index.listing}: {e}") from None
 
     def fingerprint(self, format_name: str, tile: int) -> str:
-        return fingerprint(self._index, format_name, tile)
+        return fingerprint(self._index, format_name, tile, f"transformers {version('transformers')}")
 
     def worth_keeping(self, format_name: str) -> bool:
         return True

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipeline.config import EXPANDED_KV_BYTES
 from pipeline.generic.caches import PerSequence
 
 EXPANDED_ROWS = 128  # new tokens from which expanding all latents costs less than multiplying by them
@@ -42,13 +43,15 @@ def wrap(module: nn.Module) -> None:
 
 
 def _wrapped(own: Callable[..., Any]) -> Callable[..., Any]:
+    scored = _in_blocks(own)
+
     def attention(
         module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any = None, **kwargs: Any
     ) -> Any:
         kind = getattr(module, KIND, None)
         if kind is None and type(key) is not PerSequence:
             return own(module, query, key, value, attention_mask, **kwargs)
-        one = KINDS.get(kind, own)
+        one = KINDS.get(kind, scored)
         if type(key) is not PerSequence:
             return one(module, query, key, value, attention_mask, **kwargs)
         masks = attention_mask or [None] * len(key)
@@ -59,6 +62,24 @@ def _wrapped(own: Callable[..., Any]) -> Callable[..., Any]:
         return torch.cat(parts, 1), None
 
     attention.tandem = True  # type: ignore[attr-defined]
+    return attention
+
+
+def _in_blocks(one: Callable[..., Any]) -> Callable[..., Any]:
+    """An attention function called for so many queries at a time that their scores have a bounded size."""
+
+    def attention(module: nn.Module, query: Tensor, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        _, heads, count, _ = query.shape
+        step = max(1, EXPANDED_KV_BYTES // (4 * heads * key.shape[-2]))
+        if count <= step:
+            return one(module, query, key, value, mask, **kwargs)
+        parts = []
+        for rows in torch.arange(count).split(step):
+            lo, hi = int(rows[0]), int(rows[-1]) + 1
+            part = mask if mask is None or mask.shape[-2] != count else mask[..., lo:hi, :]
+            parts.append(one(module, query[:, :, lo:hi], key, value, part, **kwargs)[0])
+        return torch.cat(parts, 1), None
+
     return attention
 
 
@@ -81,7 +102,11 @@ def grouped(
         rows = query.reshape(1, key.shape[1], -1, query.shape[-1])
         y = attend(rows, key, value, attn_mask=mask, scale=scaling).reshape(1, 1, heads, -1)
     else:
-        y = attend(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True).transpose(1, 2)
+        width = value.shape[-1]
+        if width < key.shape[-1]:  # only of equal widths torch computes block by block, without all scores
+            value = functional.pad(value, (0, key.shape[-1] - width))
+        y = attend(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+        y = y[..., :width].transpose(1, 2)
     return y.float().contiguous(), None
 
 
@@ -99,19 +124,49 @@ def latent(
 
         q . (W_k c) = (W_k^T q) . c        sum_i a_i (W_v c_i) = W_v (sum_i a_i c_i)
     """
+    return (_expanded if query.shape[2] >= EXPANDED_ROWS else _absorbed)(
+        module, query, key, value, attention_mask, scaling=scaling
+    )
+
+
+def _expanded(
+    module: Any, query: Tensor, key: Latents, value: Any, mask: Tensor | None, scaling: float
+) -> tuple[Tensor, None]:
+    """By heads, a few at a time: keys and values of all of them would take far more memory than the
+    cache."""
     c, rotated = key
-    if query.shape[2] >= EXPANDED_ROWS:
-        k, v = vars(module)["tandem_expand"](c.float(), rotated.float())
-        return grouped(module, query, k, v, attention_mask, scaling)
-    heads, rank, rope = query.shape[1], c.shape[-1], rotated.shape[-1]
-    expansion = module.kv_b_proj.stored.view(heads, -1, rank)
-    nope = query.shape[-1] - rope
+    expansion, nope = _expansion(module, query, key)
+    _, numbers, rank = expansion.shape
+    count = c.shape[2]
+    step = max(1, EXPANDED_KV_BYTES // (4 * (numbers + rotated.shape[-1]) * count))
+    parts = []
+    for some, q in zip(expansion.split(step), query.split(step, 1), strict=True):
+        both = functional.linear(c[0, 0].to(expansion.dtype), some.reshape(-1, rank)).float()
+        both = both.view(count, len(some), numbers).transpose(0, 1)[None]
+        k = torch.cat((both[..., :nope], rotated.float().expand(-1, len(some), -1, -1)), -1)
+        parts.append(grouped(module, q, k, both[..., nope:], mask, scaling)[0])
+    return torch.cat(parts, 2), None
+
+
+def _expansion(module: Any, query: Tensor, key: Latents) -> tuple[Tensor, int]:
+    """The matrix [heads, nope + value, rank] that makes keys and values of latents, and nope."""
+    stored: Tensor = module.kv_b_proj.stored
+    expansion = stored.view(query.shape[1], -1, key.latents.shape[-1])
+    return expansion, query.shape[-1] - key.rotated.shape[-1]
+
+
+@_in_blocks
+def _absorbed(
+    module: Any, query: Tensor, key: Latents, value: Any, mask: Tensor | None, scaling: float
+) -> tuple[Tensor, None]:
+    c, rotated = key
+    expansion, nope = _expansion(module, query, key)
     w_k, w_v = expansion[:, :nope], expansion[:, nope:]
     c, rotated, query = (part.to(expansion.dtype) for part in (c, rotated, query))
     scores = (query[..., :nope] @ w_k) @ c.transpose(2, 3) + query[..., nope:] @ rotated.transpose(2, 3)
     scores = scores.float() * scaling
-    if attention_mask is not None:
-        scores += attention_mask
+    if mask is not None:
+        scores += mask
     of_latents = scores.softmax(-1).to(c.dtype) @ c  # [1, heads, T, rank]
     return (of_latents @ w_v.transpose(1, 2)).transpose(1, 2).float().contiguous(), None
 
@@ -122,7 +177,6 @@ KINDS: dict[str | None, Callable[..., Any]] = {"grouped": grouped, "latent": lat
 def keep_latents(module: nn.Module) -> None:
     """Let a module with latent attention give `latent` the latents in place of keys and values."""
     own: Any = module.expand_kv
-    vars(module)["tandem_expand"] = own
 
     def expand(latents: Any, rotated: Any) -> Any:
         if getattr(module, KIND, None) is None:

@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 
 from pipeline.backbone.batch import TokenSpan
 from pipeline.backbone.kv_cache import SequenceKV
+from pipeline.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,17 @@ def _states(layer: object, name: str) -> list[tuple[int, ...]]:
     """Shapes without the batch."""
     states = getattr(layer, name, {}).values()
     return [tuple(s.shape[1:]) for s in states if isinstance(s, Tensor)]
+
+
+def check_layers(cache: Cache) -> None:
+    """Raise ModelError for a cache whose layers keep tokens in a way of their own, which a few tokens would
+    not show."""
+    for layer in {type(layer) for layer in cache.layers}:
+        own = (c for c in layer.__mro__ if c.__module__.startswith("transformers.models."))
+        if any({"update", "get_mask_sizes", "lazy_initialization"} & vars(c).keys() for c in own):
+            raise ModelError(
+                f"{layer.__name__} keeps the cache in a way of its own: this family cannot run here"
+            )
 
 
 @dataclass(frozen=True)

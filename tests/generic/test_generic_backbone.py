@@ -20,6 +20,7 @@ from pipeline.backbone.protocol import LayerCall
 from pipeline.checkpoint.decoder import without_memory
 from pipeline.device.cpu import CpuDevice
 from pipeline.errors import ModelError, PolicyError, StepFailed
+from pipeline.generic import attention
 from pipeline.generic.backbone import GenericBackbone
 from pipeline.generic.describe import describe
 from pipeline.generic.trial import new_cache, sequence
@@ -169,6 +170,15 @@ def test_rounded_weights(family: str, dtype: str) -> None:
 def test_refused(family: str) -> None:
     with pytest.raises(ModelError, match="this family cannot run here"):
         loaded(family)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_scores_and_expanded_latents_in_blocks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two queries of four heads at a time, and one head's keys."""
+    monkeypatch.setattr(attention, "EXPANDED_KV_BYTES", 2 * 4 * 4 * 32)
+    monkeypatch.setattr(attention, "EXPANDED_ROWS", 6)
+    with torch.inference_mode():
+        check(family)
 
 
 def test_routers_of_other_layers() -> None:
