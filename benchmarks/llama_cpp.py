@@ -4,9 +4,9 @@
     python -m benchmarks.llama_cpp FILE.gguf --python ENV/bin/python [--threads 2] [--rounds 3] [--json]
 
 The first writes random weights in Q4_0 for a shape of the families Mixtral and Qwen3. The second loads the
-very same file in both engines, in turns, one at a time, on the same cores with the same number of threads. ENV
-is an environment with llama-cpp-python, compiled for this CPU. Ours runs as `launch.py bench` with --workers 0:
-only our figures include scheduling and transport. A ratio is the median of the rounds' ratios.
+very same file in both engines, in turns, one at a time, on the same cores with the same number of threads.
+ENV is an environment with llama-cpp-python, compiled for this CPU. Ours runs as `launch.py bench` with
+--workers 0: only our figures include scheduling and transport. A ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
