@@ -22,6 +22,7 @@ from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig
 from pipeline.models import facts
 
+pytestmark = pytest.mark.survey
 TEXTS = ((5, 3), (7, 11))  # of the texts, how tokens follow from places
 CHUNK = 12  # so that a prefill takes several chunks
 NEW = 8  # tokens of a greedy continuation
@@ -56,7 +57,7 @@ def _described_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f in SAMPLE else pytest.mark.survey) for f in FAMILIES]
+    "family", [pytest.param(f, marks=() if f in SAMPLE else pytest.mark.slow) for f in FAMILIES]
 )
 @pytest.mark.timeout(300)
 async def test_a_family_equals_transformers(family: str, start_engine, tmp_path: Path) -> None:
@@ -84,7 +85,7 @@ async def test_a_family_equals_transformers(family: str, start_engine, tmp_path:
             await check_policies(client, POLICIES, texts, check, texts[0], greedy, 2 * bound, alone=0)
 
 
-@pytest.mark.survey
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_sinks_in_bf16_are_as_close_as_transformers_bf16(start_engine, tmp_path: Path) -> None:
     """By the rule of rounding.py, from transformers' bfloat16 with noise of bfloat16's size."""
