@@ -2,13 +2,16 @@
 without repeating the keys, and of latents without expanding them.
 
 That function stays for every other kind, and for models outside an engine: it is wrapped once where its
-family's modules look it up, and acts as before unless a module was found to suit.
+family's modules look it up, and acts as before unless a module was found to suit: its calls are `recorded`
+in a forward of the model, and `suits` compares it with ours.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +23,14 @@ from pipeline.generic.caches import PerSequence
 
 EXPANDED_ROWS = 128  # new tokens from which expanding all latents costs less than multiplying by them
 KIND = "tandem_attention"  # attribute of a module: "grouped", "latent"; without one, the family's own
+NAME = "eager_attention_forward"  # of a family's own function
+
+# Of the random calls that compare ours with the family's: (new tokens, tokens before them), and factors of
+# queries. Sinks and soft caps show in large scores, sinks most of all beside few keys.
+SIZES = ((1, 0), (1, 1), (1, 30), (5, 0), (5, 30))
+FACTORS = (1.0, 30.0)
+SAME = 1e-3  # of the largest number: what float32's rounding may change
+HIDDEN = 0.3  # of the tokens before a query, by the mask
 
 
 class Latents(NamedTuple):
@@ -37,9 +48,9 @@ class Latents(NamedTuple):
 def wrap(module: nn.Module) -> None:
     """Let the attention function that a module's forward looks up be ours."""
     modeling = sys.modules[type(module).__module__]
-    own = getattr(modeling, "eager_attention_forward", None)
+    own = getattr(modeling, NAME, None)
     if own is not None and not hasattr(own, "tandem"):
-        modeling.eager_attention_forward = _wrapped(own)  # type: ignore[attr-defined]
+        setattr(modeling, NAME, _wrapped(own))
 
 
 def _wrapped(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,6 +198,110 @@ def keep_latents(module: nn.Module) -> None:
         return Latents(latents, rotated), None
 
     vars(module)["expand_kv"] = expand
+
+
+class Call(NamedTuple):
+    """A module's call of its family's function."""
+
+    own: Callable[..., Any]
+    query: torch.Size  # [1, heads, T, width]
+    key: torch.Size
+    value: torch.Size
+    mask: Tensor | None
+    named: dict[str, Any]  # scaling, sinks, and what else this family has
+
+
+Calls = dict[nn.Module, list[Call]]
+
+
+@contextmanager
+def recorded(decoder: nn.Module) -> Iterator[Calls]:
+    """Within it the decoder's calls of attention are kept, by module."""
+    calls: Calls = {}
+    owns: dict[Any, Callable[..., Any]] = {}
+    for name in {type(module).__module__ for module in decoder.modules()}:
+        if (own := getattr(sys.modules[name], NAME, None)) is not None:
+            owns[sys.modules[name]] = own
+            setattr(sys.modules[name], NAME, _recording(own, calls))
+    try:
+        yield calls
+    finally:
+        for modeling, own in owns.items():
+            setattr(modeling, NAME, own)
+
+
+def _recording(own: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **named: Any
+    ) -> Any:
+        call = Call(own, query.shape, key.shape, value.shape, attention_mask, named)
+        calls.setdefault(module, []).append(call)
+        return own(module, query, key, value, attention_mask, **named)
+
+    return attention
+
+
+def suits(module: nn.Module, calls: Sequence[Call], device: torch.device) -> bool:
+    """Whether ours computes what the family's function does in such calls of the module, found by comparing
+    them in float32 on random numbers. Both of ours must suit a module with latents: many tokens are
+    expanded."""
+    random = torch.Generator().manual_seed(0)
+    linear: Any = getattr(module, "kv_b_proj", None)
+    if hasattr(module, "expand_kv"):
+        module.kv_b_proj = _InFloat32(linear)
+    try:
+        return all(_same(module, call, random, device) for call in calls)
+    except Exception:  # whatever a function does with arguments of other sizes
+        return False
+    finally:
+        if hasattr(module, "expand_kv"):
+            module.kv_b_proj = linear
+
+
+class _InFloat32(nn.Module):
+    """In place of an expansion of latents that is stored in another dtype."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.stored, self._bias = linear.stored.float(), linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.stored, self._bias)
+
+
+def _same(module: Any, call: Call, random: torch.Generator, device: torch.device) -> bool:
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random).to(device)
+
+    for (count, before), factor in itertools.product(SIZES, FACTORS):
+        tokens, query = before + count, factor * draw(1, call.query[1], count, call.query[3])
+        ways: list[tuple[Callable[..., Any], Any, Any]] = []
+        if hasattr(module, "expand_kv"):
+            outputs, rank = module.kv_b_proj.stored.shape
+            rope = call.key[3] + call.value[3] - outputs // call.key[1]
+            latents = Latents(draw(1, 1, tokens, rank), draw(1, 1, tokens, rope))
+            key, value = type(module).expand_kv(module, *latents)
+            ways.append((latent, latents, None))
+        else:
+            key, value = (draw(1, shape[1], tokens, shape[3]) for shape in (call.key, call.value))
+        mask = None if call.mask is None else _mask(call.mask, count, tokens, random)
+        wanted, *_ = call.own(module, query, key, value, mask, **call.named)
+        for ours, k, v in (*ways, (grouped, key, value)):
+            found, _ = ours(module, query, k, v, mask, **call.named)
+            close = found.shape == wanted.shape and (found - wanted).abs().max() <= SAME * wanted.abs().max()
+            if not close:
+                return False
+    return True
+
+
+def _mask(like: Tensor, count: int, tokens: int, random: torch.Generator) -> Tensor:
+    """A random causal mask [1, 1, count, tokens], of the dtype of another one."""
+    places = torch.arange(tokens) - (tokens - count) - torch.arange(count)[:, None]
+    seen = (places == 0) | (places < 0) & (torch.rand(places.shape, generator=random) > HIDDEN)
+    if like.is_floating_point():
+        blocked = torch.finfo(like.dtype).min
+        seen = torch.zeros(seen.shape, dtype=like.dtype).masked_fill(~seen, blocked)
+    return seen[None, None].to(like.device)
 
 
 def _for_each(expand: Callable[..., Any], latents: Any, rotated: Any) -> Any:

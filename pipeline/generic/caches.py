@@ -57,16 +57,6 @@ def kept_by(cache: Cache, tokens: int) -> list[LayerKept]:
     return kept
 
 
-def _stream_order(name: str) -> int:
-    return {"keys": 0, "values": 1}.get(name, 2)
-
-
-def _states(layer: object, name: str) -> list[tuple[int, ...]]:
-    """Shapes without the batch."""
-    states = getattr(layer, name, {}).values()
-    return [tuple(s.shape[1:]) for s in states if isinstance(s, Tensor)]
-
-
 def check_layers(cache: Cache) -> None:
     """Raise ModelError for a cache whose layers keep tokens in a way of their own, which a few tokens would
     not show."""
@@ -76,6 +66,16 @@ def check_layers(cache: Cache) -> None:
             raise ModelError(
                 f"{layer.__name__} keeps the cache in a way of its own: this family cannot run here"
             )
+
+
+def _stream_order(name: str) -> int:
+    return {"keys": 0, "values": 1}.get(name, 2)
+
+
+def _states(layer: object, name: str) -> list[tuple[int, ...]]:
+    """Shapes without the batch."""
+    states = getattr(layer, name, {}).values()
+    return [tuple(s.shape[1:]) for s in states if isinstance(s, Tensor)]
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,12 @@ class StepCache(Cache):  # type: ignore[misc]
         self.visible: Sequence[Rows] = ()
         self.turn = 0
         self._kept = kept
+        self._dtypes = {  # of convolutions' states, by layer and state
+            (n, i): state.dtype
+            for n, layer in enumerate(like.layers)
+            for i, state in getattr(layer, "conv_states", {}).items()
+            if isinstance(state, Tensor)
+        }
 
     def _layer(self, index: int, like: Any, kept: LayerKept) -> Any:
         streams = isinstance(like, CacheLayerMixin)
@@ -233,8 +239,9 @@ class StepCache(Cache):  # type: ignore[misc]
         return found if new.dim() == 4 else found[0]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """A copy, since kernels change it in place."""
-        return self._state(layer_idx, state_idx, copied=True)
+        """A copy, since kernels change it in place. What a family keeps so may also be token ids."""
+        state = self._state(layer_idx, state_idx, copied=True)
+        return None if state is None else state.to(self._dtypes[layer_idx, state_idx])
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self._state(layer_idx, self._kept[layer_idx].convolutions + state_idx, self.copies)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny_families import family_names, tiny_model
+from tiny_families import FAMILIES, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -37,9 +37,7 @@ from shm.store import StoreBuilder
 
 # Fused, each for itself, joined, transposed, interleaved; with biases; ungated; beside other parts.
 SAMPLE = ("aria", "deepseek_v3", "ernie4_5_vl_moe", "gpt_oss", "nemotron_h")
-# These have no model of text whose experts can be computed outside it.
-NO_MODEL = {"diffusion_gemma", "muse_spark", "openai_privacy_filter", "qwen3_omni_moe"}
-EVERY = [pytest.param(f, marks=pytest.mark.slow) for f in family_names() if f not in {*SAMPLE, *NO_MODEL}]
+EVERY = [pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f not in SAMPLE]
 
 
 def saved(model: PreTrainedModel, folder: Path, original: bool = False) -> Path:
