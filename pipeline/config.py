@@ -22,8 +22,11 @@ GRAPH_BYTES = 1 << 28  # of GPU memory, for CUDA graphs and what they allocate
 BACKGROUND_ORDERS = 64  # most background fetches under way: more would only fill the prefetcher's socket
 
 DeviceName = Literal["auto", "cpu", "cuda"]
-# Formats of expert tiles, see shm/layout.py; of those in shm/floe.py, single channels can be left out.
-DenseName = Literal["f32", "bf16", "int8", "int4", "int4-g128"]
+# Formats of expert tiles, see shm/layout.py: those of files keep a quantized model without loss; of those in
+# shm/floe.py single channels can be left out.
+OwnName = Literal["f32", "bf16", "int8", "int4", "int4-g128"]
+FileName = Literal["q4_0", "q8_0", "mxfp4", "nvfp4", "int4-f16", "int4-f16-g32", "int4-f16-g128"]
+DenseName = Literal[OwnName, FileName]
 FloeName = Literal[
     "floe", "floe-int8", "floe-int4", "floe-u4", "floe-u4-int8", "floe-u4-int4",
     "floe-u8", "floe-u8-int8", "floe-u8-int4",
@@ -31,7 +34,8 @@ FloeName = Literal[
 FormatName = Literal[DenseName, FloeName]
 ExchangeName = Literal["shm", "zmq"]
 GraphsName = Literal["auto", "off"]
-BackboneDType = Literal["f32", "bf16", "int8", "int4"]
+# own: bf16, and the matrices that the file has quantized as they are there.
+BackboneDType = Literal["f32", "bf16", "int8", "int4", "own"]
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,8 @@ class EngineConfig:
     device: DeviceName = "auto"
     policy: str | None = None  # None: all-host without a GPU, fiddler with one
     policy_options: dict[str, str] = field(default_factory=dict)
-    format: FormatName | None = None  # of the experts; None: the most exact that fits
-    backbone_dtype: BackboneDType = "bf16"  # of all the rest
+    format: FormatName | None = None  # of the experts; None: the file's own, or the most exact that fits
+    backbone_dtype: BackboneDType | None = None  # of all the rest; None: bf16, or own for a quantized file
     expert_cache: float | None = None  # share of all expert tiles on the device, 0..1; None: as many as fit
     tile: int | None = None  # channels; None: chosen from the experts' shape
     workers: int | None = None  # 0: the coordinator computes; None: one for each core, at most 16
@@ -86,6 +90,7 @@ class ResolvedConfig(EngineConfig):
     """A configuration with every choice made by the memory plan; an engine's processes get it."""
 
     format: FormatName = "bf16"
+    backbone_dtype: BackboneDType = "bf16"
     expert_cache: float = DEFAULT_CACHE
     staging: int | None = None  # slots of the slab beside the cache's; None: the fewest
 

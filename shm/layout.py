@@ -27,17 +27,18 @@ from typing import Any
 
 import numpy as np
 
-from shm.blocks import BlockFormat, Int4, Int8
+from shm.blocks import FILE_FORMATS, BlockFormat, FileFormat, Int4, Int8
 from shm.errors import UnknownFormat
 from shm.expert_math import SWIGLU, ExpertMath, math_of
 from shm.floe import FLOE_FORMATS, FloeFormat
-from shm.formats import BF16, F32, NO_HEAD, Bytes, Float32, TileFormat
+from shm.formats import BF16, F32, NO_HEAD, Bytes, Float32, TileFormat, there
 
 __all__ = [  # beside what is defined here
     "BF16",
     "NO_HEAD",
     "BlockFormat",
     "Bytes",
+    "FileFormat",
     "Float32",
     "FloeFormat",
     "Int4",
@@ -94,7 +95,9 @@ def shape_of(plain: Mapping[str, Any]) -> ExpertShape:
     return ExpertShape(**sizes, math=math_of(plain["math"]))
 
 
-DENSE: dict[str, TileFormat] = {f.name: f for f in (F32(), BF16(), Int8(), Int4(64), Int4(128))}  # no heads
+DENSE: dict[str, TileFormat] = {  # no heads
+    f.name: f for f in (F32(), BF16(), Int8(), Int4(64), Int4(128), *FILE_FORMATS)
+}
 FORMATS: dict[str, TileFormat] = DENSE | {f.name: f for f in FLOE_FORMATS}
 
 
@@ -221,12 +224,18 @@ class StoreLayout:
         if (gate is not None, len(biases)) != (s.math.gated, s.math.biases):
             raise ValueError(f"these are no matrices of {s.math}")
         self.clear_padding(out, heads)
+        if isinstance(self.format, BlockFormat):
+            factors = [self.format.factor_of(w) for w in there(gate, up, down)]
         for tile in range(s.tiles):
             lo, hi = tile * s.tile, min((tile + 1) * s.tile, s.intermediate)
             padding = ((0, s.tile - (hi - lo)), (0, 0))
             of_gate = None if gate is None else np.pad(gate[lo:hi], padding)
-            matrices = np.pad(up[lo:hi], padding), np.pad(down[:, lo:hi].T, padding)
-            self.format.encode(of_gate, *matrices, *self.tile_of(out, heads, tile))
+            of_up, of_down = np.pad(up[lo:hi], padding), np.pad(down[:, lo:hi].T, padding)
+            body, head = self.tile_of(out, heads, tile)
+            if isinstance(self.format, BlockFormat):
+                self.format.encode_tile(there(of_gate, of_up, of_down.T), factors, body)
+            else:
+                self.format.encode(of_gate, of_up, of_down, body, head)
             for part, numbers in zip(self.biases_of(out, heads, tile), biases, strict=True):
                 part[: hi - lo] = numbers[lo:hi]
 
@@ -249,11 +258,11 @@ class StoreLayout:
         return out[begin : begin + self.tile_bytes], heads[head : head + self.head_bytes]
 
     def clear_padding(self, out: Bytes, heads: Bytes) -> None:
-        """Zero what is no matrix's: the biases, and what follows an expert's tiles and their heads up to the
-        next expert's."""
+        """Zero what is no matrix's: the factors, the biases, and what follows an expert's tiles and their
+        heads up to the next expert's."""
         s = self.shape
         out[self.tile_bytes * s.tiles :] = 0
         heads[self.head_bytes * s.tiles :] = 0
-        for tile in range(s.tiles if s.math.bias else 0):
+        for tile in range(s.tiles if s.math.bias or self.format.factors else 0):
             body, _ = self.tile_of(out, heads, tile)
             self.format.beside_matrices(body, s.hidden, s.tile, s.math)[:] = 0
