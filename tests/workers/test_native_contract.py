@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_runs import bits, kernel_of, quick, run, seeds
-from quantized_cases import QUANTIZED, Case, make_case, states
+from quantized_cases import BLOCKS, Case, make_case, states
 
 from shm.layout import ExpertShape, StoreLayout, format_named
 from workers.kernels import native
@@ -33,7 +33,7 @@ def any_case(name: str, rows: int, seed: int) -> Case:
     return Case(layout, data, x, random.permutation(rows).astype(np.int32))
 
 
-FORMATS = (*QUANTIZED, "bf16")
+FORMATS = (*BLOCKS, "bf16")
 
 
 @quick(20)
@@ -155,7 +155,7 @@ def test_arrays_of_wrong_shape_or_type_are_refused(library: Library, name: str) 
             kernel.quantize(np.zeros(shape, np.float32))
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "int4-g128"])
+@pytest.mark.parametrize("name", BLOCKS)
 def test_variants_with_fused_additions_give_equal_bits_of_quantized_formats(name: str) -> None:
     found = [load(variant) for variant in VARIANTS if variant != "portable"]
     runs = [
@@ -166,7 +166,7 @@ def test_variants_with_fused_additions_give_equal_bits_of_quantized_formats(name
             np.testing.assert_array_equal(bits(other), bits(of_one[0]))
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", BLOCKS)
 def test_many_rows_of_many_outputs_have_the_bits_of_each(library: Library, name: str) -> None:
     """More outputs than a core's cache holds are summed in another order of memory."""
     case = make_case(name, 1100, 1, 2, 125, "random", "normal", "normal", 3)
