@@ -48,8 +48,8 @@ class Program:
     def of_blocks(cls, format: BlockFormat, fused: bool, math: ExpertMath = SWIGLU) -> Program:
         """Tiles and matrices of a quantized format. `fused`: with the bits of the host's variants whose
         additions are fused; else with those of `portable`."""
-        sizes = (("BITS", format.bits), ("GROUP", format.group), ("FUSED", int(fused)))
-        return cls("tiles.cu", (*sizes, *_constants(math)))
+        kind = (("BITS", format.bits), ("GROUP", format.group), ("SCALES", int(format.scales)))
+        return cls("tiles.cu", (*kind, ("FUSED", int(fused)), *_constants(math)))
 
     @classmethod
     def of_format(cls, format: TileFormat, fused: bool, math: ExpertMath = SWIGLU) -> Program | None:

@@ -19,6 +19,7 @@ from shm.floe import FloeFormat
 from shm.formats import Bytes
 from shm.layout import StoreLayout
 from shm.mask import Mask
+from workers.kernels.c_types import Geometry
 from workers.kernels.cuda.launcher import Launcher, Scratch, Uploaded
 from workers.kernels.cuda.products import ITEM, BlockProducts, Codes, Items, in_chunks, limit_of
 from workers.kernels.reference import ChannelInputs, ReferenceChannels
@@ -43,7 +44,8 @@ class CudaMatrix:
         self.outputs, self.inputs = shape
         if data.shape != (format.matrix_bytes(*shape),):
             raise ValueError(f"{data.shape} bytes are no matrix {shape} of {format.name}")
-        self._products = BlockProducts(launcher, format, shape)
+        factors = Geometry(format, self.inputs, self.outputs).weights.factors
+        self._products = BlockProducts(launcher, format, shape, factors=factors)
         writable = np.require(data, requirements=["C", "W"])  # torch refuses others
         self._data = torch.from_numpy(writable).to(launcher.device)
         self._items: dict[int, tuple[Uploaded, int, int]] = {}  # by rows: number and limit, too
