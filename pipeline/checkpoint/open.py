@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ from pipeline.checkpoint.index import CONFIG_FILE, CheckpointIndex, check_tensor
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.random_model import RandomModel
 from pipeline.checkpoint.reader import TensorReader
+from pipeline.checkpoint.whole_experts import Part, WholeExperts
 from pipeline.errors import ModelError
 from pipeline.models.architecture import ExpertRows
 from pipeline.models.facts import check_headers, facts_of, is_own
@@ -25,13 +28,17 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.converted import ConvertedTensors
 
 
+EXPERT = re.compile(r"(^|\.)experts\.")  # in the name of a routed expert's matrix
+
+
 def open_model(model: Path) -> ModelSource:
     """The checkpoint in this folder, or random weights for a shape:NAME. Reads no weights. Raises ModelError,
     one line, where the model does not exist or cannot be used."""
     if is_shape(model):
         return RandomModel(str(model))
     index = CheckpointIndex.open(model)
-    if is_own(index.config) and not index.config.get("quantization_config"):
+    stacked = any(len(matrix.shape) > 2 for matrix in index.packed.values())  # those of all experts
+    if is_own(index.config) and not stacked:
         return Checkpoint(model, index)
     return ConvertedCheckpoint(index)
 
@@ -58,8 +65,12 @@ class Checkpoint(ModelSource):
         self.config = self._index.config
         self._architecture = architecture_of(self.config)
         self._spec = model_spec(self.config)
-        self.fused = self._architecture.is_fused(self._index.tensors, self._spec)
+        self.fused = self._architecture.is_fused(self._index.headers, self._spec)
         check_tensors(self._index, self._architecture, self._spec, self.fused)
+        packed = [self._index.packed.get(part.name) for part in self._locate(0, 0)]
+        formats = {None if matrix is None else matrix.format for matrix in packed}
+        self.own_format = formats.pop() if len(formats) == 1 else None
+        self._whole = any(matrix is not None and matrix.whole for matrix in packed)
 
     def fingerprint(self, format_name: str, tile: int) -> str:
         return fingerprint(self._index, format_name, tile)
@@ -68,6 +79,8 @@ class Checkpoint(ModelSource):
         """False where the store has the checkpoint's bits: reading the checkpoint again is about as fast."""
         shape = len(self._spec.moe_layers), self._spec.experts
         names = {part.name for place in np.ndindex(shape) for part in self._locate(*place)}
+        if any(name in self._index.packed for name in names):
+            return True
         return any(SAME_BITS.get(self._index.tensors[name].dtype) != format_name for name in names)
 
     def tensors(self) -> TensorReader:
@@ -75,8 +88,16 @@ class Checkpoint(ModelSource):
 
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
         with TensorReader(self._index) as reader:
-            encode_experts(reader, self._locate, builder, progress)
-        return reader.bytes_read
+            if not self._whole:
+                encode_experts(reader, self._locate, builder, progress)
+                return reader.bytes_read
+
+            def read(layer: int, expert: int) -> list[Part]:
+                return [reader.rows(part, 0, part.rows) for part in self._locate(layer, expert)]
+
+            with WholeExperts(self._locate, read) as experts:
+                encode_experts(experts, experts.locate, builder, progress)
+            return reader.bytes_read
 
     def _locate(self, layer: int, expert: int) -> ExpertRows:
         """An expert's location; `layer` counts only layers with experts, as in the store."""
@@ -84,8 +105,8 @@ class Checkpoint(ModelSource):
 
 
 class ConvertedCheckpoint(ModelSource):
-    """The model in a folder, of any family, in any layout, or quantized; read as transformers reads it, which
-    takes importing it: a child process of the supervisor's, and the processes that read weights, do."""
+    """The model in a folder, of any family and in any layout; read as transformers reads it, which takes
+    importing it: a child process of the supervisor's, and the processes that read weights, do."""
 
     kind = "checkpoint"
     filling = "converting the experts"
@@ -101,6 +122,8 @@ class ConvertedCheckpoint(ModelSource):
             self.note = check_headers(self.config, index.headers)
         except ModelError as e:
             raise ModelError(f"{index.listing}: {e}") from None
+        formats = Counter(m.format for name, m in index.packed.items() if EXPERT.search(name))
+        self.own_format = formats.most_common(1)[0][0] if formats else None
 
     def fingerprint(self, format_name: str, tile: int) -> str:
         return fingerprint(self._index, format_name, tile)
@@ -112,16 +135,14 @@ class ConvertedCheckpoint(ModelSource):
     def tensors(self) -> Iterator[ConvertedTensors]:
         from pipeline.checkpoint.converted import ConvertedTensors, conversion_of
 
-        headers = self._index.headers
         with TensorReader(self._index) as reader:
-            yield ConvertedTensors(conversion_of(self.config, [*headers]), reader, headers)
+            yield ConvertedTensors(conversion_of(self.config, [*self._index.headers]), reader, self._index)
 
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
         from pipeline.checkpoint.converted import ConvertedExperts, conversion_of
 
         with TensorReader(self._index) as reader:
-            headers = self._index.headers
-            conversion = conversion_of(self.config, [*headers])
-            with ConvertedExperts(conversion, reader, headers) as experts:
+            conversion = conversion_of(self.config, [*self._index.headers])
+            with ConvertedExperts(conversion, reader, self._index) as experts:
                 encode_experts(experts, experts.locate, builder, progress)
             return reader.bytes_read

@@ -54,6 +54,14 @@ class Packed(ABC):
     transposed: ClassVar[bool] = False  # it has the matrix [K, N], and answers with [N, K]
 
     @property
+    def outputs(self) -> int:
+        return self.shape[-1 if self.transposed else -2]
+
+    @property
+    def inputs(self) -> int:
+        return self.shape[-2 if self.transposed else -1]
+
+    @property
     @abstractmethod
     def format(self) -> str | None:
         """The native format of its codes, if the numbers in its file are as usual; else None."""
@@ -70,10 +78,11 @@ class Integers(Packed):
     zeros: TensorEntry | None
     bits: int
     group: int
+    usual: bool  # inputs in order, and 8 bits are symmetric
 
     @property
     def format(self) -> str | None:
-        return integer_format(self.bits, self.group)
+        return integer_format(self.bits, self.group) if self.usual else None
 
 
 @dataclass(frozen=True)
@@ -143,7 +152,8 @@ class Fp8(Packed):
     def format(self) -> str | None:
         rows, columns = self.shape[-2:]
         fits = all(
-            step % FP8_BLOCK == 0 or step >= size for step, size in zip(self.block, (rows, columns), strict=True)
+            step % FP8_BLOCK == 0 or step >= size
+            for step, size in zip(self.block, (rows, columns), strict=True)
         )
         return "fp8" if fits else None
 

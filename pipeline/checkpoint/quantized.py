@@ -154,10 +154,9 @@ class _Finder:
                 yield f"{base}.weight", self._integers(name) if words else self._fp4(name)
             elif name.endswith("_blocks") and self._method == "mxfp4":
                 yield name.removesuffix("_blocks"), self._experts_fp4(name)
-            elif entry.dtype in ("F8_E4M3", "I8", "U8") and not BESIDE.search(name):
+            elif entry.dtype in KINDS and not BESIDE.search(name):
                 if last == "weight" or self._scale_of(name) is not None:
-                    kinds = {"F8_E4M3": self._fp8, "I8": self._integers, "U8": self._fp4}
-                    yield name, kinds[entry.dtype](name)
+                    yield name, KINDS[entry.dtype](self, name)
 
     def _awq(self, base: str) -> Packed:
         words = self._part(f"{base}.qweight", ("I32",), dims=(2,))
@@ -165,7 +164,7 @@ class _Finder:
         group, groups = self._word_groups(inputs)
         zeros = self._part(f"{base}.qzeros", ("I32",), (groups, words.shape[1]))
         scales = self._part(f"{base}.scales", FLOATS, (groups, outputs))
-        return Awq((outputs, inputs), words, scales, zeros, 4, group)
+        return Awq((outputs, inputs), words, scales, zeros, 4, group, usual=True)
 
     def _gptq(self, base: str) -> Packed:
         words = self._part(f"{base}.qweight", ("I32",), dims=(2,))
@@ -174,7 +173,9 @@ class _Finder:
             order = self._part(f"{base}.g_idx", ("I32", "I64"), dims=(1,))
             bits = words.shape[0] * 32 / order.shape[0]
             if bits not in (4, 8):
-                self._refuse(f"{base}.qweight", f"has {bits:.3g} bits a weight, only 4 and 8 are read; {INSTEAD}")
+                self._refuse(
+                    f"{base}.qweight", f"has {bits:.3g} bits a weight, only 4 and 8 are read; {INSTEAD}"
+                )
         bits = int(bits)
         inputs, outputs = words.shape[0] * 32 // bits, words.shape[1]
         group, groups = self._word_groups(inputs)
@@ -184,7 +185,9 @@ class _Finder:
         scales = self._part(f"{base}.scales", FLOATS, (groups, outputs))
         version = self._settings.get("checkpoint_format") or self._settings.get("format") or "gptq"
         offset = 1 if version == "gptq" else 0
-        return Gptq((outputs, inputs), words, scales, zeros, bits, group, offset, order)
+        mixed = bool(self._settings.get("desc_act")) and not self._settings.get("static_groups")
+        usual = not mixed and (bits == 4 or self._settings.get("sym") is True)
+        return Gptq((outputs, inputs), words, scales, zeros, bits, group, usual, offset, order)
 
     def _word_groups(self, inputs: int) -> tuple[int, int]:
         """Inputs of a group, and how many groups there are."""
@@ -211,7 +214,8 @@ class _Finder:
             else:
                 shape = -(-outputs * bits // 32), scale.shape[-1] if len(scale.shape) == 2 else 1
                 zeros = self._part(f"{base}_zero_point", ("I32",), shape)
-        return PackedIntegers((outputs, inputs), weight, scale, zeros, bits, group)
+        usual = bits == 4 or zeros is None
+        return PackedIntegers((outputs, inputs), weight, scale, zeros, bits, group, usual)
 
     def _bits_of(self, name: str, words: int, scale: TensorEntry) -> tuple[int, int]:
         """The bits of a word's numbers, and the inputs of a group: those of the one scheme that fits."""
@@ -225,9 +229,7 @@ class _Finder:
             self._refuse(name, f"fits {len(fitting)} of the config_groups of config.json")
         return fitting.pop()
 
-    def _group_of(
-        self, name: str, inputs: int, scale: TensorEntry, group: int | None = None
-    ) -> int | None:
+    def _group_of(self, name: str, inputs: int, scale: TensorEntry, group: int | None = None) -> int | None:
         """The inputs of a group, of `group` or what the schemes give or what divides them; None where there
         is none."""
         groups = scale.shape[-1] if len(scale.shape) == 2 else 1
@@ -253,7 +255,9 @@ class _Finder:
             for axis, (size, count) in enumerate(zip((outputs, inputs), grid, strict=False))
         ]
         if len(grid) != 2 or scale.shape[: len(leading)] != leading or None in steps:
-            self._refuse(found, f"has the shape {list(scale.shape)}, which does not fit {list(entry.shape)} weights")
+            self._refuse(
+                found, f"has the shape {list(scale.shape)}, which does not fit {list(entry.shape)} weights"
+            )
         return Fp8(codes.shape, codes, scale, (steps[0] or 1, steps[1] or 1))
 
     def _structures(self) -> Iterator[list[int]]:
@@ -293,7 +297,11 @@ class _Finder:
         return next((s for s in (f"{name}_scale_inv", f"{name}_scale") if s in self._tensors), None)
 
     def _part(
-        self, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None = None, dims: tuple[int, ...] = ()
+        self,
+        name: str,
+        dtypes: tuple[str, ...],
+        shape: tuple[int, ...] | None = None,
+        dims: tuple[int, ...] = (),
     ) -> TensorEntry:
         """A part of a matrix: a tensor of one of these dtypes and this shape, or number of dimensions."""
         entry = self._tensors.get(name)
@@ -308,7 +316,9 @@ class _Finder:
 
     def _missing(self, name: str) -> NoReturn:
         first = next(iter(self._tensors.values()))
-        raise ModelError(f"{first.file.parent} lacks the tensor {name[:MAX_NAME]} of a quantized matrix: {WRONG}")
+        raise ModelError(
+            f"{first.file.parent} lacks the tensor {name[:MAX_NAME]} of a quantized matrix: {WRONG}"
+        )
 
     def _refuse(self, name: str, why: str) -> NoReturn:
         raise ModelError(f"{self._tensors[name].file}: the tensor {name[:MAX_NAME]} {why}")
@@ -326,3 +336,7 @@ def _step(size: int, count: int, blocks: list[int]) -> int | None:
     fitting = (block for block in (1, *blocks) if -(-size // block) == count)
     divided = size // count if count > 0 and size % count == 0 else None
     return next(fitting, divided)
+
+
+# Of weights that have their scale beside them, by dtype.
+KINDS = {"F8_E4M3": _Finder._fp8, "I8": _Finder._integers, "U8": _Finder._fp4}
