@@ -5,25 +5,21 @@ converters whose operations merge, concatenate or transpose. What becomes a para
 an expert's. One expert is read by giving its converter that expert's tensors alone: those with its number, or
 place e of tensors that hold all of them. So no more than a few experts are in memory, whatever the layout.
 
-Quantized matrices (`packed.py`) are converted as the numbers that they mean. But an expert's keep their codes
-where each row of gate, up or down is a row of one of them, which is found out by converting numbers that say
-their own place.
+Quantized matrices (`packed.py`) are converted as the numbers that they mean, but see `converted_experts.py`.
 """
 
 from __future__ import annotations
 
 import re
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -35,14 +31,9 @@ from transformers.core_model_loading import (
 )
 
 from pipeline.checkpoint.decoder import MATRICES, decoder_of, experts_used, without_memory
-from pipeline.checkpoint.found_math import matrices_of
-from pipeline.checkpoint.index import CheckpointIndex
-from pipeline.checkpoint.packed import FP8_BLOCK
 from pipeline.checkpoint.quantized import WRONG
 from pipeline.checkpoint.reader import RawTensor, TensorReader, numbers_of, together
-from pipeline.checkpoint.whole_experts import Part, WholeExperts
 from pipeline.errors import ModelError
-from pipeline.models.architecture import ExpertRows, TensorRows
 from pipeline.models.config_keys import Config
 from pipeline.models.facts import Headers
 from shm.codes import Codes
@@ -58,9 +49,6 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 BITS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-TWO = ("gate_up_proj", "up_proj", "down_proj")  # the parameters that have an expert's matrices
-BIASES = ("gate_up_proj_bias", "up_proj_bias")
-PLACES = 1 << 24  # more than a matrix has rows, or columns
 
 
 @dataclass
@@ -185,7 +173,7 @@ def check_headers(model: PreTrainedModel, headers: Headers) -> str:
     for name, (dtype, _) in headers.items():
         if dtype not in DTYPES:
             raise ModelError(f"the tensor {name} has the dtype {dtype}, which is not read")
-    read = partial(_like, headers)
+    read = partial(like_tensor, headers)
     conversion = Conversion(model, [*headers])
     unread = []
     found: dict[str, Tensor] = {}
@@ -262,9 +250,9 @@ class ConvertedTensors(Mapping[str, Tensor]):
     """The parameters and buffers of a model outside its routed experts, read from a checkpoint on each call,
     for any number of threads: in the checkpoint's own dtype, or in float32 where they are quantized."""
 
-    def __init__(self, conversion: Conversion, reader: TensorReader, index: CheckpointIndex) -> None:
-        self._conversion, self._reader, self._packed = conversion, reader, index.packed
-        self._read = partial(_read, reader, index)
+    def __init__(self, conversion: Conversion, reader: TensorReader, headers: Headers) -> None:
+        self._conversion, self._reader = conversion, reader
+        self._read = partial(read_tensor, reader, headers)
         self._places = dict(conversion.backbone)
         for place in conversion.backbone.values():
             for target in () if place.converter is None else place.converter.target_patterns[1:]:
@@ -291,7 +279,7 @@ class ConvertedTensors(Mapping[str, Tensor]):
 
     def _one(self, name: str, shape: tuple[int, ...]) -> RawTensor | Codes:
         place = self._places.get(name)
-        if place is not None and place.converter is None and place.first in self._packed:
+        if place is not None and place.converter is None and place.first in self._reader.packed:
             return self._reader.stacked([(place.first, shape)])
         return raw_of(self._checked(name, shape))
 
@@ -304,112 +292,22 @@ class ConvertedTensors(Mapping[str, Tensor]):
         return tensor.contiguous()
 
 
-class ConvertedExperts(WholeExperts):
-    """The experts of a checkpoint, for `encode_experts`."""
-
-    def __init__(self, conversion: Conversion, reader: TensorReader, index: CheckpointIndex) -> None:
-        super().__init__(self._located, self._converted)
-        self._conversion, self._reader, self._index = conversion, reader, index
-        self._read = partial(_read, reader, index)
-        self._like = conversion.expert(0, 0, partial(_like, index.headers))
-        self._shapes = [tuple(m.shape) for m in matrices_of(conversion.modules[0], self._like)]
-        self._kept: dict[Any, list[_Kept]] = {}  # what layers of one kind keep
-        self._lock = threading.Lock()  # guards it
-
-    def _located(self, layer: int, expert: int) -> ExpertRows:
-        name = f"{self._conversion.names[layer]}.{expert}"
-        return tuple(TensorRows(f"{name}:{n}", shape, 0, shape[0]) for n, shape in enumerate(self._shapes))
-
-    def _converted(self, layer: int, expert: int) -> list[Part]:
-        conversion = self._conversion
-        sources = conversion.sources(layer, expert, TWO)
-        kept = self._kept_of(layer) if all(name in self._index.packed for name, _ in sources) else []
-        packed = {n: self._packed(*sources[n]) for n in {of.source for of in kept}}
-        parts = self._like | conversion.expert(layer, expert, self._read, BIASES if kept else MATRICES)
-        others = matrices_of(conversion.modules[layer], parts)[len(kept) :]
-        return [of.rows_in(packed[of.source]) for of in kept] + [raw_of(m.contiguous()) for m in others]
-
-    def _packed(self, name: str, place: int | None) -> Part:
-        return self._reader.packed_rows(name, 0, self._index.packed[name].outputs, place)
-
-    def _kept_of(self, layer: int) -> list[_Kept]:
-        """The rows of gate, up and down, if all are rows of quantized matrices; else none."""
-        sources = self._conversion.sources(layer, 0, TWO)
-        places = self._conversion.experts[layer].values()
-        kind = (
-            *(id(place.converter) for place in places),
-            *(self._index.packed[n].shape for n, _ in sources),
-        )
-        with self._lock:
-            if kind not in self._kept:
-                self._kept[kind] = self._find_kept(layer, {source: n for n, source in enumerate(sources)})
-            return self._kept[kind]
-
-    def _find_kept(self, layer: int, number: Mapping[Source, int]) -> list[_Kept]:
-        """Converts numbers that say which source, row and column they are."""
-
-        def read(name: str, place: int | None) -> Tensor:
-            matrix = self._index.packed[name]
-            rows, columns = torch.arange(matrix.outputs), torch.arange(matrix.inputs)
-            own = (number[name, place] * PLACES + rows[:, None]) * PLACES + columns
-            own = own.T if matrix.transposed else own
-            return own if place is None else own[None]
-
-        parts = self._like | self._conversion.expert(layer, 0, read, TWO)
-        module = self._conversion.modules[layer]
-        matrices = matrices_of(module, parts)[: 3 if module.has_gate else 2]
-        kept = [_kept_rows(matrix, [*number], self._index) for matrix in matrices]
-        return [] if None in kept else [of for of in kept if of is not None]
-
-    def __enter__(self) -> ConvertedExperts:
-        return self
-
-
-class _Kept(NamedTuple):
-    """A matrix that is rows of a quantized one."""
-
-    source: int
-    rows: slice | NDArray[np.int64]
-
-    def rows_in(self, whole: Part) -> Part:
-        if not isinstance(whole, Codes):
-            return RawTensor(whole.dtype, whole.bits[self.rows].shape, whole.bits[self.rows])
-        regular = isinstance(self.rows, slice) and self.rows.step == 1 and self.rows.start % FP8_BLOCK == 0
-        if whole.format == "fp8" and not regular:  # rows of a block must have one scale
-            numbers = whole[self.rows].values()
-            return RawTensor("F32", numbers.shape, numbers.view(np.uint32))
-        return whole[self.rows]
-
-
-def _kept_rows(matrix: Tensor, sources: Sequence[Source], index: CheckpointIndex) -> _Kept | None:
-    """Of a matrix of numbers that say their place; None where its rows are no whole ones of one source."""
-    first = matrix[:, 0]
-    source, rows = int(first[0]) // PLACES**2, (first // PLACES % PLACES).numpy()
-    whole = index.packed[sources[source][0]]
-    own = (source * PLACES + torch.from_numpy(rows)[:, None]) * PLACES + torch.arange(whole.inputs)
-    if matrix.shape != own.shape or not torch.equal(matrix, own):
-        return None
-    step = int(rows[1] - rows[0]) if len(rows) > 1 else 1
-    found = slice(int(rows[0]), int(rows[-1]) + 1, step)
-    regular = step > 0 and np.array_equal(rows, np.arange(found.start, found.stop, step))
-    return _Kept(source, found if regular else rows)
-
-
-def _read(reader: TensorReader, index: CheckpointIndex, name: str, place: int | None) -> Tensor:
-    matrix = index.packed.get(name)
+def read_tensor(reader: TensorReader, headers: Headers, name: str, place: int | None) -> Tensor:
+    """As `Read`."""
+    matrix = reader.packed.get(name)
     if matrix is not None:
         numbers = torch.from_numpy(numbers_of(reader.packed_rows(name, 0, matrix.outputs, place)))
         numbers = numbers.T if matrix.transposed else numbers
         return numbers if place is None else numbers[None]
-    entry = index.tensors[name]
+    dtype, shape = headers[name]
     if place is None:
-        return torch.from_numpy(reader.part(name)).view(DTYPES[entry.dtype]).reshape(entry.shape)
+        return torch.from_numpy(reader.part(name)).view(DTYPES[dtype]).reshape(shape)
     data = reader.part(name, place, place + 1)
-    return torch.from_numpy(data).view(DTYPES[entry.dtype]).reshape(1, *entry.shape[1:])
+    return torch.from_numpy(data).view(DTYPES[dtype]).reshape(1, *shape[1:])
 
 
-def _like(headers: Headers, name: str, place: int | None) -> Tensor:
-    """What `_read` gives, without memory."""
+def like_tensor(headers: Headers, name: str, place: int | None) -> Tensor:
+    """What `read_tensor` gives, without memory."""
     dtype, shape = headers[name]
     return torch.empty(shape if place is None else (1, *shape[1:]), dtype=DTYPES[dtype], device="meta")
 

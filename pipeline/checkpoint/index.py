@@ -60,7 +60,7 @@ class CheckpointIndex:
 
     @property
     def headers(self) -> Headers:
-        """Those of a checkpoint that is not quantized, where the matrices that are quantized here have F32."""
+        """Those of a checkpoint that is not quantized, in which quantized matrices have the dtype F32."""
         plain = {name: (entry.dtype, entry.shape) for name, entry in self.tensors.items()}
         return plain | {name: ("F32", matrix.shape) for name, matrix in self.packed.items()}
 

@@ -135,14 +135,17 @@ class ConvertedCheckpoint(ModelSource):
     def tensors(self) -> Iterator[ConvertedTensors]:
         from pipeline.checkpoint.converted import ConvertedTensors, conversion_of
 
+        headers = self._index.headers
         with TensorReader(self._index) as reader:
-            yield ConvertedTensors(conversion_of(self.config, [*self._index.headers]), reader, self._index)
+            yield ConvertedTensors(conversion_of(self.config, [*headers]), reader, headers)
 
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
-        from pipeline.checkpoint.converted import ConvertedExperts, conversion_of
+        from pipeline.checkpoint.converted import conversion_of
+        from pipeline.checkpoint.converted_experts import ConvertedExperts
 
         with TensorReader(self._index) as reader:
-            conversion = conversion_of(self.config, [*self._index.headers])
-            with ConvertedExperts(conversion, reader, self._index) as experts:
+            headers = self._index.headers
+            conversion = conversion_of(self.config, [*headers])
+            with ConvertedExperts(conversion, reader, headers) as experts:
                 encode_experts(experts, experts.locate, builder, progress)
             return reader.bytes_read

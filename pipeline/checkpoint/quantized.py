@@ -48,8 +48,8 @@ def check_settings(path: Path, settings: Settings) -> None:
     if method not in METHODS:
         what = method if isinstance(method, str) else "an unknown method"
         raise ModelError(
-            f"{path}: quantized by {what[:40]}: of quantized checkpoints those in {', '.join(METHODS)} are read;"
-            f" {INSTEAD}"
+            f"{path}: quantized by {what[:40]}: of quantized checkpoints those of {', '.join(METHODS)} are"
+            f" read; {INSTEAD}"
         )
     wrong = next(_CHECKS[method](settings), None) if method in _CHECKS else None
     if wrong is not None:
@@ -154,9 +154,10 @@ class _Finder:
                 yield f"{base}.weight", self._integers(name) if words else self._fp4(name)
             elif name.endswith("_blocks") and self._method == "mxfp4":
                 yield name.removesuffix("_blocks"), self._experts_fp4(name)
-            elif entry.dtype in KINDS and not BESIDE.search(name):
-                if last == "weight" or self._scale_of(name) is not None:
-                    yield name, KINDS[entry.dtype](self, name)
+            elif entry.dtype not in KINDS or BESIDE.search(name):
+                continue
+            elif last == "weight" or self._scale_of(name) is not None:
+                yield name, KINDS[entry.dtype](self, name)
 
     def _awq(self, base: str) -> Packed:
         words = self._part(f"{base}.qweight", ("I32",), dims=(2,))

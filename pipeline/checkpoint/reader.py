@@ -48,6 +48,7 @@ class TensorReader:
 
     def __init__(self, index: CheckpointIndex) -> None:
         self._index = index
+        self.packed = index.packed
         self._files: dict[str, int] = {}
         self._lock = threading.Lock()  # guards the files and the count
         self.bytes_read = 0
@@ -60,7 +61,7 @@ class TensorReader:
         """Tensors stacked by rows: their bits, or their codes where all have those of one format, or their
         numbers. Raises ModelError where the checkpoint lacks one of this shape, or where its file changed
         since the index was made."""
-        if any(name in self._index.packed for name, _ in tensors):
+        if any(name in self.packed for name, _ in tensors):
             return together([self._whole(name, shape) for name, shape in tensors])
         entries = [self._entry(name, shape) for name, shape in tensors]
         rows = sum(entry.shape[0] for entry in entries)
@@ -77,7 +78,7 @@ class TensorReader:
         return RawTensor(dtype, shape, bits)
 
     def _whole(self, name: str, shape: tuple[int, ...]) -> RawTensor | Codes:
-        if name not in self._index.packed:
+        if name not in self.packed:
             return self.stacked([(name, shape)])
         return self.rows(TensorRows(name, shape, 0, shape[0]), 0, shape[0])
 
@@ -86,7 +87,7 @@ class TensorReader:
         of a matrix that is `whole`. Raises ModelError as `stacked`; ValueError outside of `part`."""
         if not 0 <= lo <= hi <= part.rows:
             raise ValueError(f"no rows {lo} to {hi} in {part}")
-        if part.name in self._index.packed and self._index.packed[part.name].shape == part.shape:
+        if part.name in self.packed and self.packed[part.name].shape == part.shape:
             return self.packed_rows(part.name, part.first + lo, part.first + hi)
         entry, columns = self._entry(part.name, part.shape), part.shape[-1]
         bits = np.empty((hi - lo, columns), dtype=BITS[entry.dtype])
@@ -95,7 +96,7 @@ class TensorReader:
 
     def packed_rows(self, name: str, lo: int, hi: int, place: int | None = None) -> RawTensor | Codes:
         """Rows of a quantized matrix, or of that at a place of the first axis, as `Packed.rows`."""
-        matrix = self._index.packed[name].rows(self._stored, lo, hi, place)
+        matrix = self.packed[name].rows(self._stored, lo, hi, place)
         if isinstance(matrix, Codes):
             return matrix
         return RawTensor("F32", matrix.shape, np.ascontiguousarray(matrix).view(np.uint32))
@@ -118,7 +119,7 @@ class TensorReader:
 
     def advise(self, part: TensorRows, advice: int) -> int:
         """Tell the kernel how `part` is used next (os.POSIX_FADV_*); returns its bytes. Raises as `rows`."""
-        matrix = self._index.packed.get(part.name)
+        matrix = self.packed.get(part.name)
         entry = self._entry(part.name, part.shape) if matrix is None else matrix.weight
         row = part.shape[-1] * BITS[entry.dtype]().itemsize if matrix is None else entry.nbytes // part.rows
         os.posix_fadvise(self._open(entry), entry.offset + part.first * row, part.rows * row, advice)

@@ -20,7 +20,8 @@ class WholeExperts:
     until the encoder has done with it. A context manager."""
 
     def __init__(self, locate: LocateExpert, read: Callable[[int, int], Sequence[Part]]) -> None:
-        """`locate`: names and shapes of the parts of an expert of a layer; `read`: the parts, for any thread."""
+        """`locate`: the parts of an expert of a layer, by name and shape; `read`: reads them, for any
+        thread."""
         self._locate, self._read_expert = locate, read
         self._threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
         self._parts: dict[str, tuple[Future[Sequence[Part]], int]] = {}  # being read, or read; by name

@@ -17,15 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipeline.checkpoint import open as opening
-from pipeline.checkpoint.converted import (
-    ConvertedExperts,
-    ConvertedTensors,
-    check_headers,
-    conversion_of,
-)
+from pipeline.checkpoint.converted import ConvertedTensors, check_headers, conversion_of
+from pipeline.checkpoint.converted_experts import ConvertedExperts
 from pipeline.checkpoint.decoder import MATRICES, decoder_of, experts_of, without_memory
 from pipeline.checkpoint.index import CheckpointIndex
-from pipeline.checkpoint.reader import RawTensor, TensorReader
+from pipeline.checkpoint.reader import TensorReader, numbers_of
 from pipeline.errors import ModelError
 from pipeline.models.config_keys import Config
 from pipeline.models.facts import Headers, expert_shape
@@ -47,10 +43,6 @@ def saved(model: PreTrainedModel, folder: Path, original: bool = False) -> Path:
     return folder
 
 
-def headers_of(index: CheckpointIndex) -> Headers:
-    return {name: (entry.dtype, entry.shape) for name, entry in index.tensors.items()}
-
-
 def checked(config: Config, headers: Headers) -> str:
     """What the child process says that checks a checkpoint's headers."""
     return check_headers(without_memory(*decoder_of(config)), headers)
@@ -58,13 +50,13 @@ def checked(config: Config, headers: Headers) -> str:
 
 def check_folder(folder: Path) -> str:
     index = CheckpointIndex.open(folder)
-    return checked(index.config, headers_of(index))
+    return checked(index.config, index.headers)
 
 
 def read_all(folder: Path) -> tuple[dict[str, Tensor], list[list[list[np.ndarray]]]]:
     """The parameters by name, and the matrices and biases of each layer's experts, float32."""
     index = CheckpointIndex.open(folder)
-    headers = headers_of(index)
+    headers = index.headers
     conversion = conversion_of(index.config, [*headers])
     with TensorReader(index) as reader:
         tensors = ConvertedTensors(conversion, reader, headers)
@@ -79,12 +71,6 @@ def read_all(folder: Path) -> tuple[dict[str, Tensor], list[list[list[np.ndarray
                 for layer in places
             ]
     return parameters, numbers
-
-
-def numbers_of(raw: RawTensor) -> np.ndarray:
-    if raw.dtype == "F32":
-        return raw.bits.view(np.float32)
-    return (raw.bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def expected_expert(module: Any, e: int) -> list[np.ndarray]:
