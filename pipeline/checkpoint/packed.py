@@ -190,7 +190,7 @@ class Fp4(Packed):
 
     def rows(self, read: Read, lo: int, hi: int, place: int | None = None) -> Matrix:
         stored = _rows(self.weight, read, lo, hi, place)
-        codes = _nibbles(stored.reshape(len(stored), -1))
+        codes = _nibbles(stored.reshape(len(stored), self.inputs // 2))
         scales = _rows(self.scale, read, lo, hi, place).view(np.uint8)
         if self.factor is None:
             return Codes("mxfp4", codes, scales)
@@ -262,7 +262,7 @@ def _nibbles(stored: Bytes) -> Bytes:
     codes = np.empty((*stored.shape, 2), np.uint8)
     np.bitwise_and(stored, 15, out=codes[..., 0])
     np.right_shift(stored, 4, out=codes[..., 1])
-    return codes.reshape(len(stored), -1)
+    return codes.reshape(len(stored), 2 * stored.shape[1])
 
 
 def _transposed(words: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -285,7 +285,7 @@ def _scales(entry: TensorEntry, read: Read, lo: int, hi: int) -> Float32:
     """Those of these rows [hi - lo or 1, groups or 1], whether each row has some or all the same."""
     one = not entry.shape or entry.shape[0] == 1
     stored = read(entry, 0, 1) if one else read(entry, lo, hi)
-    return _float32(entry, stored.reshape(len(stored) if stored.ndim else 1, -1))
+    return _float32(entry, stored.reshape(len(stored), entry.shape[1] if len(entry.shape) == 2 else 1))
 
 
 def _float32(entry: TensorEntry, stored: Numbers) -> Float32:

@@ -215,7 +215,7 @@ class _Finder:
             else:
                 shape = -(-outputs * bits // 32), scale.shape[-1] if len(scale.shape) == 2 else 1
                 zeros = self._part(f"{base}_zero_point", ("I32",), shape)
-        usual = bits == 4 or zeros is None
+        usual = (bits == 4 or zeros is None) and scale.dtype != "F32"
         return PackedIntegers((outputs, inputs), weight, scale, zeros, bits, group, usual)
 
     def _bits_of(self, name: str, words: int, scale: TensorEntry) -> tuple[int, int]:
@@ -273,16 +273,15 @@ class _Finder:
     def _fp4(self, name: str) -> Packed:
         stored = self._part(name, ("U8",), dims=(2,))
         base, (outputs, inputs) = name.removesuffix("_packed"), (stored.shape[0], 2 * stored.shape[1])
-        if self._scale_of(base) is None:
-            self._missing(f"{base}_scale")
-        if self._tensors[f"{base}_scale"].dtype != "F8_E4M3":
+        if self._part(f"{base}_scale", ("U8", "F8_E8M0", "F8_E4M3"), dims=(2,)).dtype != "F8_E4M3":
             scale = self._part(f"{base}_scale", ("U8", "F8_E8M0"), (outputs, -(-inputs // 32)))
             return Fp4((outputs, inputs), stored, scale, None, inverse=False)
         scale = self._part(f"{base}_scale", ("F8_E4M3",), (outputs, -(-inputs // 16)))
         inverse = base != name
-        factor = self._part(f"{base}_global_scale" if inverse else f"{base}_scale_2", ("F32",), dims=(0, 1))
+        whole = f"{base}_global_scale" if inverse else f"{base}_scale_2"
+        factor = self._part(whole, ("F32",), dims=(0, 1))
         if math.prod(factor.shape) != 1:
-            self._refuse(f"{base}_scale_2", f"has the shape {list(factor.shape)}, not one number")
+            self._refuse(whole, f"has the shape {list(factor.shape)}, not one number")
         return Fp4((outputs, inputs), stored, scale, factor, inverse)
 
     def _experts_fp4(self, name: str) -> Packed:
