@@ -85,7 +85,6 @@ class BlockFormat(TileFormat):
     """Base of the quantized formats: matrices of records."""
 
     scales = Scales.OWN
-    factors = False  # each matrix has one, behind the blocks
 
     def __init__(self, name: str, group: int, bits: int, inputs: int = 0, head: int = HEAD_BYTES) -> None:
         """`inputs`: of a record, one or more groups, 0: one; `head`: bytes of its scales and zeros."""
@@ -115,10 +114,11 @@ class BlockFormat(TileFormat):
         self.encode_part(w, out[:size], factor)
         self._put_factors(out, size, factor)
 
-    def encode_part(self, w: Float32, out: Bytes, factor: float = 1.0) -> None:
-        """Quantize some rows w [n, k] of a matrix with this factor into their blocks, uint8 [blocks_bytes(n,
-        k)]. Raises WeightsUnusable."""
-        encode_blocks(w, self.bits, self.group, out)
+    def encode_part(self, w: Float32 | Codes, out: Bytes, factor: float = 1.0) -> None:
+        """Write some rows w [n, k] of a matrix with this factor into their blocks, uint8 [blocks_bytes(n,
+        k)]: codes of this format, which have their own factor, without loss, and else quantized. Raises
+        WeightsUnusable."""
+        encode_blocks(w.values() if isinstance(w, Codes) else w, self.bits, self.group, out)
 
     def factor_of(self, w: Float32) -> float:
         """The factor of a matrix that is quantized, or of one with the same largest magnitude; 1 where the
@@ -198,19 +198,19 @@ class FileFormat(BlockFormat):
     def encode_codes(self, codes: Codes, out: Bytes) -> None:
         """Write the codes of a matrix, of this format, into out, uint8 [matrix_bytes(n, k)], without loss.
         Raises WeightsUnusable."""
+        if codes.format != self.name:
+            raise ValueError(f"codes of {codes.format} are none of {self.name}")
         size = self.blocks_bytes(*codes.shape)
         self.encode_part(codes, out[:size])
         self._put_factors(out, size, codes.factor)
 
     def encode_part(self, w: Float32 | Codes, out: Bytes, factor: float = 1.0) -> None:
-        """As of the other formats; codes have their own factor."""
-        if not isinstance(w, Codes):
+        if not isinstance(w, Codes) or w.format != self.name:
+            numbers = w.values() if isinstance(w, Codes) else w
             if self.scales is Scales.F16_ZEROS:
-                encode_blocks(w, self.bits, self.group, out, half=True)
+                encode_blocks(numbers, self.bits, self.group, out, half=True)
                 return
-            w = rounded(w, self.name, factor)
-        if w.format != self.name:
-            raise ValueError(f"codes of {w.format} are none of {self.name}")
+            w = rounded(numbers, self.name, factor)
         w.check()
         n, k = w.shape
         blocks, records, groups = -(-n // LANES), -(-k // self.inputs), self.inputs // self.group

@@ -231,7 +231,7 @@ def fp8(*shape: int) -> torch.Tensor:
         ("blocks", {"a.weight": fp8(2, 32, 64)}, "is F8_E4M3 [2, 32, 64], not F8_E4M3 2 dimensions"),
         ("nvfp4", {"a.weight_global_scale": None}, "lacks the tensor a.weight_global_scale"),
         ("nvfp4", {"a.weight_global_scale": torch.ones(2)}, "has the shape [2], not one number"),
-        ("modelopt", {"a.weight_scale": torch.ones(32, 4)}, "not U8 or F8_E8M0 [32, 2]"),
+        ("modelopt", {"a.weight_scale": torch.ones(32, 4)}, "is F32 [32, 4], not U8 or F8_E8M0 or F8_E4M3"),
         ("mxfp4", {"a.weight_scale": torch.ones(32, 3, dtype=torch.uint8)}, "is U8 [32, 3]"),
     ],
 )
