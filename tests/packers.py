@@ -100,7 +100,7 @@ def _groups_of(numbers: Tensor, group: int) -> Tensor:
 
 
 def _meant(codes: Tensor, scales: Tensor, zeros: Tensor, of_group: Tensor) -> Tensor:
-    return scales.float()[of_group].T * (codes - zeros[of_group].T).float()
+    return (scales.float()[of_group].T * (codes - zeros[of_group].T).float()).contiguous()
 
 
 def compressed(format: str, native: str | None, scale: torch.dtype = torch.bfloat16, **args: Any) -> Packing:
