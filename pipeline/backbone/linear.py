@@ -14,6 +14,7 @@ from pipeline.backbone.disk_cache import BackboneCache
 from pipeline.device.base import Device
 from pipeline.errors import ModelError
 from shm.blocks import BlockFormat
+from shm.codes import Codes
 from shm.errors import WeightsUnusable
 from shm.layout import FORMATS, Float32
 from workers.kernels.cuda.matrix import CudaMatrix
@@ -104,17 +105,17 @@ class Precision:
         return self._format is not None
 
     def quantized_matrix(
-        self, name: str, shape: tuple[int, int], numbers: Callable[[], Float32]
+        self, name: str, shape: tuple[int, int], rows: Callable[[], Float32 | Codes]
     ) -> HostMatrix | CudaMatrix:
-        """A quantized matrix [outputs, inputs]: from the cache under `name`, or made from its `numbers`.
-        Raises ModelError, which has the `name`, where they cannot be quantized."""
+        """A quantized matrix [outputs, inputs]: from the cache under `name`, or made from its `rows`. Raises
+        ModelError, which has the `name`, where they cannot be quantized."""
         assert self._format is not None
         data = None
         if self._cache is not None:
             data = self._cache.take(name, self._format.matrix_bytes(*shape))
         if data is None:
             try:
-                data = quantized(self._format, numbers())
+                data = quantized(self._format, rows())
             except WeightsUnusable as e:
                 raise ModelError(f"{name}: {e}") from None
             if self._cache is not None:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from pipeline.backbone.linear import BiasedLinear, DenseLinear, Linear, Precision, QuantizedLinear
 from pipeline.checkpoint.model_source import Tensors
-from pipeline.checkpoint.reader import RawTensor, to_float32
+from pipeline.checkpoint.reader import RawTensor, numbers_of, to_float32, together
 from pipeline.errors import ModelError
 from pipeline.models.architecture import TensorSpec
+from shm.codes import Codes
 from shm.layout import Float32
 from workers.kernels.cuda.matrix import CudaMatrix
 from workers.kernels.matrix import HostMatrix
@@ -74,14 +75,14 @@ class Weights:
         return BiasedLinear(linear, self._keep(torch.from_numpy(biases), torch.float32))
 
     def _quantized(self, roles: tuple[str, ...], order: RowOrder) -> HostMatrix | CudaMatrix:
-        def numbers() -> Float32:
-            parts = [_ordered(self._float32(role), role, order) for role in roles]
-            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        def rows() -> Float32 | Codes:
+            stored = together([_reordered(self._stored(role), role, order) for role in roles])
+            return stored if isinstance(stored, Codes) else numbers_of(stored)
 
         specs = [self._specs[role] for role in roles]
         shape = (sum(spec.shape[0] for spec in specs), specs[0].shape[1])
         names = ", ".join(spec.name for spec in specs)
-        matrix = self._precision.quantized_matrix(names, shape, numbers)
+        matrix = self._precision.quantized_matrix(names, shape, rows)
         self.bytes += matrix.bytes
         return matrix
 
@@ -90,6 +91,10 @@ class Weights:
         if f"{role}_bias" not in self:
             return np.zeros(self._specs[role].shape[0], np.float32)
         return _ordered(self._float32(f"{role}_bias"), role, order)
+
+    def _stored(self, role: str) -> RawTensor | Codes:
+        spec = self._specs[role]
+        return self._tensors.stacked([(spec.name, spec.shape)])
 
     def _float32(self, role: str) -> Float32:
         spec = self._specs[role]
@@ -105,8 +110,16 @@ def _ordered(rows: Rows, role: str, order: RowOrder) -> Rows:
     return rows[order[role]] if role in order else rows
 
 
-def tensor_of(raw: RawTensor) -> Tensor:
-    """A tensor of the same bits."""
+def _reordered(rows: RawTensor | Codes, role: str, order: RowOrder) -> RawTensor | Codes:
+    if role not in order:
+        return rows
+    return rows[order[role]] if isinstance(rows, Codes) else rows._replace(bits=rows.bits[order[role]])
+
+
+def tensor_of(raw: RawTensor | Codes) -> Tensor:
+    """A tensor of the same bits, or of the numbers that codes mean."""
+    if isinstance(raw, Codes):
+        return torch.from_numpy(raw.values())
     if raw.dtype == "BF16":
         return torch.from_numpy(raw.bits.view(np.int16)).view(torch.bfloat16)
     if raw.dtype == "F16":

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ import numpy as np
 from pipeline.checkpoint.encode import SAME_BITS, encode_experts
 from pipeline.checkpoint.index import CONFIG_FILE, CheckpointIndex, check_tensors, fingerprint, read_fields
 from pipeline.checkpoint.model_source import ModelSource
+from pipeline.checkpoint.packed import Packed
 from pipeline.checkpoint.random_model import RandomModel
 from pipeline.checkpoint.reader import TensorReader
 from pipeline.checkpoint.whole_experts import Part, WholeExperts
@@ -68,8 +68,7 @@ class Checkpoint(ModelSource):
         self.fused = self._architecture.is_fused(self._index.headers, self._spec)
         check_tensors(self._index, self._architecture, self._spec, self.fused)
         packed = [self._index.packed.get(part.name) for part in self._locate(0, 0)]
-        formats = {None if matrix is None else matrix.format for matrix in packed}
-        self.own_format = formats.pop() if len(formats) == 1 else None
+        self.quantized, self.own_format = _kinds(packed)
         self._whole = any(matrix is not None and matrix.whole for matrix in packed)
 
     def fingerprint(self, format_name: str, tile: int) -> str:
@@ -124,8 +123,7 @@ class ConvertedCheckpoint(ModelSource):
             self.note = check_headers(self.config, index.headers)
         except ModelError as e:
             raise ModelError(f"{index.listing}: {e}") from None
-        formats = Counter(m.format for name, m in index.packed.items() if EXPERT.search(name))
-        self.own_format = formats.most_common(1)[0][0] if formats else None
+        self.quantized, self.own_format = _kinds(m for name, m in index.packed.items() if EXPERT.search(name))
 
     def fingerprint(self, format_name: str, tile: int) -> str:
         return fingerprint(self._index, format_name, tile)
@@ -151,3 +149,10 @@ class ConvertedCheckpoint(ModelSource):
             with ConvertedExperts(conversion, reader, headers) as experts:
                 encode_experts(experts, experts.locate, builder, progress)
             return reader.bytes_read
+
+
+def _kinds(matrices: Iterable[Packed | None]) -> tuple[str, str | None]:
+    """What a user calls these matrices of experts, and the native format that keeps them all."""
+    kinds = {("", None) if matrix is None else (matrix.kind, matrix.format) for matrix in matrices}
+    names, formats = {name for name, _ in kinds if name}, {format for _, format in kinds}
+    return " and ".join(sorted(names)), formats.pop() if len(formats) == 1 else None

@@ -63,6 +63,11 @@ class Packed(ABC):
 
     @property
     @abstractmethod
+    def kind(self) -> str:
+        """For the user."""
+
+    @property
+    @abstractmethod
     def format(self) -> str | None:
         """The native format of its codes, if the numbers in its file are as usual; else None."""
 
@@ -80,6 +85,12 @@ class Integers(Packed):
     group: int
     usual: bool  # inputs in order, and 8 bits are symmetric
 
+    method: ClassVar[str]
+
+    @property
+    def kind(self) -> str:
+        return f"{self.method}int{self.bits}"
+
     @property
     def format(self) -> str | None:
         return integer_format(self.bits, self.group) if self.usual else None
@@ -87,7 +98,7 @@ class Integers(Packed):
 
 @dataclass(frozen=True)
 class Awq(Integers):
-    whole = True
+    whole, method = True, "AWQ "
 
     def rows(self, read: Read, lo: int, hi: int, place: int | None = None) -> Matrix:
         assert self.zeros is not None
@@ -100,7 +111,7 @@ class Awq(Integers):
 
 @dataclass(frozen=True)
 class Gptq(Integers):
-    whole = True
+    whole, method = True, "GPTQ "
     offset: int  # what a stored zero lacks: 1 in version 1
     order: TensorEntry | None  # the group of each input
 
@@ -122,6 +133,8 @@ class Gptq(Integers):
 @dataclass(frozen=True)
 class PackedIntegers(Integers):
     """Those of compressed-tensors, in words or, where they have 8 bits, as signed bytes."""
+
+    method = ""
 
     def rows(self, read: Read, lo: int, hi: int, place: int | None = None) -> Matrix:
         inputs, middle = self.shape[1], 1 << self.bits - 1
@@ -147,6 +160,10 @@ class Fp8(Packed):
     """E4M3 codes; blocks share a scale."""
 
     block: tuple[int, int]  # rows and columns
+
+    @property
+    def kind(self) -> str:
+        return "FP8"
 
     @property
     def format(self) -> str | None:
@@ -185,8 +202,12 @@ class Fp4(Packed):
     inverse: bool  # the whole matrix is divided by its factor
 
     @property
+    def kind(self) -> str:
+        return "MXFP4" if self.factor is None else "NVFP4"
+
+    @property
     def format(self) -> str | None:
-        return "mxfp4" if self.factor is None else "nvfp4"
+        return self.kind.lower()
 
     def rows(self, read: Read, lo: int, hi: int, place: int | None = None) -> Matrix:
         stored = _rows(self.weight, read, lo, hi, place)
