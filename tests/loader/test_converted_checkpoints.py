@@ -30,10 +30,11 @@ from pipeline.models.config_keys import Config
 from pipeline.models.facts import Headers, expert_shape
 from pipeline.models.registry import architecture_of, model_spec
 from shm.codes import Codes
-from shm.layout import format_named
+from shm.layout import ExpertShape, format_named
 from shm.manifest import StoreManifest
 from shm.segment import unlink
 from shm.store import StoreBuilder
+from workers.kernels.reference import tile_numbers
 
 # Fused, each for itself, joined, transposed, interleaved; with biases; ungated; beside other parts.
 SAMPLE = ("aria", "deepseek_v3", "ernie4_5_vl_moe", "gpt_oss", "nemotron_h")
@@ -231,7 +232,62 @@ def test_experts_in_mxfp4_fill_a_store(tmp_path: Path, monkeypatch: pytest.Monke
         unlink(name)
 
 
-EXPERT_MATRIX = re.compile(r"\.experts\.\d+\..*\.weight$")
+GROUPS_OF_4_BITS = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+ROUTED = re.compile(r"\.experts\.\d+\..*\.weight$")  # a matrix of one expert
+
+
+def packed_up(tensors: dict[str, Tensor], packing: Packing) -> dict[str, Tensor]:
+    """Quantizes the experts' matrices, and some of the backbone's; what all tensors mean."""
+    meant = dict(tensors)
+    packed = [name for name in tensors if ROUTED.search(name) or name.endswith("o_proj.weight")]
+    assert len(packed) > 20
+    for name in packed:
+        parts, meant[name] = packing.pack(name.removesuffix(".weight"), tensors.pop(name))
+        tensors |= parts
+    return meant
+
+
+@pytest.mark.parametrize(
+    ("family", "packing", "tile", "kind"),
+    [
+        ("mixtral", packers.awq(32, "int4-f16-g32"), 64, "AWQ int4"),  # of families of our own
+        ("minimax_m2", packers.gptq(32, "q8_0", bits=8), 32, "GPTQ int8"),
+        ("glm4_moe", packers.modelopt_nvfp4(), 32, "NVFP4"),
+        ("dots1", packers.gptq(64, "int4-f16", sym=False), 64, "GPTQ int4"),
+        ("glm4v_moe", packers.compressed("mxfp4-pack-quantized", "mxfp4", **GROUPS_OF_4_BITS), 64, "MXFP4"),
+    ],
+)
+def test_experts_fill_a_store_without_loss(
+    family: str, packing: Packing, tile: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = tensors_in(saved(tiny_model(family, moe_intermediate_size=96), tmp_path, original=True))
+    meant = packed_up(tensors, packing)
+    rewrite(tmp_path, tensors, quantization_config=packing.settings)
+    monkeypatch.setattr(opening, "check_headers", checked)
+    monkeypatch.setattr(opening, "facts_of", lambda config: None)
+    source = opening.open_model(tmp_path)
+    assert (source.quantized, source.own_format) == (kind, packing.format)
+    places = sorted({name.rpartition(".experts.")[0] for name in meant if ROUTED.search(name)})
+    w1 = f"{places[0]}.experts.0.w1.weight" in meant
+    names = ("w1", "w3", "w2") if w1 else ("gate_proj", "up_proj", "down_proj")
+    intermediate = len(meant[f"{places[0]}.experts.0.{names[0]}.weight"])
+    shape = ExpertShape(len(places), 8, 64, intermediate, tile)
+    builder = StoreBuilder.create(
+        f"tandem-test-{os.getpid()}-packed", StoreManifest("0" * 64, shape, packing.format or "f32", "m")
+    )
+    try:
+        assert source.fill(builder, lambda done: None) > 0
+        for layer, place in enumerate(places):
+            for e in range(shape.experts):
+                whole = torch.from_numpy(builder.expert(layer, e)[: shape.tiles * builder.layout.tile_bytes])
+                tiles = whole.view(shape.tiles, -1)
+                found = torch.cat([tile_numbers(builder.layout, tile) for tile in tiles], 1)
+                gate, up, down = (meant[f"{place}.experts.{e}.{name}.weight"] for name in names)
+                assert torch.equal(found[:, :intermediate], torch.stack((gate, up, down.T)))
+                assert not found[:2, intermediate:].any()
+        builder.finish()
+    finally:
+        unlink(f"tandem-test-{os.getpid()}-packed")
 
 
 @pytest.mark.parametrize(
@@ -248,12 +304,7 @@ def test_experts_of_any_family_keep_their_codes(family: str, packing: Packing, t
     """Some matrices of the backbone are quantized, too."""
     model = tiny_model(family)
     tensors = tensors_in(saved(model, tmp_path, original=True))
-    meant = dict(tensors)
-    packed = [name for name in tensors if EXPERT_MATRIX.search(name) or name.endswith("o_proj.weight")]
-    assert len(packed) > 30
-    for name in packed:
-        parts, meant[name] = packing.pack(name.removesuffix(".weight"), tensors.pop(name))
-        tensors |= parts
+    meant = packed_up(tensors, packing)
     check_equal_after(meant, model, tmp_path)
     rewrite(tmp_path, tensors, quantization_config=packing.settings)
     check_folder(tmp_path)
