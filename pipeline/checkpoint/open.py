@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.checkpoint.encode import SAME_BITS, encode_experts
 from pipeline.checkpoint.index import CONFIG_FILE, CheckpointIndex, check_tensors, fingerprint, read_fields
-from pipeline.checkpoint.model_source import ModelSource
+from pipeline.checkpoint.model_source import ModelSource, OwnMatrix
 from pipeline.checkpoint.packed import Packed
 from pipeline.checkpoint.random_model import RandomModel
 from pipeline.checkpoint.reader import TensorReader
@@ -70,6 +70,12 @@ class Checkpoint(ModelSource):
         packed = [self._index.packed.get(part.name) for part in self._locate(0, 0)]
         self.quantized, self.own_format = _kinds(packed)
         self._whole = any(matrix is not None and matrix.whole for matrix in packed)
+        backbone = {tensor.name for tensor in self._architecture.backbone(self._spec, self.fused)}
+        self.own_matrices = {
+            name: OwnMatrix(matrix.format or "int8", matrix.shape)
+            for name, matrix in self._index.packed.items()
+            if name in backbone and matrix.format != "fp8"  # which has no products: they are bf16 then
+        }
 
     def fingerprint(self, format_name: str, tile: int) -> str:
         return fingerprint(self._index, format_name, tile)

@@ -37,7 +37,7 @@ Read = Callable[[TensorEntry, int, int], Numbers]  # places [lo, hi) of a tensor
 Matrix = Codes | Float32
 
 NATIVE_GROUPS = {128: "int4-f16-g128", 64: "int4-f16", 32: "int4-f16-g32"}
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs of a word
+AWQ_ORDER = (0, 2), (4, 6), (1, 3), (5, 7)  # the outputs of each byte of a word
 FP8_BLOCK = 128
 TRANSPOSED = 16  # rows of words that are transposed at a time: those of a line of 64 bytes
 
@@ -267,8 +267,10 @@ def _awq_outputs(words: NDArray[np.int32]) -> Bytes:
     """[rows, N/8] to [N, rows]."""
     turned = _transposed(words)
     codes = np.empty((turned.shape[0], 8, turned.shape[1]), np.uint8)
-    for place, output in enumerate(AWQ_ORDER):
-        codes[:, output] = turned >> 4 * place & 15
+    stored = turned.view(np.uint8).reshape(*turned.shape, 4)
+    for byte, (low, high) in enumerate(AWQ_ORDER):
+        np.bitwise_and(stored[..., byte], 15, out=codes[:, low])
+        np.right_shift(stored[..., byte], 4, out=codes[:, high])
     return codes.reshape(-1, turned.shape[1])
 
 
