@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
-from gguf.constants import MODEL_ARCH, GGML_QUANT_SIZES
+from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -37,11 +37,13 @@ Kind = Callable[[str, tuple[int, ...]], Type]  # of a tensor by its name in the 
 
 
 def plain(kind: Type) -> Kind:
-    """Matrices of this type where their rows are whole blocks, else F16; vectors, and what llama.cpp wants so,
-    in F32."""
+    """Matrices of this type where their rows are whole blocks, else F16; in F32 vectors, and what llama.cpp
+    wants so."""
 
     def of(name: str, shape: tuple[int, ...]) -> Type:
-        if len([size for size in shape if size > 1]) < 2 or re.search(r"ffn_gate_inp|ssm_conv1d|\.bias$", name):
+        if len([size for size in shape if size > 1]) < 2 or re.search(
+            r"ffn_gate_inp|ssm_conv1d|\.bias$", name
+        ):
             return Type.F32
         return kind if shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else Type.F16
 
@@ -56,8 +58,11 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], Tensors]:
     return json.loads((folder / "config.json").read_bytes()), tensors
 
 
-def write_gguf(folder: Path, path: Path, kind: Kind = plain(Type.F32), split_tensors: int = 0) -> Path:
-    """Write the checkpoint in `folder` as one file, or as several of so many tensors each; the first's path."""
+FLOATS = plain(Type.F32)
+
+
+def write_gguf(folder: Path, path: Path, kind: Kind = FLOATS, split_tensors: int = 0) -> Path:
+    """Write the checkpoint in `folder` as one file, or several of so many tensors each; the first's path."""
     config, tensors = read_checkpoint(folder)
     config = with_rope(config)
     architecture = ARCHITECTURES[config["model_type"]]

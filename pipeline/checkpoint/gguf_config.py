@@ -1,7 +1,7 @@
 """What the settings of a GGUF file mean as the config.json of a checkpoint of Hugging Face.
 
-llama.cpp names a setting alike for every architecture (`{arch}.block_count`), and knows by architecture what no
-setting says.
+llama.cpp names a setting alike for every architecture (`{arch}.block_count`), and knows by architecture what
+no setting says.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 def open_model(model: Path) -> ModelSource:
-    """The checkpoint in this folder or GGUF file, or random weights for a shape:NAME. Reads no weights. Raises
-    ModelError, one line, where the model does not exist or cannot be used."""
+    """The checkpoint in this folder or GGUF file, or random weights for a shape:NAME. Reads no weights.
+    Raises ModelError, one line, where the model does not exist or cannot be used."""
     if is_shape(model):
         return RandomModel(str(model))
     if is_gguf(model):
