@@ -150,7 +150,8 @@ def write_settings(w: gguf.GGUFWriter, c: Config) -> None:
     latent = c["model_type"] in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
     w.add_head_count_kv(1 if latent else c["num_key_value_heads"])
     w.add_layer_norm_rms_eps(c["rms_norm_eps"])
-    w.add_rope_freq_base(c["rope_theta"])
+    if "rope_theta" in c:
+        w.add_rope_freq_base(c["rope_theta"])
     w.add_expert_used_count(c["num_experts_per_tok"])
     experts = next(c[k] for k in ("num_local_experts", "num_experts", "n_routed_experts") if k in c)
     w.add_expert_count(experts)
