@@ -42,7 +42,7 @@ LONG = 256  # values of a list
 FIRST_READ = 1 << 16  # bytes; doubled until they hold the header
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 SPLIT_NUMBER, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
-NUMBERS = {
+NUMBERS: dict[GGUFValueType, np.dtype[Any]] = {
     GGUFValueType.UINT8: np.dtype("<u1"),
     GGUFValueType.INT8: np.dtype("<i1"),
     GGUFValueType.UINT16: np.dtype("<u2"),

@@ -15,7 +15,7 @@ from gguf.quants import dequantize
 
 from pipeline.checkpoint.gguf_names import Source
 from pipeline.checkpoint.index import BITS, CheckpointIndex
-from pipeline.checkpoint.reader import RawTensor, TensorReader, numbers_of
+from pipeline.checkpoint.reader import Bits, RawTensor, TensorReader, numbers_of
 from pipeline.models.architecture import TensorRows
 from shm.codes import Codes
 from shm.huge import private
@@ -30,7 +30,8 @@ CHUNK = 1 << 21  # numbers that are dequantized at a time
 
 def _blocks(data: Bytes, dtype: str) -> Bytes:
     """[rows, blocks, bytes of a block] of [rows, bytes]."""
-    return data.reshape(len(data), -1, GGML_QUANT_SIZES[GGMLQuantizationType[dtype]][1])
+    size = GGML_QUANT_SIZES[GGMLQuantizationType[dtype]][1]
+    return data.reshape(len(data), data.shape[1] // size, size)
 
 
 def _nibbles(packed: Bytes) -> Bytes:
@@ -38,7 +39,7 @@ def _nibbles(packed: Bytes) -> Bytes:
     codes = np.empty((*packed.shape[:2], 2, 16), np.uint8)
     np.bitwise_and(packed, 15, out=codes[:, :, 0])
     np.right_shift(packed, 4, out=codes[:, :, 1])
-    return codes.reshape(len(packed), -1)
+    return codes.reshape(len(packed), 32 * packed.shape[1])
 
 
 def _q4_0(data: Bytes) -> Codes:
@@ -49,7 +50,7 @@ def _q4_0(data: Bytes) -> Codes:
 def _q8_0(data: Bytes) -> Codes:
     """int8 of the file, plus 128."""
     blocks = _blocks(data, "Q8_0")
-    codes = (blocks[..., 2:] ^ 0x80).reshape(len(data), -1)
+    codes = (blocks[..., 2:] ^ np.uint8(0x80)).reshape(len(data), 32 * blocks.shape[1])
     return Codes("q8_0", codes, blocks[..., :2].copy().view(np.uint16)[..., 0])
 
 
@@ -84,20 +85,7 @@ class GgufReader:
     def stacked(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor | Codes:
         """Tensors stacked by rows, as the files have them; their numbers where kinds differ. Raises
         ModelError."""
-        parts = [self._whole(self._sources(name, shape), shape) for name, shape in tensors]
-        if len(parts) == 1:
-            return parts[0]
-        coded = [part for part in parts if isinstance(part, Codes)]
-        if len(coded) == len(parts) and len({part.format for part in coded}) == 1:
-            codes, scales = (
-                np.concatenate([getattr(c, name) for c in coded]) for name in ("codes", "scales")
-            )
-            return Codes(coded[0].format, codes, scales)
-        raw = [part for part in parts if isinstance(part, RawTensor)]
-        if len(raw) == len(parts) and len({part.dtype for part in raw}) == 1:
-            bits = np.concatenate([part.bits for part in raw])
-            return RawTensor(raw[0].dtype, bits.shape, bits)
-        return _raw(np.concatenate([numbers_of(part) for part in parts]))
+        return _stacked([self._whole(self._sources(name, shape), shape) for name, shape in tensors])
 
     def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor | Codes:
         """As TensorReader.rows, of a tensor by its name in the file."""
@@ -121,7 +109,7 @@ class GgufReader:
         if source.made is not None and len(parts) > 1:
             of_parts = zip(parts, source.parts, strict=True)
             return _raw(source.made(*(numbers_of(part).reshape(size) for part, (_, size) in of_parts)))
-        whole = parts[0] if len(parts) == 1 else _raw(np.concatenate([numbers_of(part) for part in parts]))
+        whole = _stacked(parts)
         if isinstance(whole, Codes) and (len(shape) != 2 or source.made is not None):
             whole = _raw(whole.values())
         if isinstance(whole, Codes):
@@ -135,20 +123,37 @@ class GgufReader:
     def _rows(self, name: str, lo: int, hi: int) -> RawTensor | Codes:
         """Rows [lo, hi) of a tensor of the file; the caller owns them."""
         entry = self._tensors[name]
-        shape = hi - lo, entry.shape[1]
+        shape, row = (hi - lo, entry.shape[1]), entry.nbytes // entry.shape[0]
         if entry.dtype in BITS:
-            bits = self._reader.part(name, lo, hi).view(BITS[entry.dtype])
+            bits: Bits = self._reader.part(name, lo, hi).view(BITS[entry.dtype])
             return RawTensor(entry.dtype, shape, bits.reshape(shape))
         if entry.dtype in CODED:
-            return CODED[entry.dtype](self._reader.part(name, lo, hi).reshape(hi - lo, -1))
+            return CODED[entry.dtype](self._reader.part(name, lo, hi).reshape(hi - lo, row))
         numbers = private(4 * math.prod(shape)).view(np.float32).reshape(shape)
         step = max(1, CHUNK // entry.shape[1])
         for first in range(lo, hi, step):
             last = min(first + step, hi)
-            blocks = self._reader.part(name, first, last).reshape(last - first, -1)
+            blocks = self._reader.part(name, first, last).reshape(last - first, row)
             with np.errstate(all="ignore"):  # infinite or not a number: whoever reads them refuses them
                 numbers[first - lo : last - lo] = dequantize(blocks, GGMLQuantizationType[entry.dtype])
         return _raw(numbers)
+
+
+def _stacked(parts: Sequence[RawTensor | Codes]) -> RawTensor | Codes:
+    """Stacked by rows: as they are where all are of one kind, else their numbers."""
+    if len(parts) == 1:
+        return parts[0]
+    coded = [part for part in parts if isinstance(part, Codes)]
+    if len(coded) == len(parts) and len({part.format for part in coded}) == 1:
+        codes, scales = (
+            np.concatenate([getattr(part, name) for part in coded]) for name in ("codes", "scales")
+        )
+        return Codes(coded[0].format, codes, scales)
+    raw = [part for part in parts if isinstance(part, RawTensor)]
+    if len(raw) == len(parts) and len({part.dtype for part in raw}) == 1:
+        bits = np.concatenate([part.bits for part in raw])
+        return RawTensor(raw[0].dtype, bits.shape, bits)
+    return _raw(np.concatenate([numbers_of(part) for part in parts]))
 
 
 def _raw(numbers: Float32) -> RawTensor:
@@ -164,10 +169,7 @@ def _ordered_codes(codes: Codes, source: Source) -> RawTensor | Codes:
         return codes
     group = codes.kind.group
     first = source.columns[::group]
-    if (
-        len(source.columns) % group
-        or not np.array_equal(source.columns, (first[:, None] + np.arange(group)).reshape(-1))
-        or (first % group).any()
-    ):
+    groups = (first[:, None] + np.arange(group)).reshape(-1)
+    if (first % group).any() or not np.array_equal(groups, source.columns):
         return _raw(codes.values()[:, source.columns])
-    return Codes(codes.format, codes.codes[:, source.columns], codes.scales[:, first // group])
+    return Codes(codes.format, codes.codes[:, groups], codes.scales[:, first // group])
