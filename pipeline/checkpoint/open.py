@@ -71,6 +71,8 @@ class Checkpoint(ModelSource):
 
     def worth_keeping(self, format_name: str) -> bool:
         """False where the store has the checkpoint's bits: reading the checkpoint again is about as fast."""
+        if format_name == self.own_format:
+            return False
         shape = len(self._spec.moe_layers), self._spec.experts
         names = {part.name for place in np.ndindex(shape) for part in self.locate(*place)}
         return any(SAME_BITS.get(self._index.tensors[name].dtype) != format_name for name in names)
@@ -111,7 +113,7 @@ class ConvertedCheckpoint(ModelSource):
         return fingerprint(self._index, format_name, tile)
 
     def worth_keeping(self, format_name: str) -> bool:
-        return True
+        return format_name != self.own_format
 
     @contextmanager
     def tensors(self) -> Iterator[ConvertedTensors]:
