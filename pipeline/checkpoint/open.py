@@ -1,4 +1,5 @@
-"""Opens the model that `--model` names: a Hugging Face checkpoint folder, or a shape with random weights."""
+"""Opens the model that `--model` names: a Hugging Face checkpoint folder, a GGUF file, or a shape with random
+weights."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from pipeline.errors import ModelError
 from pipeline.models.architecture import ExpertRows
 from pipeline.models.facts import check_headers, facts_of, is_own
 from pipeline.models.registry import architecture_of, model_spec
-from pipeline.models.shapes import is_shape, short_name
+from pipeline.models.shapes import is_gguf, is_shape, short_name
 from shm.store import StoreBuilder
 
 if TYPE_CHECKING:
@@ -33,10 +34,14 @@ EXPERT = re.compile(r"(^|\.)experts\.")  # in the name of a routed expert's matr
 
 
 def open_model(model: Path) -> ModelSource:
-    """The checkpoint in this folder, or random weights for a shape:NAME. Reads no weights. Raises ModelError,
-    one line, where the model does not exist or cannot be used."""
+    """The checkpoint in this folder or GGUF file, or random weights for a shape:NAME. Reads no weights.
+    Raises ModelError, one line, where the model does not exist or cannot be used."""
     if is_shape(model):
         return RandomModel(str(model))
+    if is_gguf(model):
+        from pipeline.checkpoint.gguf_model import GgufCheckpoint  # the gguf package takes a while
+
+        return GgufCheckpoint(model)
     index = CheckpointIndex.open(model)
     stacked = any(len(matrix.shape) > 2 for matrix in index.packed.values())  # those of all experts
     if is_own(index.config) and not stacked:
@@ -48,7 +53,7 @@ def open_config(model: Path) -> ModelSource:
     """The model, or what its config says where its folder holds no weights, as for one of the Hub that is not
     downloaded. Raises ModelError."""
     config = model / CONFIG_FILE
-    if is_shape(model) or not config.exists() or any(model.glob("*.safetensors*")):
+    if is_shape(model) or is_gguf(model) or not config.exists() or any(model.glob("*.safetensors*")):
         return open_model(model)
     return RandomModel(short_name(str(model)), read_fields(config))
 
@@ -68,7 +73,7 @@ class Checkpoint(ModelSource):
         self._spec = model_spec(self.config)
         self.fused = self._architecture.is_fused(self._index.headers, self._spec)
         check_tensors(self._index, self._architecture, self._spec, self.fused)
-        packed = [self._index.packed.get(part.name) for part in self._locate(0, 0)]
+        packed = [self._index.packed.get(part.name) for part in self.locate(0, 0)]
         self.quantized, self.own_format = _kinds(packed)
         self._whole = any(matrix is not None and matrix.whole for matrix in packed)
         backbone = {tensor.name for tensor in self._architecture.backbone(self._spec, self.fused)}
@@ -86,7 +91,7 @@ class Checkpoint(ModelSource):
         if format_name == self.own_format:
             return False
         shape = len(self._spec.moe_layers), self._spec.experts
-        names = {part.name for place in np.ndindex(shape) for part in self._locate(*place)}
+        names = {part.name for place in np.ndindex(shape) for part in self.locate(*place)}
         if any(name in self._index.packed for name in names):
             return True
         return any(SAME_BITS.get(self._index.tensors[name].dtype) != format_name for name in names)
@@ -97,17 +102,17 @@ class Checkpoint(ModelSource):
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
         with TensorReader(self._index) as reader:
             if not self._whole:
-                encode_experts(reader, self._locate, builder, progress)
+                encode_experts(reader, self.locate, builder, progress)
                 return reader.bytes_read
 
             def read(layer: int, expert: int) -> list[Part]:
-                return [reader.rows(part, 0, part.rows) for part in self._locate(layer, expert)]
+                return [reader.rows(part, 0, part.rows) for part in self.locate(layer, expert)]
 
-            with WholeExperts(self._locate, read) as experts:
+            with WholeExperts(self.locate, read) as experts:
                 encode_experts(experts, experts.locate, builder, progress)
             return reader.bytes_read
 
-    def _locate(self, layer: int, expert: int) -> ExpertRows:
+    def locate(self, layer: int, expert: int) -> ExpertRows:
         """An expert's location; `layer` counts only layers with experts, as in the store."""
         return self._architecture.expert(self._spec, self._spec.moe_layers[layer], expert, self.fused)
 

@@ -118,10 +118,11 @@ class TensorReader:
         return out
 
     def advise(self, part: TensorRows, advice: int) -> int:
-        """Tell the kernel how `part` is used next (os.POSIX_FADV_*); returns its bytes. Raises as `rows`."""
+        """Tell the kernel how `part`, of a tensor of any dtype, is used next (os.POSIX_FADV_*); returns its
+        bytes. Raises as `part`."""
         matrix = self.packed.get(part.name)
-        entry = self._entry(part.name, part.shape) if matrix is None else matrix.weight
-        row = part.shape[-1] * BITS[entry.dtype]().itemsize if matrix is None else entry.nbytes // part.rows
+        entry = self._index.tensors[part.name] if matrix is None else matrix.weight
+        row = entry.nbytes // (math.prod(entry.shape[:-1]) if matrix is None else part.rows)
         os.posix_fadvise(self._open(entry), entry.offset + part.first * row, part.rows * row, advice)
         return part.rows * row
 
