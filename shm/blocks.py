@@ -30,6 +30,21 @@ instruction multiplies four inputs of all 16 outputs and no sum ever runs across
 
         the j-th 64 bytes; byte 4*i + b: u of input 4*j + b
 
+Formats of files, which keep their codes without loss (`shm/codes.py` says what a code means). A record holds
+the scales of each of its groups for 16 outputs, then lines of codes packed as int4's or int8's:
+
+    record          inputs   bytes     head
+    q4_0            32       288       | 16 scales, binary16 |
+    q8_0            32       544       | 16 scales, binary16 |
+    mxfp4           64       544       | 16 scales, E8M0 | 16 scales of the second 32 inputs |
+    nvfp4           32       288       | 16 scales, E4M3 | 16 scales of the second 16 inputs |
+    int4-f16[-gG]   G        64 + 8*G  | 16 scales, binary16 | 16 zeros, bf16 |
+
+nvfp4 has a float32 factor of each matrix, too. A tile has one line of 64 bytes behind its matrices, at a
+multiple of 64, with their factors in the matrices' order; a matrix of the backbone one behind its blocks:
+
+    | gate [T, H] | up [T, H] | down [H, T] | factors of gate, up and down, float32, zeros |
+
 Outputs that only pad have scale 0 and zero 0 (int2, int4) or scale 0 (int8), so they are exactly 0. Inputs
 that only pad have q = 0 (int2, int4) or u = 128 (int8); a kernel's activations are 0 there.
 
@@ -41,46 +56,99 @@ Groups run along the axis that is summed over: hidden for gate and up, the tile'
 
 from __future__ import annotations
 
-from shm.formats import NO_HEAD, Bytes, Float32, TileFormat, there
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+
+from shm.codes import CODE_FORMATS, Codes
+from shm.expert_math import SWIGLU, ExpertMath
+from shm.formats import LINE, NO_HEAD, Bytes, Float32, TileFormat, there, whole_lines
 from shm.quantize import HEAD_BYTES, LANES, encode_blocks
 
-__all__ = ["HEAD_BYTES", "LANES", "BlockFormat", "Int2", "Int4", "Int8"]
+__all__ = ["HEAD_BYTES", "LANES", "BlockFormat", "FileFormat", "Int2", "Int4", "Int8", "Scales"]
+
+
+class Scales(IntEnum):
+    """The kind of a record's head; the numbers are those of the C kernels."""
+
+    OWN = 0  # of int2, int4 and int8
+    F16 = 1  # binary16
+    F16_ZEROS = 2  # binary16, and zeros in bfloat16
+    E8M0 = 3
+    E4M3 = 4
 
 
 class BlockFormat(TileFormat):
     """Base of the quantized formats: matrices of records."""
 
-    def __init__(self, name: str, group: int, bits: int) -> None:
+    scales = Scales.OWN
+    factors = False  # each matrix has one, behind the blocks
+
+    def __init__(self, name: str, group: int, bits: int, inputs: int = 0, head: int = HEAD_BYTES) -> None:
+        """`inputs`: of a record, one or more groups, by default one; `head`: bytes of its scales and zeros."""
         self.name = name
-        self.group = group
+        self.group = group  # inputs that share a scale, also of a kernel's activations
         self.bits = bits
-        self.record_bytes = HEAD_BYTES + LANES * group * bits // 8
+        self.inputs = inputs or group
+        self.record_head = head
+        self.record_bytes = head + LANES * self.inputs * bits // 8
 
     @property
     def granularity(self) -> int:
-        return self.group
+        return self.inputs
+
+    def blocks_bytes(self, n: int, k: int) -> int:
+        """Bytes of the blocks of n outputs and k inputs."""
+        return -(-n // LANES) * -(-k // self.inputs) * self.record_bytes
 
     def matrix_bytes(self, n: int, k: int) -> int:
-        """Bytes of a matrix of n outputs and k inputs."""
-        return -(-n // LANES) * -(-k // self.group) * self.record_bytes
+        """Bytes of a matrix of n outputs and k inputs that is in no tile: its blocks, and its factor."""
+        size = self.blocks_bytes(n, k)
+        return whole_lines(size) + LINE if self.factors else size
 
-    def encode_matrix(self, w: Float32, out: Bytes) -> None:
-        """Quantize w [n, k] (any strides) into out, uint8 [matrix_bytes(n, k)]. Raises WeightsUnusable."""
+    def encode_matrix(self, w: Float32, out: Bytes, factor: float = 1.0) -> None:
+        """Quantize w [n, k] (any strides) into out, uint8 [blocks_bytes(n, k)]. `factor`: of the matrix, see
+        `factor_of`. Raises WeightsUnusable."""
         encode_blocks(w, self.bits, self.group, out)
 
+    def factor_of(self, largest: float) -> float:
+        """The factor of a matrix whose largest magnitude this is, for `encode_matrix`: 1 of a format
+        without."""
+        return 1.0
+
     def matrices_bytes(self, hidden: int, tile: int, matrices: int = 3) -> int:
-        if tile % self.group:
-            raise ValueError(f"a tile of {self.name} needs a multiple of {self.group} channels, not {tile}")
-        return (matrices - 1) * self.matrix_bytes(tile, hidden) + self.matrix_bytes(hidden, tile)
+        size = self._tile_blocks(hidden, tile, matrices)
+        return whole_lines(size) + LINE if self.factors else size
+
+    def beside_matrices(self, data: Bytes, hidden: int, tile: int, math: ExpertMath) -> Bytes:
+        return data[None, self._tile_blocks(hidden, tile, math.matrices) :]
+
+    def _tile_blocks(self, hidden: int, tile: int, matrices: int) -> int:
+        if tile % self.inputs:
+            raise ValueError(f"a tile of {self.name} needs a multiple of {self.inputs} channels, not {tile}")
+        return (matrices - 1) * self.blocks_bytes(tile, hidden) + self.blocks_bytes(hidden, tile)
+
+    def factors_of(self, data: Bytes) -> Float32:
+        """The line of factors of a matrix uint8 [matrix_bytes], or of a tile's matrices uint8
+        [matrices_bytes]: a view float32 [16]."""
+        return data[len(data) - LINE :].view("<f4")
 
     def encode(
         self, gate: Float32 | None, up: Float32, down: Float32, out: Bytes, head: Bytes = NO_HEAD
     ) -> None:
         start = 0
-        for w in there(gate, up, down.T):
-            size = self.matrix_bytes(*w.shape)
-            self.encode_matrix(w, out[start : start + size])
+        factors = []
+        matrices = there(gate, up, down.T)
+        for w in matrices:
+            size = self.blocks_bytes(*w.shape)
+            factors.append(self.factor_of(float(np.abs(w).max())) if self.factors else 1.0)
+            self.encode_matrix(w, out[start : start + size], factors[-1])
             start += size
+        if self.factors:
+            end = self.matrices_bytes(up.shape[1], len(up), len(matrices))
+            out[start:end] = 0
+            self.factors_of(out[:end])[: len(factors)] = factors
 
 
 class Int8(BlockFormat):
@@ -102,3 +170,32 @@ class Int2(BlockFormat):
 
     def __init__(self, group: int) -> None:
         super().__init__("int2" if group == 64 else f"int2-g{group}", group, bits=2)
+
+
+class FileFormat(BlockFormat):
+    """A format of files, whose codes it keeps without loss."""
+
+    def __init__(self, name: str, scales: Scales) -> None:
+        kind = CODE_FORMATS[name]
+        groups = 2 if kind.scales is not None else 1  # of a record
+        head = HEAD_BYTES if kind.zeros else HEAD_BYTES // 2
+        bits = 4 if len(kind.values) == 16 else 8
+        super().__init__(name, kind.group, bits, groups * kind.group, head)
+        self.scales = scales
+        self.factors = name == "nvfp4"
+
+    def encode_codes(self, codes: Codes, out: Bytes) -> None:
+        """Write the codes of rows, of this format, into out, uint8 [blocks_bytes(n, k)]; their factor is
+        written by whoever has the whole matrix. Raises WeightsUnusable for a scale that is not finite."""
+        raise NotImplementedError
+
+
+FILE_FORMATS = (
+    FileFormat("q4_0", Scales.F16),
+    FileFormat("q8_0", Scales.F16),
+    FileFormat("mxfp4", Scales.E8M0),
+    FileFormat("nvfp4", Scales.E4M3),
+    FileFormat("int4-f16-g32", Scales.F16_ZEROS),
+    FileFormat("int4-f16", Scales.F16_ZEROS),
+    FileFormat("int4-f16-g128", Scales.F16_ZEROS),
+)

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from shm.blocks import BlockFormat, Int4, Int8
+from shm.blocks import FILE_FORMATS, BlockFormat, FileFormat, Int4, Int8
 from shm.errors import UnknownFormat
 from shm.expert_math import SWIGLU, ExpertMath, math_of
 from shm.floe import FLOE_FORMATS, FloeFormat
@@ -38,6 +38,7 @@ __all__ = [  # beside what is defined here
     "NO_HEAD",
     "BlockFormat",
     "Bytes",
+    "FileFormat",
     "Float32",
     "FloeFormat",
     "Int4",
@@ -94,7 +95,9 @@ def shape_of(plain: Mapping[str, Any]) -> ExpertShape:
     return ExpertShape(**sizes, math=math_of(plain["math"]))
 
 
-DENSE: dict[str, TileFormat] = {f.name: f for f in (F32(), BF16(), Int8(), Int4(64), Int4(128))}  # no heads
+DENSE: dict[str, TileFormat] = {  # no heads
+    f.name: f for f in (F32(), BF16(), Int8(), Int4(64), Int4(128), *FILE_FORMATS)
+}
 FORMATS: dict[str, TileFormat] = DENSE | {f.name: f for f in FLOE_FORMATS}
 
 

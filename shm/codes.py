@@ -1,0 +1,156 @@
+"""Rows of a matrix as a quantized file has them: codes, and the scales of groups along a row.
+
+    format           group   value of a code                               codes   bits of a scale
+    q4_0             32      scale * (q - 8)                               0..15   binary16
+    q8_0             32      scale * (u - 128)                             0..255  binary16
+    mxfp4            32      scale * E2M1[q]                               0..15   E8M0
+    nvfp4            16      (factor * scale) * E2M1[q]                    0..15   E4M3
+    int4-f16-g32     32      scale * (q - zero), zero 0..16 of each group  0..15   binary16
+    int4-f16         64      the same
+    int4-f16-g128    128     the same
+
+Files have u - 128 of `q8_0` as an int8. E2M1 and E4M3 are a sign, exponent and mantissa in 4 and 8 bits, E8M0
+is a power of two (OCP Microscaling Formats, 1.0). `shm/blocks.py` says how a store keeps these codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shm.errors import WeightsUnusable
+from shm.formats import Bytes, Float32
+
+SIGN = np.array((1, -1), np.float32)[:, None]
+E2M1: Float32 = (SIGN * np.array((0, 0.5, 1, 1.5, 2, 3, 4, 6), np.float32)).ravel()
+# 2^(e - 127), of which the first is below the normal numbers; 255 is not a number.
+E8M0: Float32 = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
+
+
+def _e4m3() -> Float32:
+    """4 bits of an exponent with bias 7, 3 of a mantissa; there is no infinity, and 127 is not a number."""
+    exponent, mantissa = np.divmod(np.arange(128), 8)
+    values = np.where(exponent > 0, 8 + mantissa, mantissa) * 2.0 ** (np.maximum(exponent, 1) - 10)
+    values[127] = np.nan
+    return (SIGN * values.astype(np.float32)).ravel()
+
+
+E4M3: Float32 = _e4m3()
+LARGEST = 2.0**120  # a weight beyond, infinite or not a number is refused, as in `quantize.c`
+
+
+class CodeFormat(NamedTuple):
+    """What the codes and scales of a format mean."""
+
+    group: int  # consecutive numbers of a row that share a scale
+    values: Float32  # of the codes, before their scale: [16] or [256]
+    scales: Float32 | None = None  # of the bits of a scale, [256]; None: they are binary16
+    zeros: bool = False  # groups have a code that means 0, which is taken from `values`
+    zero: int = 0  # else the code that means 0
+
+
+_NIBBLES: Float32 = np.arange(16, dtype=np.float32)
+CODE_FORMATS = {
+    "q4_0": CodeFormat(32, _NIBBLES - 8, zero=8),
+    "q8_0": CodeFormat(32, np.arange(-128, 128, dtype=np.float32), zero=128),
+    "mxfp4": CodeFormat(32, E2M1, E8M0),
+    "nvfp4": CodeFormat(16, E2M1, E4M3),
+    "int4-f16-g32": CodeFormat(32, _NIBBLES, zeros=True),
+    "int4-f16": CodeFormat(64, _NIBBLES, zeros=True),
+    "int4-f16-g128": CodeFormat(128, _NIBBLES, zeros=True),
+}
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Rows of a matrix as a quantized file has them. Arrays may have any strides."""
+
+    format: str  # the name in CODE_FORMATS, and of the format that keeps them without loss
+    codes: Bytes  # [n, k], one a byte
+    scales: NDArray[Any]  # bit patterns [n, ceil(k / group)]: uint16 of binary16, or uint8
+    zeros: Bytes | None = None  # [n, ceil(k / group)], the code that means 0, of int4-f16 only
+    factor: float = 1.0  # float32, of the whole matrix; of nvfp4 only
+
+    @property
+    def kind(self) -> CodeFormat:
+        return CODE_FORMATS[self.format]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The matrix's rows and columns."""
+        return self.codes.shape
+
+    def __post_init__(self) -> None:
+        n, k = self.codes.shape
+        groups = (n, -(-k // self.kind.group))
+        kind = np.uint16 if self.kind.scales is None else np.uint8
+        if self.codes.dtype != np.uint8 or self.scales.dtype != kind or self.scales.shape != groups:
+            raise ValueError(f"these are no {n} x {k} codes of {self.format}")
+        if self.kind.zeros != (self.zeros is not None and self.zeros.shape == groups):
+            raise ValueError(f"these zeros are none of {n} x {k} codes of {self.format}")
+
+    def __getitem__(self, rows: Any) -> Codes:
+        """The rows of a slice, or of an array of indices."""
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
+
+    def rows(self, lo: int, hi: int) -> Codes:
+        """Rows [lo, hi), views; those past the last are left out."""
+        return self[lo:hi]
+
+    def columns(self, lo: int, hi: int) -> Codes:
+        """Columns [lo, hi), views; those past the last are left out. Raises ValueError where `lo`, or `hi`
+        before the last column, is within a group."""
+        group, k = self.kind.group, self.codes.shape[1]
+        if lo % group or (hi < k and hi % group):
+            raise ValueError(f"columns {lo} to {hi} are no whole groups of {group}")
+        of_groups = slice(lo // group, -(-hi // group))
+        zeros = None if self.zeros is None else self.zeros[:, of_groups]
+        return replace(self, codes=self.codes[:, lo:hi], scales=self.scales[:, of_groups], zeros=zeros)
+
+    def padded(self, n: int, k: int) -> Codes:
+        """Padded below and to the right to this shape, with scales, and codes, that mean 0."""
+        if self.codes.shape == (n, k):
+            return self
+        codes = np.full((n, k), self.kind.zero, np.uint8)
+        codes[: len(self.codes), : self.codes.shape[1]] = self.codes
+        zeros = None if self.zeros is None else self._padded_groups(self.zeros, n, k)
+        return replace(self, codes=codes, scales=self._padded_groups(self.scales, n, k), zeros=zeros)
+
+    def _padded_groups(self, of_groups: NDArray[Any], n: int, k: int) -> NDArray[Any]:
+        rows, groups = of_groups.shape
+        return np.pad(of_groups, ((0, n - rows), (0, -(-k // self.kind.group) - groups)))
+
+    def group_scales(self) -> Float32:
+        """The scales' values, float32 [n, groups], times the factor."""
+        if self.kind.scales is None:
+            return self.scales.view(np.float16).astype(np.float32)
+        scales = self.kind.scales.take(self.scales)
+        return scales if self.factor == 1 else scales * np.float32(self.factor)
+
+    def values(self) -> Float32:
+        """The numbers that the file means, float32 [n, k], contiguous."""
+        n, k = self.codes.shape
+        numbers: Float32 = self.kind.values.take(self.codes)
+        scales = self.group_scales()
+        whole = k % self.kind.group == 0
+        parts = numbers.reshape(n, -1, self.kind.group) if whole else numbers
+
+        def each(of_groups: NDArray[Any]) -> NDArray[Any]:
+            return of_groups[..., None] if whole else of_groups.repeat(self.kind.group, axis=1)[:, :k]
+
+        with np.errstate(invalid="ignore", over="ignore"):  # infinite: whoever reads them refuses them
+            if self.zeros is not None:
+                parts -= each(self.zeros.astype(np.float32))
+            parts *= each(scales)
+        return numbers
+
+    def check(self) -> None:
+        """Raises WeightsUnusable where a number could be infinite, not a number, or beyond 2^120."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            largest = np.abs(self.group_scales()).max(initial=0) * np.abs(self.kind.values).max()
+        if not largest < LARGEST:
+            raise WeightsUnusable("some scales are infinite, not a number, or beyond 1e36")
