@@ -10,10 +10,10 @@ Mixtral's; and it maps the file, which may be cut short meanwhile.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.checkpoint.gguf_file import read_metadata
 from pipeline.errors import ModelError
 from pipeline.models.config_keys import shown
 from pipeline.text.chat_format import ENDS
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 KEYS = "tokenizer.ggml."
 TEMPLATE, NAMES = "tokenizer.chat_template", "tokenizer.chat_templates"
+KINDS = ("gpt2", "llama", "gemma4")  # bytes; pieces with scores; pieces with merges
+INSTEAD = ": use the model's folder with safetensors instead"
 # Types of tokens. UNUSED: fills up the rows of the embedding, and is no token.
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5
 ENDING = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, of a turn, of a turn that goes on
@@ -42,9 +44,10 @@ class GgufText:
     """The metadata of one file. Its methods raise ModelError, one line, for what cannot be used."""
 
     def __init__(self, path: Path, *, tokens: bool = False) -> None:
-        """`tokens`: with the lists of tokens, which only `ends` and `load` need. Raises ModelError."""
+        """`tokens`: with the lists of tokens, which only `load` needs. Raises ModelError."""
         self._path = path
-        self._fields: Mapping[str, Any] = read_metadata(path, long_arrays=tokens)
+        changed = path.stat().st_mtime_ns if path.exists() else 0
+        self._fields = _metadata(path) if tokens else _few(path, changed)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -52,9 +55,9 @@ class GgufText:
 
     def templates(self) -> dict[str, str]:
         """Returns the chat templates by name; the one for conversations is "default"."""
-        names = self._fields.get(NAMES)
-        found = {str(name): self._fields.get(f"{TEMPLATE}.{name}") for name in names or ()}
-        found["default"] = self._fields.get(TEMPLATE)
+        names = self._fields.get(NAMES, [])
+        keys = {str(name): f"{TEMPLATE}.{name}" for name in (names if isinstance(names, list) else ())}
+        found = {name: self._fields.get(key) for name, key in (keys | {"default": TEMPLATE}).items()}
         return {name: text for name, text in found.items() if isinstance(text, str)}
 
     def eos_ids(self) -> frozenset[int]:
@@ -66,23 +69,24 @@ class GgufText:
         """Returns the settings that the file recommends, by the names of generation_config.json. They are not
         checked."""
         given = {ours: self._fields.get(f"general.sampling.{name}") for name, ours in SAMPLING.items()}
-        # A float32 by its shortest decimal number: 0.6, and not 0.6000000238418579.
-        short = {k: float(f"{v:.7g}") if isinstance(v, float) else v for k, v in given.items() if v is not None}
-        return short | {"do_sample": short.get("temperature", bool(short)) != 0}
+        found = {name: value for name, value in given.items() if value is not None}
+        return found | {"do_sample": bool(found) and found.get("temperature") != 0}
 
     def load(self) -> Any:
         """Returns transformers' tokenizer."""
         from transformers import PreTrainedTokenizerFast
 
-        tokens, types = self._tokens()
         kind = self._fields.get(KEYS + "model")
-        makers = {"gpt2": self._byte_level, "llama": self._pieces, "gemma4": self._pieces}
-        if not isinstance(kind, str) or kind not in makers:
-            raise ModelError(
-                f"its kind is {shown(kind)}, and only {', '.join(makers)} are read: use the model's folder of"
-                " safetensors instead"
-            )
-        backend, begins = makers[kind]({token: id for id, token in enumerate(tokens) if types[id] != UNUSED})
+        if kind not in KINDS:
+            raise ModelError(f"its kind is {shown(kind)}, and only {', '.join(KINDS)} are read{INSTEAD}")
+        tokens, types = self._tokens()
+        vocabulary = {token: id for id, token in enumerate(tokens) if types[id] != UNUSED}
+        if kind == "gpt2":
+            backend, begins = self._byte_level(vocabulary)
+        else:
+            scores = self._list("scores", len(tokens)) if kind == "llama" else None
+            unknown = tokens[types.index(UNKNOWN)] if UNKNOWN in types else None
+            backend, begins = self._pieces(vocabulary, scores, unknown), True
         _add_special(backend, tokens, types)
         special: dict[str, Any] = {}
         for name, field in SPECIAL.items():
@@ -106,11 +110,10 @@ class GgufText:
         words = WORDS.get(name) if isinstance(name, str) else None
         if words is None:
             raise ModelError(
-                f"it cuts texts into words in the way {shown(name)}, which is not known, and another one gives"
-                " other tokens: use the model's folder of safetensors instead"
+                f"it cuts texts into words as {shown(name)}, which is not known, and another way gives other"
+                f" tokens{INSTEAD}"
             )
-        merges = self._merges()
-        backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=words.whole))
+        backend = Tokenizer(models.BPE(vocabulary, self._merges(), ignore_merges=words.whole))
         if words.composed:
             backend.normalizer = normalizers.NFC()
         cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in words.cuts]
@@ -119,17 +122,18 @@ class GgufText:
         backend.decoder = decoders.ByteLevel()
         return backend, words.begins
 
-    def _pieces(self, vocabulary: dict[str, int]) -> tuple[Backend, bool]:
-        """Returns a tokenizer of SentencePiece's kind, whose texts begin with bos by default."""
+    def _pieces(self, vocabulary: dict[str, int], scores: list[Any] | None, unknown: str | None) -> Backend:
+        """Returns a tokenizer of SentencePiece's kind. `scores`: of the tokens by id, where the file has no
+        merges: the better one is merged first."""
         from tokenizers import Tokenizer, decoders, models, normalizers
         from transformers.tokenization_utils_base import generate_merges
 
-        if KEYS + "merges" in self._fields:
+        if scores is None:
             merges = self._merges()
-        else:
-            scores = self._list("scores", len(vocabulary))
+        elif len(set(scores)) > 1:
             merges = generate_merges(vocabulary, {token: scores[id] for token, id in vocabulary.items()})
-        unknown = next((token for token, kind in zip(*self._tokens(), strict=True) if kind == UNKNOWN), None)
+        else:
+            raise ModelError(f"its tokens have no scores, so it is not known what to merge first{INSTEAD}")
         model = models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
         backend = Tokenizer(model)
         prefix = self._fields.get(KEYS + "add_space_prefix", True) is True
@@ -138,15 +142,17 @@ class GgufText:
         backend.normalizer = normalizers.Sequence(before)
         after = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         backend.decoder = decoders.Sequence([*after, decoders.Strip(" ", 1, 0)] if prefix else after)
-        return backend, True
+        return backend
 
     def _tokens(self) -> tuple[list[str], list[int]]:
         """Returns the tokens by id, and their types."""
         tokens = self._list("tokens")
         types = self._list("token_type", len(tokens)) if KEYS + "token_type" in self._fields else [1] * len(tokens)
-        used = [token for token, kind in zip(tokens, types, strict=True) if kind != UNUSED]
-        if not all(isinstance(token, str) for token in used) or len(set(used)) < len(used):
-            raise ModelError("its tokens are not all texts, or one is there twice: the file is damaged")
+        used = {token: kind for token, kind in zip(tokens, types, strict=True) if kind != UNUSED}
+        if not all(isinstance(token, str) for token in used):
+            raise ModelError("its tokens are no texts: the file is damaged")
+        if len(used) + types.count(UNUSED) < len(tokens):
+            raise ModelError("it has a token twice: the file is damaged")
         return tokens, types
 
     def _merges(self) -> list[tuple[str, str]]:
@@ -159,16 +165,28 @@ class GgufText:
 
     def _list(self, name: str, length: int | None = None) -> list[Any]:
         values = self._fields.get(KEYS + name)
-        found = None if values is None or isinstance(values, (str, int, float)) else list(values)
-        if found is None or length not in (None, len(found)):
+        if not isinstance(values, list) or length not in (None, len(values)):
             raise ModelError(f"it has no {name}, or not one of each token: the file is damaged")
-        return found
+        return values
 
     def _id(self, name: str) -> int | None:
         id = self._fields.get(KEYS + name)
         if id is not None and (not isinstance(id, int) or isinstance(id, bool) or not 0 <= id < 1 << 31):
             raise ModelError(f"{self._path}: {KEYS}{name} is {shown(id)}, which is no id of a token")
         return id
+
+
+def _metadata(path: Path, long_arrays: bool = True) -> Mapping[str, Any]:
+    # Imported here: the package that it needs takes a moment, and few models are such files.
+    from pipeline.checkpoint.gguf_file import read_metadata
+
+    return read_metadata(path, long_arrays)
+
+
+@lru_cache(maxsize=2)
+def _few(path: Path, changed: int) -> Mapping[str, Any]:
+    """The metadata without lists. A start asks for it several times, and a header has megabytes."""
+    return _metadata(path, long_arrays=False)
 
 
 def _add_special(backend: Backend, tokens: list[str], types: list[int]) -> None:

@@ -19,6 +19,7 @@ class Words:
     begins: bool = False
 
 
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -63,8 +64,8 @@ _DEEPSEEK3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 
-# By the file's name; those that are the same in llama.cpp.
 WORDS = {
+    "gpt-2": Words((_GPT2,)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), Words((_LLAMA3,), whole=True, begins=True)),
     "tekken": Words((_TEKKEN,), whole=True, begins=True),
     "qwen2": Words((_QWEN2,), composed=True),
