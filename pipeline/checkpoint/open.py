@@ -1,4 +1,5 @@
-"""Opens the model that `--model` names: a Hugging Face checkpoint folder, or a shape with random weights."""
+"""Opens the model that `--model` names: a Hugging Face checkpoint folder, a GGUF file, or a shape with random
+weights."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from pipeline.errors import ModelError
 from pipeline.models.architecture import ExpertRows
 from pipeline.models.facts import check_headers, facts_of, is_own
 from pipeline.models.registry import architecture_of, model_spec
-from pipeline.models.shapes import is_shape, short_name
+from pipeline.models.shapes import is_gguf, is_shape, short_name
 from shm.store import StoreBuilder
 
 if TYPE_CHECKING:
@@ -26,10 +27,14 @@ if TYPE_CHECKING:
 
 
 def open_model(model: Path) -> ModelSource:
-    """The checkpoint in this folder, or random weights for a shape:NAME. Reads no weights. Raises ModelError,
-    one line, where the model does not exist or cannot be used."""
+    """The checkpoint in this folder or GGUF file, or random weights for a shape:NAME. Reads no weights. Raises
+    ModelError, one line, where the model does not exist or cannot be used."""
     if is_shape(model):
         return RandomModel(str(model))
+    if is_gguf(model):
+        from pipeline.checkpoint.gguf_model import GgufCheckpoint  # the gguf package takes a while
+
+        return GgufCheckpoint(model)
     index = CheckpointIndex.open(model)
     if is_own(index.config) and not index.config.get("quantization_config"):
         return Checkpoint(model, index)
@@ -40,7 +45,7 @@ def open_config(model: Path) -> ModelSource:
     """The model, or what its config says where its folder holds no weights, as for one of the Hub that is not
     downloaded. Raises ModelError."""
     config = model / CONFIG_FILE
-    if is_shape(model) or not config.exists() or any(model.glob("*.safetensors*")):
+    if is_shape(model) or is_gguf(model) or not config.exists() or any(model.glob("*.safetensors*")):
         return open_model(model)
     return RandomModel(short_name(str(model)), read_fields(config))
 
