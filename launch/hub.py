@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 from urllib.parse import urlsplit
 
 from launch.errors import DownloadFailed, LaunchError, WrongUsage
@@ -82,7 +82,9 @@ def model_folder(model: Path, download: bool) -> Path:
     if file is not None and not _flaw(file):
         log.info(f"{name}: {file}")
         return file
-    config = None if kind else try_to_load_from_cache(repository, CONFIG, revision=revision)
+    config = None
+    if not (kind and download):
+        config = try_to_load_from_cache(repository, CONFIG, revision=revision)
     folder = Path(config).parent if isinstance(config, str) else None
     flaw = "" if folder is None else _flaw(folder)
     if folder is not None and (not download or (not flaw and _has_tokenizer(folder))):
@@ -250,9 +252,17 @@ def _check_architecture(name: str, config: Path) -> None:
         raise WrongUsage(f"{name}: {e}; nothing more was downloaded") from None
 
 
-def _check_gguf(name: str, about: Any) -> None:
-    """Raises WrongUsage for GGUF files of an architecture that cannot be run, as far as the Hub says which,
-    before they are downloaded."""
+def _check_gguf(name: str, about: object) -> None:
+    """Raises WrongUsage for GGUF files of an architecture that cannot be run, before they are downloaded, where
+    the Hub says which it is."""
+    from pipeline.checkpoint.gguf_config import READ
+
+    architecture = about.get("architecture") if isinstance(about, dict) else None
+    if isinstance(architecture, str) and architecture not in READ:
+        raise WrongUsage(
+            f"{name}: the GGUF architecture {one_line(architecture)[:40]} is not supported (only"
+            f" {', '.join(READ)}); nothing was downloaded"
+        )
 
 
 def _shards(name: str, index: Path, sizes: dict[str, int]) -> list[str]:

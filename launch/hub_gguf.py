@@ -13,7 +13,9 @@ from pipeline.models.shapes import GGUF
 # Projectors of pictures, statistics for quantizing, and layers that predict further tokens.
 OTHERS = ("mmproj", "imatrix", "mtp-")
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
-TYPE = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|BF16|F16|F32|MXFP4|NVFP4)\w*)$", re.IGNORECASE | re.ASCII)
+TYPE = re.compile(
+    r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|BF16|F16|F32|MXFP4|NVFP4)\w*)$", re.IGNORECASE | re.ASCII
+)
 MOST_TYPES = 40  # in a message
 
 Models = dict[str, list[str]]
@@ -42,8 +44,14 @@ def choose(name: str, models: Models, kind: str) -> list[str]:
     listed = ", ".join(shown[:MOST_TYPES]) + ", ..." * (len(shown) > MOST_TYPES)
     repository = name.removesuffix(f":{kind}")
     if fitting and kind:
-        raise WrongUsage(f"{name}: {len(fitting)} of its GGUF models have this in their name: {listed}; write more of it")
-    what = f"has no GGUF model of this type, but {listed}" if kind else f"has {len(models)} GGUF models: {listed}"
+        raise WrongUsage(
+            f"{name}: {len(fitting)} of its GGUF models have this in their name: {listed}; write more of it"
+        )
+    what = (
+        f"has no GGUF model of this type, but {listed}"
+        if kind
+        else f"has {len(models)} GGUF models: {listed}"
+    )
     raise WrongUsage(f"{name}: it {what}; write one as {repository}:{shown[0]}")
 
 
@@ -52,7 +60,9 @@ def cached_gguf(snapshot: Path, kind: str) -> Path | None:
     has none, several, or not all parts, and, without a kind, where it has a checkpoint in safetensors."""
     if not kind and any(snapshot.glob("*.safetensors*")):
         return None
-    models = gguf_models(path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.exists())
+    models = gguf_models(
+        path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.exists()
+    )
     try:
         return snapshot / choose("", models, kind)[0] if models else None
     except WrongUsage:
@@ -70,7 +80,9 @@ def _complete(name: str, files: list[str]) -> list[str]:
     parts = [PART.fullmatch(PurePosixPath(file).stem) for file in files]
     numbers = [(int(part[2]), int(part[3])) for part in parts if part]
     if len(numbers) < len(files) and len(files) > 1:
-        raise WrongUsage(f"{name}: several files are this model: {', '.join(files[:4])}; download one of them")
+        raise WrongUsage(
+            f"{name}: several files are this model: {', '.join(files[:4])}; download one of them"
+        )
     if numbers and numbers != [(number, len(files)) for number in range(1, len(files) + 1)]:
         raise WrongUsage(f"{name}: {len(files)} of {numbers[0][1]} files are on the Hub: it is not complete")
     return files

@@ -136,7 +136,7 @@ class GgufText:
             raise ModelError(f"its tokens have no scores, so it is not known what to merge first{INSTEAD}")
         model = models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
         backend = Tokenizer(model)
-        prefix = self._fields.get(KEYS + "add_space_prefix", True) is True
+        prefix = scores is not None and self._fields.get(KEYS + "add_space_prefix", True) is True
         spaces = normalizers.Replace(" ", SPACE)
         before = [normalizers.Prepend(SPACE), spaces] if prefix else [spaces]
         backend.normalizer = normalizers.Sequence(before)
@@ -147,7 +147,11 @@ class GgufText:
     def _tokens(self) -> tuple[list[str], list[int]]:
         """Returns the tokens by id, and their types."""
         tokens = self._list("tokens")
-        types = self._list("token_type", len(tokens)) if KEYS + "token_type" in self._fields else [1] * len(tokens)
+        types = (
+            self._list("token_type", len(tokens))
+            if KEYS + "token_type" in self._fields
+            else [1] * len(tokens)
+        )
         used = {token: kind for token, kind in zip(tokens, types, strict=True) if kind != UNUSED}
         if not all(isinstance(token, str) for token in used):
             raise ModelError("its tokens are no texts: the file is damaged")
