@@ -7,7 +7,7 @@ from setuptools import Extension, setup
 
 # As in the C standard, and nothing fused: the same numbers become the same bytes on every processor.
 EXACT = ["-O3", "-ffp-contract=off"]
-AVX2 = ["-mavx2", "-mfma"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni")]
 AVX512 += ["-mfma", "-mprefer-vector-width=512"]
 AMX = ["-mamx-tile", "-mamx-int8", "-mamx-bf16"]

@@ -56,17 +56,19 @@ Groups run along the axis that is summed over: hidden for gate and up, the tile'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
 
-from shm.codes import CODE_FORMATS, Codes
-from shm.expert_math import SWIGLU, ExpertMath
-from shm.formats import LINE, NO_HEAD, Bytes, Float32, TileFormat, there, whole_lines
+from shm.codes import CODE_FORMATS, Codes, largest_factor, rounded
+from shm.expert_math import ExpertMath
+from shm.formats import LINE, NO_HEAD, Bytes, Float32, TileFormat, round_to_bf16, there, whole_lines
 from shm.quantize import HEAD_BYTES, LANES, encode_blocks
 
 __all__ = ["HEAD_BYTES", "LANES", "BlockFormat", "FileFormat", "Int2", "Int4", "Int8", "Scales"]
+
+SCALES_BYTES = 32  # of 16 outputs in a record of files' formats
+BF16_BYTES = round_to_bf16(np.arange(256, dtype=np.float32))  # bit patterns of all bytes' numbers
 
 
 class Scales(IntEnum):
@@ -83,10 +85,9 @@ class BlockFormat(TileFormat):
     """Base of the quantized formats: matrices of records."""
 
     scales = Scales.OWN
-    factors = False  # each matrix has one, behind the blocks
 
     def __init__(self, name: str, group: int, bits: int, inputs: int = 0, head: int = HEAD_BYTES) -> None:
-        """`inputs`: of a record, one or more groups, by default one; `head`: bytes of its scales and zeros."""
+        """`inputs`: of a record, one or more groups, 0: one; `head`: bytes of its scales and zeros."""
         self.name = name
         self.group = group  # inputs that share a scale, also of a kernel's activations
         self.bits = bits
@@ -107,15 +108,22 @@ class BlockFormat(TileFormat):
         size = self.blocks_bytes(n, k)
         return whole_lines(size) + LINE if self.factors else size
 
-    def encode_matrix(self, w: Float32, out: Bytes, factor: float = 1.0) -> None:
-        """Quantize w [n, k] (any strides) into out, uint8 [blocks_bytes(n, k)]. `factor`: of the matrix, see
-        `factor_of`. Raises WeightsUnusable."""
-        encode_blocks(w, self.bits, self.group, out)
+    def encode_matrix(self, w: Float32, out: Bytes) -> None:
+        """Quantize w [n, k] (any strides) into out, uint8 [matrix_bytes(n, k)]. Raises WeightsUnusable."""
+        size, factor = self.blocks_bytes(*w.shape), self.factor_of(w)
+        self.encode_part(w, out[:size], factor)
+        self._put_factors(out, size, factor)
 
-    def factor_of(self, largest: float) -> float:
-        """The factor of a matrix whose largest magnitude this is, for `encode_matrix`: 1 of a format
-        without."""
-        return 1.0
+    def encode_part(self, w: Float32 | Codes, out: Bytes, factor: float = 1.0) -> None:
+        """Write some rows w [n, k] of a matrix with this factor into their blocks, uint8 [blocks_bytes(n,
+        k)]: codes of this format, which have their own factor, without loss, and else quantized. Raises
+        WeightsUnusable."""
+        encode_blocks(w.values() if isinstance(w, Codes) else w, self.bits, self.group, out)
+
+    def factor_of(self, w: Float32) -> float:
+        """The factor of a matrix that is quantized, or of one with the same largest magnitude; 1 where the
+        format has none."""
+        return largest_factor(float(np.abs(w).max())) if self.factors else 1.0
 
     def matrices_bytes(self, hidden: int, tile: int, matrices: int = 3) -> int:
         size = self._tile_blocks(hidden, tile, matrices)
@@ -130,24 +138,27 @@ class BlockFormat(TileFormat):
         return (matrices - 1) * self.blocks_bytes(tile, hidden) + self.blocks_bytes(hidden, tile)
 
     def factors_of(self, data: Bytes) -> Float32:
-        """The line of factors of a matrix uint8 [matrix_bytes], or of a tile's matrices uint8
-        [matrices_bytes]: a view float32 [16]."""
+        """The factors behind a matrix uint8 [matrix_bytes], or a tile's matrices uint8 [matrices_bytes]: a
+        view float32 [16], of which the first are used."""
         return data[len(data) - LINE :].view("<f4")
 
     def encode(
         self, gate: Float32 | None, up: Float32, down: Float32, out: Bytes, head: Bytes = NO_HEAD
     ) -> None:
-        start = 0
-        factors = []
-        matrices = there(gate, up, down.T)
-        for w in matrices:
+        start, factors = 0, []
+        for w in there(gate, up, down.T):
             size = self.blocks_bytes(*w.shape)
-            factors.append(self.factor_of(float(np.abs(w).max())) if self.factors else 1.0)
-            self.encode_matrix(w, out[start : start + size], factors[-1])
+            factors.append(self.factor_of(w))
+            self.encode_part(w, out[start : start + size], factors[-1])
             start += size
+        self._put_factors(out, start, *factors)
+
+    def _put_factors(self, out: Bytes, blocks: int, *factors: float) -> None:
+        """Write the factors of matrices whose blocks are the first bytes of `out`, where the format has
+        them."""
         if self.factors:
-            end = self.matrices_bytes(up.shape[1], len(up), len(matrices))
-            out[start:end] = 0
+            end = whole_lines(blocks) + LINE
+            out[blocks:end] = 0
             self.factors_of(out[:end])[: len(factors)] = factors
 
 
@@ -185,9 +196,37 @@ class FileFormat(BlockFormat):
         self.factors = name == "nvfp4"
 
     def encode_codes(self, codes: Codes, out: Bytes) -> None:
-        """Write the codes of rows, of this format, into out, uint8 [blocks_bytes(n, k)]; their factor is
-        written by whoever has the whole matrix. Raises WeightsUnusable for a scale that is not finite."""
-        raise NotImplementedError
+        """Write the codes of a matrix, of this format, into out, uint8 [matrix_bytes(n, k)], without loss.
+        Raises WeightsUnusable."""
+        if codes.format != self.name:
+            raise ValueError(f"codes of {codes.format} are none of {self.name}")
+        size = self.blocks_bytes(*codes.shape)
+        self.encode_part(codes, out[:size])
+        self._put_factors(out, size, codes.factor)
+
+    def encode_part(self, w: Float32 | Codes, out: Bytes, factor: float = 1.0) -> None:
+        if not isinstance(w, Codes) or w.format != self.name:
+            numbers = w.values() if isinstance(w, Codes) else w
+            if self.scales is Scales.F16_ZEROS:
+                encode_blocks(numbers, self.bits, self.group, out, half=True)
+                return
+            w = rounded(numbers, self.name, factor)
+        w.check()
+        n, k = w.shape
+        blocks, records, groups = -(-n // LANES), -(-k // self.inputs), self.inputs // self.group
+        w = w.padded(blocks * LANES, records * self.inputs)
+        of = out.reshape(blocks, records, self.record_bytes)
+        scales = w.scales.reshape(blocks, LANES, records, groups).transpose(0, 2, 3, 1)
+        of[..., :SCALES_BYTES].view(scales.dtype).reshape(blocks, records, groups, LANES)[:] = scales
+        if w.zeros is not None:
+            zeros = BF16_BYTES.take(w.zeros.reshape(blocks, LANES, records).transpose(0, 2, 1))
+            of[..., SCALES_BYTES : self.record_head].view(np.uint16)[:] = zeros
+        # Four codes at a time: they stay next to each other.
+        words = np.ascontiguousarray(w.codes).view(np.uint32)
+        if self.bits == 4:
+            words = words[:, ::2] | words[:, 1::2] << np.uint32(4)
+        lines = of[..., self.record_head :].view(np.uint32).reshape(blocks, records, -1, LANES)
+        lines[:] = words.reshape(blocks, LANES, records, -1).transpose(0, 2, 3, 1)
 
 
 FILE_FORMATS = (

@@ -8,6 +8,7 @@
     int4-f16-g32     32      scale * (q - zero), zero 0..16 of each group  0..15   binary16
     int4-f16         64      the same
     int4-f16-g128    128     the same
+    fp8              128     scale * E4M3[q]                               0..255  a float32 number
 
 Files have u - 128 of `q8_0` as an int8. E2M1 and E4M3 are a sign, exponent and mantissa in 4 and 8 bits, E8M0
 is a power of two (OCP Microscaling Formats, 1.0). `shm/blocks.py` says how a store keeps these codes.
@@ -40,6 +41,7 @@ def _e4m3() -> Float32:
 
 E4M3: Float32 = _e4m3()
 LARGEST = 2.0**120  # a weight beyond, infinite or not a number is refused, as in `quantize.c`
+SMALLEST = 2.0**-120  # a group with smaller steps is all zeros
 
 
 class CodeFormat(NamedTuple):
@@ -47,20 +49,22 @@ class CodeFormat(NamedTuple):
 
     group: int  # consecutive numbers of a row that share a scale
     values: Float32  # of the codes, before their scale: [16] or [256]
-    scales: Float32 | None = None  # of the bits of a scale, [256]; None: they are binary16
+    scales: Float32 | None = None  # of the 8 bits of a scale, [256]; None: they are numbers
+    bits: type[np.generic] = np.uint8  # a scale's type: uint16 are the bits of binary16
     zeros: bool = False  # groups have a code that means 0, which is taken from `values`
     zero: int = 0  # else the code that means 0
 
 
 _NIBBLES: Float32 = np.arange(16, dtype=np.float32)
 CODE_FORMATS = {
-    "q4_0": CodeFormat(32, _NIBBLES - 8, zero=8),
-    "q8_0": CodeFormat(32, np.arange(-128, 128, dtype=np.float32), zero=128),
+    "q4_0": CodeFormat(32, _NIBBLES - 8, bits=np.uint16, zero=8),
+    "q8_0": CodeFormat(32, np.arange(-128, 128, dtype=np.float32), bits=np.uint16, zero=128),
     "mxfp4": CodeFormat(32, E2M1, E8M0),
     "nvfp4": CodeFormat(16, E2M1, E4M3),
-    "int4-f16-g32": CodeFormat(32, _NIBBLES, zeros=True),
-    "int4-f16": CodeFormat(64, _NIBBLES, zeros=True),
-    "int4-f16-g128": CodeFormat(128, _NIBBLES, zeros=True),
+    "int4-f16-g32": CodeFormat(32, _NIBBLES, bits=np.uint16, zeros=True),
+    "int4-f16": CodeFormat(64, _NIBBLES, bits=np.uint16, zeros=True),
+    "int4-f16-g128": CodeFormat(128, _NIBBLES, bits=np.uint16, zeros=True),
+    "fp8": CodeFormat(128, E4M3, bits=np.float32),
 }
 
 
@@ -70,7 +74,7 @@ class Codes:
 
     format: str  # the name in CODE_FORMATS, and of the format that keeps them without loss
     codes: Bytes  # [n, k], one a byte
-    scales: NDArray[Any]  # bit patterns [n, ceil(k / group)]: uint16 of binary16, or uint8
+    scales: NDArray[Any]  # [n, ceil(k / group)]: bit patterns uint16 or uint8; of fp8 float32 numbers
     zeros: Bytes | None = None  # [n, ceil(k / group)], the code that means 0, of int4-f16 only
     factor: float = 1.0  # float32, of the whole matrix; of nvfp4 only
 
@@ -86,8 +90,8 @@ class Codes:
     def __post_init__(self) -> None:
         n, k = self.codes.shape
         groups = (n, -(-k // self.kind.group))
-        kind = np.uint16 if self.kind.scales is None else np.uint8
-        if self.codes.dtype != np.uint8 or self.scales.dtype != kind or self.scales.shape != groups:
+        wrong = self.codes.dtype != np.uint8 or self.scales.dtype != self.kind.bits
+        if wrong or self.scales.shape != groups:
             raise ValueError(f"these are no {n} x {k} codes of {self.format}")
         if self.kind.zeros != (self.zeros is not None and self.zeros.shape == groups):
             raise ValueError(f"these zeros are none of {n} x {k} codes of {self.format}")
@@ -127,7 +131,8 @@ class Codes:
     def group_scales(self) -> Float32:
         """The scales' values, float32 [n, groups], times the factor."""
         if self.kind.scales is None:
-            return self.scales.view(np.float16).astype(np.float32)
+            half = self.kind.bits == np.uint16
+            return self.scales.view(np.float16).astype(np.float32) if half else self.scales
         scales = self.kind.scales.take(self.scales)
         return scales if self.factor == 1 else scales * np.float32(self.factor)
 
@@ -136,11 +141,13 @@ class Codes:
         n, k = self.codes.shape
         numbers: Float32 = self.kind.values.take(self.codes)
         scales = self.group_scales()
-        whole = k % self.kind.group == 0
-        parts = numbers.reshape(n, -1, self.kind.group) if whole else numbers
+        groups = n, k // self.kind.group, self.kind.group
+        parts = numbers if k % self.kind.group else numbers.reshape(groups)
 
         def each(of_groups: NDArray[Any]) -> NDArray[Any]:
-            return of_groups[..., None] if whole else of_groups.repeat(self.kind.group, axis=1)[:, :k]
+            return (
+                of_groups[..., None] if parts.ndim == 3 else of_groups.repeat(self.kind.group, axis=1)[:, :k]
+            )
 
         with np.errstate(invalid="ignore", over="ignore"):  # infinite: whoever reads them refuses them
             if self.zeros is not None:
@@ -151,6 +158,79 @@ class Codes:
     def check(self) -> None:
         """Raises WeightsUnusable where a number could be infinite, not a number, or beyond 2^120."""
         with np.errstate(invalid="ignore", over="ignore"):
-            largest = np.abs(self.group_scales()).max(initial=0) * np.abs(self.kind.values).max()
+            largest = np.abs(self.group_scales()).max(initial=0) * np.nanmax(np.abs(self.kind.values))
         if not largest < LARGEST:
-            raise WeightsUnusable("some scales are infinite, not a number, or beyond 1e36")
+            raise WeightsUnusable(
+                "some scales are infinite, not a number, or beyond 1e36: they cannot be kept"
+            )
+
+
+# --- from numbers ----------------------------------------------------------------------------------------
+
+E2M1_LARGEST, E4M3_LARGEST = 6.0, 448.0
+E2M1_MIDDLES = (E2M1[:7] + E2M1[1:8]) / 2
+E4M3_MIDDLES = (E4M3[:126] + E4M3[1:127]) / 2
+
+
+def largest_factor(largest: float) -> float:
+    """nvfp4's factor of a matrix with this largest magnitude, whose group then has the largest scale."""
+    return float(np.float32(largest / (E2M1_LARGEST * E4M3_LARGEST))) or 1.0
+
+
+def rounded(w: Float32, format: str, factor: float = 1.0) -> Codes:
+    """Numbers w [n, k], any strides, rounded to codes of a format without zeros, each group with the scale of
+    its largest magnitude: as llama.cpp does (q4_0, q8_0, mxfp4), nvfp4 with this `factor`. Raises
+    WeightsUnusable where one is not finite, or too large for the format."""
+    kind = CODE_FORMATS[format]
+    n, k = w.shape
+    groups = np.pad(w, ((0, 0), (0, -k % kind.group))).reshape(n, -(-k // kind.group), kind.group)
+    size = np.abs(groups)
+    most = size.max(axis=-1)
+    if not most.max(initial=0) < LARGEST:
+        raise WeightsUnusable(
+            "some weights are infinite, not a number, or beyond 1e36: they cannot be quantized"
+        )
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        if format == "q4_0":  # the code 0, of -8 steps, is that of the largest magnitude
+            at = size.argmax(axis=-1)[..., None]
+            steps = np.take_along_axis(groups, at, axis=-1)[..., 0] / -8
+            codes = (_divided(groups, steps) + np.float32(8.5)).astype(np.uint8).clip(max=15)
+        elif format == "q8_0":
+            steps = most / 127
+            exact = _divided(size, steps)
+            whole = np.floor(exact)
+            whole += exact - whole >= 0.5
+            codes = (np.copysign(whole, groups) + 128).astype(np.uint8)
+        else:
+            bits = _exponents(most) if format == "mxfp4" else _e4m3_bits(most / (E2M1_LARGEST * factor))
+            steps = kind.scales.take(bits) * np.float32(factor)
+            codes = _nearest_e2m1(_divided(groups, steps))
+    scales = steps.astype(np.float16).view(np.uint16) if kind.scales is None else bits
+    return Codes(format, codes.reshape(n, -1)[:, :k], scales, factor=factor)
+
+
+def _divided(groups: Float32, steps: Float32) -> Float32:
+    """Numbers [n, groups, group] in units of their groups' steps [n, groups]."""
+    inverse = np.where(np.abs(steps) < SMALLEST, np.float32(0), 1 / steps)
+    numbers: Float32 = groups * inverse[..., None]
+    return numbers
+
+
+def _exponents(most: Float32) -> Bytes:
+    """The E8M0 bits with which the largest magnitude of a group is 4 to 8 steps: beyond 6 it is 6."""
+    exponents = np.frexp(most)[1] + (127 - 3)
+    return np.where(most > 0, exponents.clip(0, 254), 0).astype(np.uint8)
+
+
+def _e4m3_bits(numbers: Float32) -> Bytes:
+    """The nearest bits of numbers that are not negative."""
+    return E4M3_MIDDLES.searchsorted(numbers).astype(np.uint8)
+
+
+def _nearest_e2m1(numbers: Float32) -> Bytes:
+    """The nearest codes; of two, that of the smaller magnitude, as in llama.cpp."""
+    size = np.abs(numbers)
+    codes = np.zeros(numbers.shape, np.uint8)
+    for middle in E2M1_MIDDLES:
+        codes += size > middle
+    return codes | ((numbers < 0) & (codes > 0)).view(np.uint8) << np.uint8(3)

@@ -48,6 +48,7 @@ class TileFormat(ABC):
     """The bytes of one tile's numbers. Stateless."""
 
     name: str
+    factors = False  # each matrix has one, behind the matrices of a tile
 
     @property
     def granularity(self) -> int:

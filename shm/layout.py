@@ -252,11 +252,11 @@ class StoreLayout:
         return out[begin : begin + self.tile_bytes], heads[head : head + self.head_bytes]
 
     def clear_padding(self, out: Bytes, heads: Bytes) -> None:
-        """Zero what is no matrix's: the biases, and what follows an expert's tiles and their heads up to the
-        next expert's."""
+        """Zero what is no matrix's: the factors, the biases, and what follows an expert's tiles and their
+        heads up to the next expert's."""
         s = self.shape
         out[self.tile_bytes * s.tiles :] = 0
         heads[self.head_bytes * s.tiles :] = 0
-        for tile in range(s.tiles if s.math.bias else 0):
+        for tile in range(s.tiles if s.math.bias or self.format.factors else 0):
             body, _ = self.tile_of(out, heads, tile)
             self.format.beside_matrices(body, s.hidden, s.tile, s.math)[:] = 0

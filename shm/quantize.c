@@ -42,6 +42,8 @@
 
 #define LARGEST 0x7b800000u         /* 2^120: a weight beyond, infinite or not a number is refused */
 #define SMALLEST 7.523163845e-37f   /* 2^-120: a group with a scale below is all zeros */
+#define LARGEST_HALF 0x47800000u    /* 2^16 and 2^-22, so that scales of binary16 may drift by SCALE_DRIFT */
+#define SMALLEST_HALF 2.384185791e-7f
 #define ROUNDER 12582912.0f         /* 1.5 * 2^23: adding and subtracting it rounds to the nearest integer */
 
 #if defined(__x86_64__) && defined(__GLIBC__) && (!defined(__clang__) || __clang_major__ >= 14)
@@ -74,6 +76,23 @@ INLINE float bf16_of(float x) {
     return float_of((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
 }
 
+/* Rounded to binary16, to nearest even; 0 <= x. Below its normal numbers, to a multiple of 2^-24. */
+INLINE float f16_of(float x) {
+    uint32_t bits = bits_of(x);
+    float normal = float_of((bits + 0xfffu + ((bits >> 13) & 1u)) & 0xffffe000u), small = (x + 0.5f) - 0.5f;
+    return x < 6.103515625e-5f ? small : normal;
+}
+
+/* A scale as it is stored: in binary16 or bfloat16. `half`, here and below, is a constant. */
+INLINE float scale_of(const int half, float x) { return half ? f16_of(x) : bf16_of(x); }
+
+/* The pattern of a number that `scale_of` gave, below 65536 in binary16. */
+INLINE uint16_t scale_bits(const int half, float x) {
+    uint32_t normal = (bits_of(x) >> 13) - (112u << 10), small = (uint32_t)(int32_t)(x * 16777216.0f);
+    if (!half) return (uint16_t)(bits_of(x) >> 16);
+    return (uint16_t)(x < 6.103515625e-5f ? small : normal);
+}
+
 INLINE float clamped(float x, float lo, float hi) {
     x = x > lo ? x : lo;
     return x < hi ? x : hi;
@@ -93,8 +112,8 @@ INLINE float power(float a) {
 }
 
 /* x[j][lane] of `count` inputs from `first` on, of the 16 outputs from `output` on; outputs beyond n are 0.
- * Returns whether all of them are numbers below 2^120. */
-static int gather(const Matrix *m, int64_t output, int64_t first, int count, float x[][LANES]) {
+ * Returns the bits of the largest magnitude. */
+static uint32_t gather(const Matrix *m, int64_t output, int64_t first, int count, float x[][LANES]) {
     const float *from = m->w + output * m->row_stride + first * m->column_stride;
     int lanes = (int)(m->n - output < LANES ? m->n - output : LANES);
     uint32_t most = 0;
@@ -110,14 +129,14 @@ static int gather(const Matrix *m, int64_t output, int64_t first, int count, flo
             uint32_t magnitude = bits_of(x[j][lane]) & 0x7fffffffu;
             most = magnitude > most ? magnitude : most;
         }
-    return most < LARGEST;
+    return most;
 }
 
-/* One group of 16 outputs: the bfloat16 patterns of scales and zeros, and the codes q[j][lane], 0..largest.
+/* One group of 16 outputs: the patterns of scales and, in bfloat16, zeros, and the codes q[j][lane], 0..largest.
  * Weights x are overwritten. `squared`, a constant, so that the loop over
  * lanes has no branch and becomes vectors: whether squared errors are minimised. */
-INLINE void coded_group_by(const int squared, float x[][LANES], int count, float largest, int steps,
-                           uint16_t *scales, uint16_t *zeros, uint8_t q[][LANES]) {
+INLINE void coded_group_by(const int squared, const int half, float x[][LANES], int count, float largest,
+                           int steps, uint16_t *scales, uint16_t *zeros, uint8_t q[][LANES]) {
     float start[LANES], grid[LANES], scale[LANES], inverse[LANES], zero[LANES];
     float best[LANES], best_scale[LANES], best_zero[LANES];
     float low[LANES], high[LANES];
@@ -132,7 +151,7 @@ INLINE void coded_group_by(const int squared, float x[][LANES], int count, float
         }
     for (int l = 0; l < LANES; l++) {
         float step = (high[l] - low[l]) / largest;
-        live[l] = step >= SMALLEST;
+        live[l] = step >= (half ? SMALLEST_HALF : SMALLEST);
         start[l] = live[l] ? step : 0.0f;
         grid[l] = live[l] ? step : 1.0f;
         inverse[l] = live[l] ? 1.0f / grid[l] : 0.0f;
@@ -143,7 +162,7 @@ INLINE void coded_group_by(const int squared, float x[][LANES], int count, float
             sum[l] += x[j][l];
         }
     for (int l = 0; l < LANES; l++) {
-        scale[l] = live[l] ? bf16_of(start[l]) / grid[l] : 1.0f;
+        scale[l] = live[l] ? scale_of(half, start[l]) / grid[l] : 1.0f;
         /* 0 - x, not -x: there is one 0 */
         zero[l] = bf16_of((0.0f - low[l] * inverse[l]) / scale[l]);
         best[l] = 3e38f;
@@ -155,7 +174,7 @@ INLINE void coded_group_by(const int squared, float x[][LANES], int count, float
         float least[LANES], beta = BETA;
         for (int l = 0; again && l < LANES; l++) {
             live[l] = start[l] > 0.0f;
-            scale[l] = live[l] ? bf16_of(NARROWER * start[l]) / grid[l] : 1.0f;
+            scale[l] = live[l] ? scale_of(half, NARROWER * start[l]) / grid[l] : 1.0f;
             zero[l] = bf16_of(largest / 2.0f - sum[l] / total / scale[l]);
         }
         for (int l = 0; l < LANES; l++) least[l] = 3e38f;
@@ -201,7 +220,7 @@ INLINE void coded_group_by(const int squared, float x[][LANES], int count, float
                 float spread = sum_qq[l] - sum_q[l] * mean_q;
                 float slope = (sum_qt[l] - sum_q[l] * mean_t) / (spread > 0.5f ? spread : 0.5f);
                 int32_t usable = (slope >= 1.0f / SCALE_DRIFT) & (slope <= SCALE_DRIFT) & (start[l] > 0.0f);
-                scale[l] = usable ? bf16_of(slope * start[l]) / grid[l] : scale[l];
+                scale[l] = usable ? scale_of(half, slope * start[l]) / grid[l] : scale[l];
                 zero[l] = bf16_of(mean_q - mean_t / scale[l]);
             }
             beta *= KAPPA;
@@ -210,7 +229,7 @@ INLINE void coded_group_by(const int squared, float x[][LANES], int count, float
 
     for (int l = 0; l < LANES; l++) {
         inverse[l] = 1.0f / best_scale[l];
-        scales[l] = (uint16_t)(bits_of(bf16_of(best_scale[l] * start[l])) >> 16);
+        scales[l] = scale_bits(half, scale_of(half, best_scale[l] * start[l]));
         zeros[l] = (uint16_t)(bits_of(best_zero[l]) >> 16);
     }
     for (int j = 0; j < count; j++)
@@ -222,12 +241,17 @@ INLINE void coded_group_by(const int squared, float x[][LANES], int count, float
 
 EVERY_PROCESSOR static void coded_group(float x[][LANES], int count, float largest, int steps,
                                         uint16_t *scales, uint16_t *zeros, uint8_t q[][LANES]) {
-    coded_group_by(0, x, count, largest, steps, scales, zeros, q);
+    coded_group_by(0, 0, x, count, largest, steps, scales, zeros, q);
 }
 
 EVERY_PROCESSOR static void squared_group(float x[][LANES], int count, float largest, int steps,
                                           uint16_t *scales, uint16_t *zeros, uint8_t q[][LANES]) {
-    coded_group_by(1, x, count, largest, steps, scales, zeros, q);
+    coded_group_by(1, 0, x, count, largest, steps, scales, zeros, q);
+}
+
+EVERY_PROCESSOR static void half_group(float x[][LANES], int count, float largest, int steps,
+                                       uint16_t *scales, uint16_t *zeros, uint8_t q[][LANES]) {
+    coded_group_by(0, 1, x, count, largest, steps, scales, zeros, q);
 }
 
 /* Codes q[j][lane] of `group` inputs as a record holds them: 8 / bits codes in a byte, 4 inputs apart. */
@@ -262,7 +286,7 @@ EVERY_PROCESSOR static void int8_group(float x[][LANES], int count, float *scale
 
 /* One group of 16 outputs: the head of its record, and the codes q[j][lane] of MAX_GROUP inputs, those past
  * `count` as padding. */
-static void quantize_group(float x[][LANES], int count, int bits, int steps, uint8_t *head,
+static void quantize_group(float x[][LANES], int count, int bits, int half, int steps, uint8_t *head,
                            uint8_t q[][LANES]) {
     uint16_t pairs[2 * LANES]; /* scales, zeros */
     float scales[LANES];
@@ -272,7 +296,9 @@ static void quantize_group(float x[][LANES], int count, int bits, int steps, uin
         memcpy(head, scales, sizeof scales);
     } else {
         float largest = (float)((1 << bits) - 1);
-        if (largest == SQUARED && steps > 0)
+        if (half)
+            half_group(x, count, largest, steps, pairs, pairs + LANES, q);
+        else if (largest == SQUARED && steps > 0)
             squared_group(x, count, largest, steps, pairs, pairs + LANES, q);
         else
             coded_group(x, count, largest, steps, pairs, pairs + LANES, q);
@@ -291,22 +317,23 @@ static void pack_row(uint8_t q[][LANES], int lane, int64_t g, int bits, uint8_t 
         }
 }
 
-int tandem_quantize_version(void) { return 3; }
+int tandem_quantize_version(void) { return 4; }
 
 /* w: float32 [n, k], strides in numbers. bits: 2, 4 or 8. steps: of the optimisation, not of 8 bits. Both
  * return 0, or 1 where a weight is not a number below 2^120: then out is unfinished. */
 
-/* out: ceil(n / 16) * ceil(k / group) records. group: a multiple of 32 / bits, at most MAX_GROUP. */
+/* out: ceil(n / 16) * ceil(k / group) records. group: a multiple of 32 / bits, at most MAX_GROUP. half: of 4 bits,
+ * scales are in binary16, and weights below 2^16. */
 int tandem_encode_blocks(const float *w, int64_t n, int64_t k, int64_t row_stride, int64_t column_stride,
-                         int64_t bits, int64_t group, int64_t steps, uint8_t *out) {
+                         int64_t bits, int64_t group, int64_t half, int64_t steps, uint8_t *out) {
     Matrix matrix = {w, n, k, row_stride, column_stride};
     float x[MAX_GROUP][LANES];
     uint8_t q[MAX_GROUP][LANES];
     for (int64_t output = 0; output < n; output += LANES)
         for (int64_t first = 0; first < k; first += group) {
             int count = (int)(k - first < group ? k - first : group);
-            if (!gather(&matrix, output, first, count, x)) return 1;
-            quantize_group(x, count, (int)bits, (int)steps, out, q);
+            if (gather(&matrix, output, first, count, x) >= (half ? LARGEST_HALF : LARGEST)) return 1;
+            quantize_group(x, count, (int)bits, (int)half, (int)steps, out, q);
             if (bits == 2) pack(q, (int)group, 2, out + HEAD_BYTES); /* constants: loops without tests */
             if (bits == 4) pack(q, (int)group, 4, out + HEAD_BYTES);
             if (bits == 8) pack(q, (int)group, 8, out + HEAD_BYTES);
@@ -327,8 +354,8 @@ int tandem_encode_rows(const float *w, int64_t n, int64_t k, int64_t row_stride,
         for (int64_t g = 0; g * ROW_GROUP < k; g++) {
             int64_t first = g * ROW_GROUP;
             int count = (int)(k - first < ROW_GROUP ? k - first : ROW_GROUP);
-            if (!gather(&matrix, output, first, count, x)) return 1;
-            quantize_group(x, count, (int)bits, (int)steps, head, q);
+            if (gather(&matrix, output, first, count, x) >= LARGEST) return 1;
+            quantize_group(x, count, (int)bits, 0, (int)steps, head, q);
             for (int lane = 0; lane < LANES && output + lane < n; lane++) {
                 uint8_t *record = out + (output + lane) * record_stride;
                 memcpy(record + width * g, head + width * lane, (size_t)width);

@@ -19,8 +19,8 @@ HEAD_BYTES = 64  # of a record: scales, and zeros where there are some
 MAX_GROUP = 256
 ROW_GROUP = 64  # numbers of a row that share a scale
 STEPS = 20  # of the optimisation, at most
-VERSION = 3  # of the library's functions
-UNUSABLE = "some weights are infinite, not a number, or beyond 1e36: they cannot be quantized"
+VERSION = 4  # of the library's functions
+UNUSABLE = "some weights are infinite, not a number, or beyond {}: they cannot be quantized"
 
 
 class Library:
@@ -29,7 +29,7 @@ class Library:
     def __init__(self, functions: ctypes.CDLL) -> None:
         size, pointer = ctypes.c_int64, ctypes.c_void_p
         self.blocks: Any = functions.tandem_encode_blocks
-        self.blocks.argtypes, self.blocks.restype = (pointer, *[size] * 7, pointer), ctypes.c_int
+        self.blocks.argtypes, self.blocks.restype = (pointer, *[size] * 8, pointer), ctypes.c_int
         self.rows: Any = functions.tandem_encode_rows
         self.rows.argtypes, self.rows.restype = (pointer, *[size] * 8, pointer), ctypes.c_int
 
@@ -40,10 +40,13 @@ def library() -> Library:
     return Library(load(__file__, "_quantize", VERSION))
 
 
-def encode_blocks(w: Float32, bits: int, group: int, out: Bytes, steps: int = STEPS) -> None:
+def encode_blocks(
+    w: Float32, bits: int, group: int, out: Bytes, steps: int = STEPS, half: bool = False
+) -> None:
     """Fill the records `out` (uint8, contiguous) of w float32 [n, k], any strides, in 2, 4 or 8 bits.
-    `steps`: of the optimisation of 2 and 4 bits, at most; 0 rounds to nearest. Raises WeightsUnusable where a
-    weight is not finite, or beyond 2^120; then `out` holds nothing useful. Raises NotCompiled."""
+    `steps`: of the optimisation of 2 and 4 bits, at most; 0 rounds to nearest. `half`: scales, of 4 bits, are
+    in binary16, not bfloat16. Raises WeightsUnusable where a weight is not finite, or beyond 2^120, `half`
+    2^16; then `out` holds nothing useful. Raises NotCompiled."""
     record_bytes = HEAD_BYTES + LANES * group * bits // 8
     w = _checked(w)
     if group % (32 // bits) or not 0 < group <= MAX_GROUP:
@@ -54,8 +57,9 @@ def encode_blocks(w: Float32, bits: int, group: int, out: Bytes, steps: int = ST
     usable = out.dtype == np.uint8 and out.flags.c_contiguous and out.flags.writeable
     if not usable or out.shape != (needed,):
         raise ValueError(f"the records need {needed} contiguous bytes, not {out.dtype} {out.shape}")
-    if library().blocks(w.ctypes.data, *w.shape, *_strides(w), bits, group, steps, out.ctypes.data):
-        raise WeightsUnusable(UNUSABLE)
+    sizes = bits, group, half, steps
+    if library().blocks(w.ctypes.data, *w.shape, *_strides(w), *sizes, out.ctypes.data):
+        raise WeightsUnusable(UNUSABLE.format("65536" if half else "1e36"))
 
 
 def encode_rows(w: Float32, bits: int, out: Bytes, steps: int = STEPS) -> None:
@@ -70,7 +74,7 @@ def encode_rows(w: Float32, bits: int, out: Bytes, steps: int = STEPS) -> None:
     out[:, :lines] = 0
     sizes = bits, steps, out.strides[0], lines
     if library().rows(w.ctypes.data, *w.shape, *_strides(w), *sizes, out.ctypes.data):
-        raise WeightsUnusable(UNUSABLE)
+        raise WeightsUnusable(UNUSABLE.format("1e36"))
 
 
 def row_head_bytes(k: int, bits: int) -> int:

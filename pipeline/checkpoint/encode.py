@@ -9,7 +9,8 @@ A quantized matrix consists of blocks of 16 outputs, so any multiple of 16 rows 
 encoded alone; such rows of down have records in every tile. A plain tile, and one that is read by channel,
 has down transposed: its rows are columns of the checkpoint's matrix, which is therefore held in memory as a
 whole. Biases are a chunk of their own. Where the checkpoint has all matrices transposed (`architecture.py`,
-interleaved), so are all, once each, whatever the format.
+interleaved), so are all, once each, whatever the format. Rows that a file has as codes of the store's format
+are written without loss (`shm/codes.py`), all other codes by way of the numbers that they mean.
 
 Memory beyond the store and the page cache: two `down` matrices, or READ_AHEAD_BYTES / 3 of smaller ones (none
 for formats of quantized blocks), or whole experts where they are transposed, and CHUNK_BYTES for each core,
@@ -28,9 +29,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from pipeline.checkpoint.reader import Bits, RawTensor, to_float32
+from pipeline.checkpoint.reader import Bits, RawTensor, numbers_of
 from pipeline.errors import ModelError
 from pipeline.models.architecture import ExpertRows, TensorRows
+from shm.codes import Codes
 from shm.errors import WeightsUnusable
 from shm.layout import BlockFormat, Bytes, Float32, FloeFormat, StoreLayout
 from shm.store import StoreBuilder
@@ -107,8 +109,9 @@ def encode_experts(
 class Rows(Protocol):
     """A source of tensor rows: a TensorReader, or arrays in memory."""
 
-    def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor:
-        """See TensorReader.rows; for any thread."""
+    def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor | Codes:
+        """See TensorReader.rows; for any thread. Codes: where the file has them, and of no tensor that is
+        transposed or that has every `step`-th column only."""
 
 
 class Experts(Rows, Protocol):
@@ -139,11 +142,13 @@ def expert_chunks(
     chunks: list[Chunk] = [partial(_encode_biases, reader, layout, biases, out, heads)] if biases else []
     if isinstance(layout.format, BlockFormat):
         sizes = [(shape.padded, shape.hidden)] * len(wide) + [(shape.hidden, shape.padded)]
-        return chunks + [
-            partial(_encode_blocks, reader, layout, layout.format, matrix, part, lo, hi, out)
-            for matrix, (part, (rows, columns)) in enumerate(zip(matrices, sizes, strict=True))
-            for lo, hi in _ranges(rows, max(16, CHUNK_NUMBERS // columns // 16 * 16))
-        ]
+        for matrix, (part, (rows, columns)) in enumerate(zip(matrices, sizes, strict=True)):
+            factor = downs.submit(_factor, reader, layout.format, part) if layout.format.factors else None
+            chunks += [
+                partial(_encode_blocks, reader, layout, layout.format, matrix, part, factor, lo, hi, out)
+                for lo, hi in _ranges(rows, max(16, CHUNK_NUMBERS // columns // 16 * 16))
+            ]
+        return chunks
     whole_down = downs.submit(reader.rows, down, 0, down.height)
     step = max(1, CHUNK_NUMBERS // shape.hidden)
     if isinstance(layout.format, FloeFormat):  # the tiles of an expert are as one tile
@@ -159,8 +164,8 @@ def expert_chunks(
 
 
 class Transposed:
-    """Rows of an expert whose matrices a checkpoint has transposed. Each is read once, as a whole; matrices
-    with alternating columns lie in the same rows."""
+    """Rows of an expert whose matrices a checkpoint has transposed, not quantized. Each is read once, as a
+    whole; matrices with alternating columns lie in the same rows."""
 
     def __init__(self, reader: Rows, readers: ThreadPoolExecutor, expert: ExpertRows) -> None:
         """Begins to read, in the threads of `readers`."""
@@ -170,7 +175,9 @@ class Transposed:
         }
 
     def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor:
-        dtype, _, bits = self._wholes[part.stored].result()
+        whole = self._wholes[part.stored].result()
+        assert isinstance(whole, RawTensor)
+        dtype, _, bits = whole
         columns = bits[:, part.start :: part.step]
         rows = _transposed(columns[:, lo:hi]) if part.transposed else columns[lo:hi]
         return RawTensor(dtype, rows.shape, rows)
@@ -184,7 +191,7 @@ def _encode_biases(reader: Rows, layout: StoreLayout, biases: ExpertRows, out: B
     """Write an expert's biases, each one row of I numbers."""
     shape = layout.shape
     raw = [reader.rows(part, 0, 1) for part in biases]
-    numbers = [_padded(to_float32(one.dtype, one.bits), 1, shape.padded)[0] for one in raw]
+    numbers = [_padded(numbers_of(one), 1, shape.padded)[0] for one in raw]
     for tile in range(shape.tiles):
         for to, of_expert in zip(layout.biases_of(out, heads, tile), numbers, strict=True):
             to[:] = of_expert[tile * shape.tile : (tile + 1) * shape.tile]
@@ -196,27 +203,52 @@ def _encode_blocks(
     blocks: BlockFormat,
     matrix: int,
     part: TensorRows,
+    factor: Future[float] | None,
     lo: int,
     hi: int,
     out: Bytes,
 ) -> None:
-    """Encode rows [lo, hi) of one of the expert's matrices, of which the last is down. Those of gate and up
-    are channels, and zero from I on; those of down are outputs, which have records in every tile."""
+    """Encode rows [lo, hi) of one of the expert's matrices, of which the last is down, with its factor where
+    the format has one. Those of gate and up are channels, and zero from I on; those of down are outputs,
+    which have records in every tile."""
     shape = layout.shape
     wide = matrix < shape.math.matrices - 1
     columns, tile_columns = (shape.hidden, shape.hidden) if wide else (shape.padded, shape.tile)
     raw = _rows(reader, part, lo, hi)
-    numbers = _padded(to_float32(raw.dtype, raw.bits), hi - lo, columns)
+    numbers: Float32 | Codes
+    if isinstance(raw, Codes) and raw.format == blocks.name:
+        numbers = raw.padded(hi - lo, columns)
+    else:
+        numbers = _padded(numbers_of(raw), hi - lo, columns)
+    scale = 1.0 if factor is None else factor.result()
     for tile in range(lo // shape.tile, -(-hi // shape.tile)) if wide else range(shape.tiles):
         begin, end = tile * shape.tile, (tile + 1) * shape.tile
         first, last = (max(lo, begin), min(hi, end)) if wide else (lo, hi)
-        rows = numbers[first - lo : last - lo] if wide else numbers[:, begin:end]
+        if wide:
+            rows = numbers[first - lo : last - lo]
+        else:
+            rows = numbers.columns(begin, end) if isinstance(numbers, Codes) else numbers[:, begin:end]
         above = first - begin if wide else first  # rows of the tile's matrix before these
-        start = tile * layout.tile_bytes + matrix * blocks.matrix_bytes(shape.tile, shape.hidden)
-        start += blocks.matrix_bytes(above, tile_columns)
-        records = out[start : start + blocks.matrix_bytes(last - first, tile_columns)]
+        of_tile = out[tile * layout.tile_bytes : (tile + 1) * layout.tile_bytes]
+        start = matrix * blocks.blocks_bytes(shape.tile, shape.hidden)
+        start += blocks.blocks_bytes(above, tile_columns)
+        records = of_tile[start : start + blocks.blocks_bytes(last - first, tile_columns)]
         with _naming(part):
-            blocks.encode_matrix(rows, records)
+            blocks.encode_part(rows, records, scale)
+        if factor is not None:  # by each chunk: they write the same
+            size = blocks.matrices_bytes(shape.hidden, shape.tile, shape.math.matrices)
+            blocks.factors_of(of_tile[:size])[matrix] = scale
+
+
+def _factor(reader: Rows, blocks: BlockFormat, part: TensorRows) -> float:
+    """The factor of a matrix: the file's, or one that suits its largest number."""
+    largest = np.zeros(1, np.float32)
+    for lo, hi in _ranges(part.height, max(1, CHUNK_NUMBERS // part.shape[-1])):
+        rows = reader.rows(part, lo, hi)
+        if isinstance(rows, Codes) and rows.format == blocks.name:
+            return rows.factor
+        np.maximum(largest, np.abs(numbers_of(rows)).max(), out=largest)
+    return blocks.factor_of(largest)
 
 
 @contextmanager
@@ -228,7 +260,7 @@ def _naming(part: TensorRows) -> Iterator[None]:
         raise ModelError(f"{e}, in the tensor {part.name}") from None
 
 
-def _rows(reader: Rows, part: TensorRows, lo: int, hi: int) -> RawTensor:
+def _rows(reader: Rows, part: TensorRows, lo: int, hi: int) -> RawTensor | Codes:
     """Rows [lo, hi) of `part`; rows past its end are left out."""
     lo = min(lo, part.height)
     return reader.rows(part, lo, max(lo, min(hi, part.height)))
@@ -260,7 +292,7 @@ def _encode_plain(
     reader: Rows,
     layout: StoreLayout,
     wide: Sequence[TensorRows],
-    down: Future[RawTensor],
+    down: Future[RawTensor | Codes],
     tile: int,
     lo: int,
     hi: int,
@@ -283,7 +315,7 @@ def _encode_plain(
             target[lo + last - first : hi] = 0
         return
     scratch = np.empty(tile_format.matrices_bytes(shape.hidden, count, number), np.uint8)
-    *gate, up, columns = (_padded(to_float32(raw.dtype, raw.bits), count, shape.hidden) for raw in matrices)
+    *gate, up, columns = (_padded(numbers_of(raw), count, shape.hidden) for raw in matrices)
     tile_format.encode(gate[0] if gate else None, up, columns, scratch)
     whole[:, lo:hi] = scratch.reshape(number, count, -1)
 
@@ -293,7 +325,7 @@ def _encode_channels(
     layout: StoreLayout,
     tile_format: FloeFormat,
     expert: ExpertRows,
-    down: Future[RawTensor],
+    down: Future[RawTensor | Codes],
     lo: int,
     hi: int,
     out: Bytes,
@@ -303,7 +335,7 @@ def _encode_channels(
     shape = layout.shape
     first, last = (min(place, shape.intermediate) for place in (lo, hi))
     gate, up, columns = (
-        _padded(to_float32(raw.dtype, raw.bits), hi - lo, shape.hidden)
+        _padded(numbers_of(raw), hi - lo, shape.hidden)
         for raw in _channels(reader, expert[:2], down, first, last)
     )
     head, size = (tile_format.head_bytes(shape.hidden, channels) for channels in (lo, hi - lo))
@@ -317,10 +349,24 @@ def _encode_channels(
 
 
 def _channels(
-    reader: Rows, wide: Sequence[TensorRows], down: Future[RawTensor], first: int, last: int
+    reader: Rows, wide: Sequence[TensorRows], down: Future[RawTensor | Codes], first: int, last: int
 ) -> list[RawTensor]:
     """Channels [first, last) of gate, where there is one, of up and of down, transposed: each [last - first,
     H]."""
-    dtype, (hidden, _), bits = down.result()
-    columns = RawTensor(dtype, (last - first, hidden), _transposed(bits[:, first:last]))
-    return [*(_rows(reader, part, first, last) for part in wide), columns]
+    whole = down.result()
+    if isinstance(whole, Codes):
+        begin = first // whole.kind.group * whole.kind.group
+        some = _as_numbers(whole.columns(begin, -(-last // whole.kind.group) * whole.kind.group))
+        dtype, bits = some.dtype, some.bits[:, first - begin : last - begin]
+    else:
+        dtype, bits = whole.dtype, whole.bits[:, first:last]
+    columns = RawTensor(dtype, bits.T.shape, _transposed(bits))
+    return [*(_as_numbers(_rows(reader, part, first, last)) for part in wide), columns]
+
+
+def _as_numbers(rows: RawTensor | Codes) -> RawTensor:
+    """Codes as the numbers that they mean."""
+    if isinstance(rows, RawTensor):
+        return rows
+    numbers = rows.values()
+    return RawTensor("F32", numbers.shape, numbers.view(np.uint32))

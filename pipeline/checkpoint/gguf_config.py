@@ -114,12 +114,11 @@ def _mixtral(h: Header) -> dict[str, Any]:
 
 
 def _qwen_moe(h: Header, normed: bool) -> dict[str, Any]:
-    sparse = set(h.with_tensor("ffn_gate_inp.weight"))
     return {
         "num_experts": h.number("expert_count"),
         "moe_intermediate_size": h.number("expert_feed_forward_length"),
         "norm_topk_prob": normed,  # no file says it, and llama.cpp knows it by architecture
-        "mlp_only_layers": [layer for layer in range(h.layers) if layer not in sparse],
+        "attention_bias": h.has("attn_output.bias"),
     }
 
 

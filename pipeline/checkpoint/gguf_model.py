@@ -61,10 +61,10 @@ class GgufCheckpoint(ModelSource):
 
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
         with self.tensors() as reader:
-            encode_experts(reader, self._locate, builder, progress)
+            encode_experts(reader, self.locate, builder, progress)
         return reader.bytes_read
 
-    def _locate(self, layer: int, expert: int) -> ExpertRows:
+    def locate(self, layer: int, expert: int) -> ExpertRows:
         """An expert's location; `layer` counts only layers with experts, as in the store."""
         return self._names.expert(self._spec.moe_layers[layer], expert)
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from pipeline.checkpoint.reader import RawTensor
 from pipeline.models.config_keys import Config
+from shm.codes import Codes
 from shm.layout import Float32
 from shm.store import StoreBuilder
 
@@ -20,9 +21,10 @@ class Tensors(Protocol):
     def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
         """A tensor's numbers, owned by the caller. Raises ModelError: it is missing or of another shape."""
 
-    def stacked(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor:
+    def stacked(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor | Codes:
         """Tensors (name, shape) with rows of one length, stacked by rows, with unchanged bits where all have
-        one dtype; the caller owns the memory. Raises ModelError as `float32`."""
+        one dtype, or codes where all have those of one format; the caller owns the memory. Raises ModelError
+        as `float32`."""
 
 
 class ModelSource(ABC):
@@ -33,6 +35,7 @@ class ModelSource(ABC):
     kind: str  # the origin of its weights, for log lines
     filling: str  # the stage name of `fill`, for progress displays
     note: str = ""  # a line for the user: parts of the model that are left aside, tensors that are not read
+    own_format: str | None = None  # the native format that keeps its experts' codes without loss
     fused: bool  # the layout of its tensors, see `pipeline/models/architecture.py`
 
     @abstractmethod

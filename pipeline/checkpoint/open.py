@@ -72,7 +72,7 @@ class Checkpoint(ModelSource):
     def worth_keeping(self, format_name: str) -> bool:
         """False where the store has the checkpoint's bits: reading the checkpoint again is about as fast."""
         shape = len(self._spec.moe_layers), self._spec.experts
-        names = {part.name for place in np.ndindex(shape) for part in self._locate(*place)}
+        names = {part.name for place in np.ndindex(shape) for part in self.locate(*place)}
         return any(SAME_BITS.get(self._index.tensors[name].dtype) != format_name for name in names)
 
     def tensors(self) -> TensorReader:
@@ -80,10 +80,10 @@ class Checkpoint(ModelSource):
 
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
         with TensorReader(self._index) as reader:
-            encode_experts(reader, self._locate, builder, progress)
+            encode_experts(reader, self.locate, builder, progress)
         return reader.bytes_read
 
-    def _locate(self, layer: int, expert: int) -> ExpertRows:
+    def locate(self, layer: int, expert: int) -> ExpertRows:
         """An expert's location; `layer` counts only layers with experts, as in the store."""
         return self._architecture.expert(self._spec, self._spec.moe_layers[layer], expert, self.fused)
 

@@ -19,6 +19,7 @@ from pipeline.checkpoint.index import BITS, CheckpointIndex, TensorEntry
 from pipeline.errors import ModelError
 from pipeline.models.architecture import TensorRows
 from protocol.files import open_regular
+from shm.codes import Codes
 from shm.huge import private
 from shm.layout import Bytes, Float32
 
@@ -147,3 +148,8 @@ def to_float32(dtype: str, bits: Bits) -> Float32:
     wide = bits.astype(np.uint32)
     wide <<= np.uint32(16)
     return wide.view(np.float32)
+
+
+def numbers_of(rows: RawTensor | Codes) -> Float32:
+    """The float32 values of rows; exact."""
+    return rows.values() if isinstance(rows, Codes) else to_float32(rows.dtype, rows.bits)

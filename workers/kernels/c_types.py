@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shm.blocks import BlockFormat
+from shm.blocks import BlockFormat, Scales
 from shm.expert_math import SWIGLU, ExpertMath, Glu, Relu2
 from shm.floe import FloeFormat
 from shm.formats import BF16, LINE, Bytes, Float32, TileFormat, whole_lines
@@ -60,8 +60,8 @@ class Weights(ctypes.Structure):
     """A matrix, or with `channels` tiles. `channel_bits`: of gate and down, where they lie by channel."""
 
     _fields_ = (
-        *((name, SIZE) for name in ("bits", "group", "inputs", "outputs")),
-        *((name, SIZE) for name in ("channels", "channel_bits", "tile_bytes")),
+        *((name, SIZE) for name in ("bits", "scales", "group", "inputs", "outputs")),
+        *((name, SIZE) for name in ("channels", "factors", "channel_bits", "tile_bytes")),
         ("math", Kind),
     )
 
@@ -85,7 +85,7 @@ class Geometry:
 
     def __post_init__(self) -> None:
         if self.channels % self.format.granularity:
-            raise ValueError(f"{self.channels} channels are no whole groups of {self.format.granularity}")
+            raise ValueError(f"{self.channels} channels are no whole records of {self.format.granularity}")
 
     @property
     def bits(self) -> int:
@@ -107,8 +107,9 @@ class Geometry:
     @property
     def weights(self) -> Weights:
         """Returns the structure of C."""
-        sizes = self.bits, self.group, self.inputs, self.outputs, self.channels, self.channel_bits
-        return Weights(*sizes, self.tile_bytes, self._kind)
+        scales = Scales.OWN if self._blocks is None else self._blocks.scales
+        sizes = self.bits, scales, self.group, self.inputs, self.outputs, self.channels
+        return Weights(*sizes, self._factors, self.channel_bits, self.tile_bytes, self._kind)
 
     @property
     def _kind(self) -> Kind:
@@ -136,8 +137,9 @@ class Geometry:
 
     @property
     def padded(self) -> int:
-        """Inputs in whole groups."""
-        return -(-self.inputs // self.group) * self.group
+        """Inputs in whole records."""
+        record = 1 if self._blocks is None else self._blocks.inputs
+        return -(-self.inputs // record) * record
 
     @property
     def matrix_bytes(self) -> int:
@@ -146,6 +148,16 @@ class Geometry:
         if blocks is not None:
             return blocks.matrix_bytes(self.outputs, self.inputs)
         return self.outputs * self.inputs * self.bits // 8
+
+    @property
+    def _factors(self) -> int:
+        """Where the matrices' factors are, in bytes from the beginning of a tile, or of a matrix; 0: there are
+        none."""
+        if self._blocks is None or not self._blocks.factors:
+            return 0
+        if not self.channels:
+            return self.matrix_bytes - LINE
+        return self._blocks.matrices_bytes(self.inputs, self.channels, self.math.matrices) - LINE
 
     @property
     def _blocks(self) -> BlockFormat | None:

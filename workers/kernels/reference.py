@@ -18,31 +18,69 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shm.blocks import HEAD_BYTES, LANES, BlockFormat
+from shm.blocks import LANES, BlockFormat, Scales
+from shm.codes import CODE_FORMATS
 from shm.expert_math import SWIGLU, ExpertMath, Glu, Relu2
 from shm.floe import FloeFormat, RowFormat
-from shm.formats import whole_lines
+from shm.formats import LINE, whole_lines
 from shm.layout import StoreLayout
 from shm.mask import Mask, Tally
 from shm.quantize import ROW_GROUP, row_head_bytes
 
 
-def dequantize(format: BlockFormat, data: Tensor, n: int, k: int) -> Tensor:
-    """A matrix's weights, float32 [n, k padded to whole groups]. Padding of the inputs is not 0 here: the
-    activations are 0 there. data: uint8 [format.matrix_bytes(n, k)]."""
-    records = data.view(-1, -(-k // format.group), format.record_bytes)  # [blocks, groups, bytes]
-    head = records[..., :HEAD_BYTES].contiguous()
-    codes = records[..., HEAD_BYTES:].reshape(*records.shape[:2], -1, 1, LANES, 4)  # j, 1, i, b
-    if format.bits == 8:
-        scale = head.view(torch.float32)
-        zero = torch.full_like(scale, 128)
-    else:
-        scale, zero = head.view(torch.bfloat16).float().chunk(2, dim=-1)
+def dequantize(format: BlockFormat, data: Tensor, n: int, k: int, factors: Tensor | None = None) -> Tensor:
+    """A matrix's weights, float32 [n, k padded to whole records]. Padding of the inputs is not 0 here: the
+    activations are 0 there. data: uint8 [format.blocks_bytes(n, k)]; factors: float32, of all blocks or of
+    each, in formats that have them."""
+    records = data.view(-1, -(-k // format.inputs), format.record_bytes)  # [blocks, records, bytes]
+    head = records[..., : format.record_head].contiguous()
+    codes = records[..., format.record_head :].reshape(*records.shape[:2], -1, 1, LANES, 4)  # j, 1, i, b
+    if format.bits < 8:
         fields = range(0, 8, format.bits)
         codes = torch.cat([codes >> shift & ((1 << format.bits) - 1) for shift in fields], dim=3)
-    q = codes.permute(0, 4, 1, 2, 3, 5).flatten(3).float()  # [blocks, 16, groups, inputs of a group]
-    values = (q - zero.mT.unsqueeze(-1)) * scale.mT.unsqueeze(-1)
+    q = codes.permute(0, 4, 1, 2, 3, 5).flatten(2).unflatten(2, (-1, format.group))
+    values = _numbers(format, head, q, factors)  # [blocks, 16, groups, inputs of a group]
     return values.flatten(2).flatten(0, 1)[:n]
+
+
+def _numbers(format: BlockFormat, head: Tensor, q: Tensor, factors: Tensor | None) -> Tensor:
+    """What the codes q [blocks, 16, groups, group] mean under heads [blocks, records, bytes], float32."""
+
+    def each(of_groups: Tensor) -> Tensor:
+        return of_groups.float().mT.unsqueeze(-1)  # from [blocks, groups, 16]
+
+    if format.scales == Scales.OWN and format.bits == 8:
+        return (q.float() - 128) * each(head.view(torch.float32))
+    if format.scales == Scales.OWN:
+        scale, zero = head.view(torch.bfloat16).chunk(2, dim=-1)
+        return (q.float() - each(zero)) * each(scale)
+    kind = CODE_FORMATS[format.name]
+    numbers = torch.from_numpy(kind.values).to(q.device)[q.int()]
+    if kind.scales is not None:
+        scale = torch.from_numpy(kind.scales).to(q.device)[head.int()]
+        if factors is not None:
+            scale = scale * factors.view(-1, 1, 1)
+        return numbers * each(scale.unflatten(2, (-1, LANES)).flatten(1, 2))
+    if kind.zeros:
+        numbers = numbers - each(head[..., 32:].view(torch.bfloat16))
+    return numbers * each(head[..., :32].view(torch.float16))
+
+
+def tile_matrices(layout: StoreLayout, tile: Tensor) -> tuple[Tensor, Tensor]:
+    """The matrices of a tile uint8 [tile_bytes] of a quantized format, float32: gate, unless ungated, and up
+    [n * T, H padded], and down [H, T]."""
+    shape, format = layout.shape, layout.format
+    assert isinstance(format, BlockFormat)
+    hidden, channels, number = shape.hidden, shape.tile, shape.math.matrices - 1
+    # Tiles are whole blocks of outputs: gate and up are one matrix of twice as many.
+    wide, down = format.blocks_bytes(number * channels, hidden), format.blocks_bytes(hidden, channels)
+    of_wide = of_down = None
+    if format.factors:
+        end = format.matrices_bytes(hidden, channels, number + 1)
+        factors = tile[end - LINE : end].view(torch.float32)
+        of_wide, of_down = factors[:number].repeat_interleave(channels // LANES), factors[number]
+    both = dequantize(format, tile[:wide], number * channels, hidden, of_wide)
+    return both, dequantize(format, tile[wide : wide + down], hidden, channels, of_down)
 
 
 def row_numbers(format: RowFormat, rows: Tensor, k: int) -> Tensor:
@@ -62,10 +100,10 @@ def row_numbers(format: RowFormat, rows: Tensor, k: int) -> Tensor:
     return ((q - zero.unsqueeze(-1)) * scale.unsqueeze(-1)).flatten(1)[:, :k]
 
 
-def int8_steps(x: Tensor, group: int) -> Tensor:
-    """Activations [R, K] rounded to int8 codes and back: float32 [R, K padded with 0 to whole groups], each
-    group of a row in steps of its largest magnitude / 127."""
-    groups = functional.pad(x.float(), (0, -x.shape[-1] % group)).view(len(x), -1, group)
+def int8_steps(x: Tensor, group: int, record: int = 0) -> Tensor:
+    """Activations [R, K] rounded to int8 codes and back: float32 [R, K padded with 0 to whole groups, or to
+    records of more inputs], each group of a row in steps of its largest magnitude / 127."""
+    groups = functional.pad(x.float(), (0, -x.shape[-1] % (record or group))).view(len(x), -1, group)
     step = groups.abs().amax(dim=-1, keepdim=True) / 127
     codes = torch.where(step > 0, groups / step, 0).round().clamp(-127, 127)
     return (codes * step).flatten(1)
@@ -99,13 +137,11 @@ def tile_numbers(layout: StoreLayout, tile: Tensor, head: Tensor | None = None) 
         records = tile.view(channels, -1)[:, : format.channel_bytes(hidden)].reshape(channels, 2, -1)
         gate, down = (row_numbers(format.rows, records[:, part], hidden) for part in range(2))
         return torch.stack((gate, dequantize(format.up, head, channels, hidden)[:, :hidden], down))
-    tile = tile[: format.matrices_bytes(hidden, channels, number)]
     if not isinstance(format, BlockFormat):
+        tile = tile[: format.matrices_bytes(hidden, channels, number)]
         return tile.view(DTYPES[format.name]).view(number, channels, hidden).float()
-    wide = (number - 1) * format.matrix_bytes(channels, hidden)
-    gate_up = dequantize(format, tile[:wide], (number - 1) * channels, hidden)[:, :hidden]
-    down = dequantize(format, tile[wide:], hidden, channels)[:, :channels]
-    return torch.cat((gate_up, down.mT)).view(number, channels, hidden)
+    gate_up, down = tile_matrices(layout, tile)
+    return torch.cat((gate_up[:, :hidden], down.mT)).view(number, channels, hidden)
 
 
 def tile_biases(layout: StoreLayout, tile: Tensor) -> Tensor:
@@ -137,7 +173,8 @@ class ReferenceKernel:
 
     def activations(self, x: Tensor) -> Tensor:
         """Hidden states float32 [R, H] in the kernel's form [R, ...]; once per Work, not once per expert."""
-        return x.to(self._plain) if self._blocks is None else int8_steps(x, self._blocks.group)
+        blocks = self._blocks
+        return x.to(self._plain) if blocks is None else int8_steps(x, blocks.group, blocks.inputs)
 
     def compute(self, data: Tensor, x: Tensor, rows: Tensor) -> Tensor:
         """Sum of the outputs of consecutive tiles. data: uint8 [tiles * tile_bytes]; x: `activations`; rows:
@@ -155,14 +192,11 @@ class ReferenceKernel:
         """Returns the output of one tile, float32 [R, H]."""
         blocks, number = self._blocks, self._math.matrices
         wide = (number - 1) * self._tile
-        matrices = tile[: self._layout.format.matrices_bytes(self._hidden, self._tile, number)]
         if blocks is None:
+            matrices = tile[: self._layout.format.matrices_bytes(self._hidden, self._tile, number)]
             rows = matrices.view(x.dtype).view(number * self._tile, self._hidden)
             return (self._inner(x, rows[:wide], tile) @ rows[wide:]).float()
-        # Tiles are whole blocks of outputs: gate and up are one matrix of twice as many.
-        begin = blocks.matrix_bytes(wide, self._hidden)
-        gate_up = dequantize(blocks, matrices[:begin], wide, self._hidden)
-        down = dequantize(blocks, matrices[begin:], self._hidden, self._tile)
+        gate_up, down = tile_matrices(self._layout, tile)
         return functional.linear(int8_steps(self._inner(x, gate_up, tile), blocks.group), down)
 
     def _inner(self, x: Tensor, gate_up: Tensor, tile: Tensor) -> Tensor:

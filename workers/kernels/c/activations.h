@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "records.h"
 #include "vectors.h"
 
 /* Whether all of rows[0..count) are rows of an array of `limit`. */
@@ -12,9 +13,10 @@ static int rows_within(const int32_t *rows, int64_t count, int64_t limit) {
     return !outside;
 }
 
-static void quantize_row(const float *x, int64_t inputs, int64_t group, int8_t *codes, float *factors) {
-    for (int64_t start = 0; start < inputs; start += group, codes += group, factors += 2) {
-        int64_t n = least(group, inputs - start);
+/* `padded` codes in groups for `inputs` numbers. */
+static void quantize_row(const float *x, int64_t inputs, int64_t padded, int64_t group, int8_t *codes, float *factors) {
+    for (int64_t start = 0; start < padded; start += group, codes += group, factors += 2) {
+        int64_t n = inputs > start ? least(group, inputs - start) : 0;
         int32_t most = 0; /* largest bit pattern of a magnitude; they order like the magnitudes, NaN above all */
         for (int64_t i = 0; i < n; i++) {
             int32_t bits;
@@ -41,11 +43,11 @@ static void quantize_row(const float *x, int64_t inputs, int64_t group, int8_t *
 }
 
 void tandem_quantize(const struct weights *w, const float *x, int64_t rows, void *codes, float *factors) {
-    int64_t padded = rounded_up(w->inputs, w->group);
+    int64_t padded = padded_inputs(w, w->inputs);
     if (w->bits == BF16) round_to_bf16(x, rows * w->inputs, codes);
     if (w->bits == FLOAT32) memcpy(codes, x, (size_t)(rows * w->inputs) * sizeof *x);
     if (w->bits >= BF16) return;
     for (int64_t r = 0; r < rows; r++)
-        quantize_row(x + r * w->inputs, w->inputs, w->group, (int8_t *)codes + r * padded,
+        quantize_row(x + r * w->inputs, w->inputs, padded, w->group, (int8_t *)codes + r * padded,
                      factors + 2 * r * (padded / w->group));
 }

@@ -1,12 +1,12 @@
 /* AMX: products of many rows by matrix units, on the same bytes and with the same integer sums as the vectors of
  * avx512.c, which compute everything else. A tile is 16 rows of 64 bytes. Of one group of inputs, tile A has 16 rows'
- * codes, 64 inputs each; tile B the same inputs of a block's 16 outputs, four beside each other, as they lie in an int8
+ * codes, 64 inputs each or a smaller group's; tile B the same inputs of a block's 16 outputs, four beside each other, as they lie in an int8
  * record; C is their integer product [16 rows, 16 outputs]. bf16 at the end. */
 #include "kernels.h"
 
 #define tandem_supported vectors_supported
 #define MATRIX_UNITS
-static void units_begin(int64_t rest);
+static void units_begin(const struct weights *w, int64_t rest);
 static void units_end(void);
 static void strip_of(const struct weights *w, const uint8_t *block, int64_t groups, const int8_t *codes,
                      const float *factors, int64_t count, float *y);
@@ -26,7 +26,7 @@ static void multiply_units(const struct unit_product *p, int across, int add);
 #include "avx512.c"
 #undef tandem_supported
 
-enum { DEPTH = 64, TILE_LINE = 64, PALETTE = 1 }; /* inputs and bytes of a tile's line */
+enum { DEPTH = 64, TILE_LINE = 64, PALETTE = 1 }; /* most inputs and bytes of a tile's line */
 
 /* Numbers of tiles, which compilers want as literals. REST: of the rows beyond whole chunks. */
 #define C_FULL 0
@@ -71,49 +71,58 @@ static int tiles_permitted(void) {
 /* The kernel lets a process use tiles only once it has asked; its threads may then, too. */
 int tandem_supported(void) { return vectors_supported() ? tiles_permitted() : 0; }
 
-static void units_begin(int64_t rest) {
+/* Inputs of a tile's line. */
+static int64_t depth_of(const struct weights *w) { return least(w->group, DEPTH); }
+
+static void units_begin(const struct weights *w, int64_t rest) {
     struct tile_config config = {.palette = PALETTE};
-    const int rows[TILES] = {TALL_ROWS, (int)rest, TALL_ROWS, (int)rest, DEPTH / 4};
-    for (int tile = 0; tile < TILES; tile++)
-        if (rows[tile]) config.rows[tile] = (uint8_t)rows[tile], config.line_bytes[tile] = TILE_LINE;
+    const int depth = (int)depth_of(w), rows[TILES] = {TALL_ROWS, (int)rest, TALL_ROWS, (int)rest, depth / 4};
+    for (int tile = 0; tile < TILES; tile++) {
+        int bytes = tile == A_FULL || tile == A_REST ? depth : TILE_LINE;
+        if (rows[tile]) config.rows[tile] = (uint8_t)rows[tile], config.line_bytes[tile] = (uint16_t)bytes;
+    }
     tile_configure(&config);
 }
 
 static void units_end(void) { tile_release(); }
 
 /* Lines of an int4 record, eight inputs each, as lines of tile B. */
-INLINE void unpack(const uint8_t *lines, uint8_t *to) {
+INLINE void unpack(const uint8_t *lines, int64_t inputs, int scales, uint8_t *to) {
     const __m512i low = _mm512_set1_epi8(15);
-    for (int line = 0; line < DEPTH / 8; line++) {
+    for (int64_t line = 0; line < inputs / 8; line++) {
         __m512i both = _mm512_loadu_si512(lines + TILE_LINE * line);
-        _mm512_store_si512(to + TILE_LINE * 2 * line, _mm512_and_si512(both, low));
-        _mm512_store_si512(to + TILE_LINE * (2 * line + 1), _mm512_and_si512(_mm512_srli_epi16(both, 4), low));
+        __m512i first = _mm512_and_si512(both, low), second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+        _mm512_store_si512(to + TILE_LINE * 2 * line, numbers_of(first, scales));
+        _mm512_store_si512(to + TILE_LINE * (2 * line + 1), numbers_of(second, scales));
     }
 }
 
 /* All chunks go through one group before the next, so that its weights are unpacked once. */
 static void strip_of(const struct weights *w, const uint8_t *block, int64_t groups, const int8_t *codes,
                      const float *factors, int64_t count, float *y) {
-    int64_t group = w->group, data = group * BLOCK * w->bits / 8;
+    const int bits = (int)w->bits, scales = (int)w->scales, together = groups_together(scales);
+    int64_t group = w->group, data = group * BLOCK * bits / 8, depth = depth_of(w);
     uint8_t wide[DEPTH * BLOCK * 2] __attribute__((aligned(64))); /* of an int4 group, at most 128 inputs */
     int32_t dot[TALL_ROWS * BLOCK] __attribute__((aligned(64)));
     memset(y, 0, (size_t)(count * BLOCK) * sizeof *y);
-    for (int64_t g = 0; g < groups; g++, block += 64 + data) {
-        const uint8_t *lines = block + 64;
-        for (int64_t line = 0; line < 64 + data; line += 64) PREFETCH(block + line + AHEAD);
-        if (w->bits == INT4) {
-            for (int64_t j = 0; j < group; j += DEPTH) unpack(lines + 8 * j, wide + BLOCK * j);
+    const uint8_t *head = block;
+    for (int64_t g = 0; g < groups; g++, block += data) {
+        const int part = (int)(g % together);
+        if (part == 0) head = block, block += record_head(scales);
+        const uint8_t *lines = block;
+        for (int64_t line = 0; line < data; line += 64) PREFETCH(block + line + AHEAD);
+        if (bits == INT4) {
+            unpack(lines, group, scales, wide);
             lines = wide;
         }
-        __m512 scale = w->bits == INT4 ? sixteen_bf16(block) : _mm512_loadu_ps((const float *)block);
-        __m512 zero = w->bits == INT4 ? sixteen_bf16(block + 32) : _mm512_set1_ps(128.0f);
+        __m512 scale = scales_of(head, bits, scales, part), zero = zeros_of(head, bits, scales);
         for (int64_t first = 0; first < count; first += TALL_ROWS) {
             int64_t rows = least(TALL_ROWS, count - first);
             const int8_t *from = codes + (first * groups + g * rows) * group;
             const float *of = factors + 2 * (first * groups + g * rows);
 #define MULTIPLY_TILES(c, a)                                                                                     \
     tile_zero(c);                                                                                                \
-    for (int64_t j = 0; j < group; j += DEPTH) {                                                                 \
+    for (int64_t j = 0; j < group; j += depth) {                                                                 \
         tile_load(a, from + j, group);                                                                           \
         tile_load(B_LINES, lines + BLOCK * j, TILE_LINE);                                                        \
         tile_dot(c, a, B_LINES);                                                                                 \

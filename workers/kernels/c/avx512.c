@@ -12,6 +12,7 @@ int tandem_supported(void) {
 
 #define INLINE static inline __attribute__((always_inline))
 #define VECTOR_BYTES 64
+#include "records.h"
 #define SUM(v) _mm512_reduce_add_ps((__m512)(v))
 
 /* y [4] = the sums of four vectors, in the order of additions of SUM. */
@@ -41,6 +42,40 @@ INLINE __m512 sixteen_bf16(const void *numbers) {
 }
 #define WIDENED (vector)sixteen_bf16
 
+INLINE __m512 sixteen_f16(const void *numbers) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)numbers));
+}
+
+/* E8M0: 2^(e - 127), of 0 a denormal number. */
+INLINE __m512 sixteen_e8m0(const void *numbers) {
+    __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)numbers));
+    return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_slli_epi32(wide, 23), _mm512_set1_epi32(1 << 22)));
+}
+
+/* E4M3 / 256, see unit_of. */
+INLINE __m512 sixteen_e4m3(const void *numbers) {
+    __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)numbers)), 7);
+    return _mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16((int16_t)0xBFFF)));
+}
+
+/* Scales of group `part` of a record, and its zeros. */
+INLINE __m512 scales_of(const uint8_t *head, const int bits, const int scales, const int part) {
+    if (scales == SCALES_E8M0) return sixteen_e8m0(head + BLOCK * part);
+    if (scales == SCALES_E4M3) return sixteen_e4m3(head + BLOCK * part);
+    if (scales != SCALES_OWN) return sixteen_f16(head);
+    return bits == INT8 ? _mm512_loadu_ps((const float *)head) : sixteen_bf16(head);
+}
+INLINE __m512 zeros_of(const uint8_t *head, const int bits, const int scales) {
+    const int given = scales == SCALES_F16_ZEROS || (scales == SCALES_OWN && bits != INT8);
+    return given ? sixteen_bf16(head + 32) : _mm512_set1_ps(constant_zero(bits, scales));
+}
+
+/* What the codes in the lowest four bits of bytes stand for. */
+INLINE __m512i numbers_of(__m512i codes, const int scales) {
+    const __m512i numbers = _mm512_broadcast_i32x4(_mm_setr_epi8(E2M1_NUMBERS));
+    return is_e2m1(scales) ? _mm512_shuffle_epi8(numbers, codes) : codes;
+}
+
 #ifndef TANDEM_WITHOUT_PAIRS
 /* VDPBF16PS, which not all of these processors have, nor all compilers: sum += the products of the pairs' upper
  * numbers, then those of the lower ones, each rounded as a fused addition is. Denormal numbers count as 0. Not on
@@ -68,63 +103,73 @@ INLINE __m512i in_place_sum(const __m512i *dots) {
 
 enum { IN_PLACE = 4 }; /* rows with four sums each: as many as registers hold */
 
-INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes, const float *factors,
-                     const int bits, const int rows, float *y) {
+/* dot [rows] = the products of one group's codes, at `data`, with those of each row. */
+INLINE void group_dots(const uint8_t *data, int64_t group, const int8_t *codes, const int bits, const int scales,
+                       const int rows, __m512i *dot) {
     const __m512i low = _mm512_set1_epi8(15);
     const int step = 32 / bits; /* inputs of a line */
     const int in_place = rows <= IN_PLACE; /* INT2: codes are not shifted to the lowest bits of their byte */
+    __m512i more[ROWS], dots[IN_PLACE][4];
+    for (int r = 0; r < rows; r++) dot[r] = more[r] = _mm512_setzero_si512();
+    for (int r = 0; r < IN_PLACE; r++)
+        for (int f = 0; f < 4; f++) dots[r][f] = _mm512_setzero_si512();
+    for (int64_t j = 0; j < group; j += step) {
+        __m512i line = _mm512_loadu_si512(data + 64 / step * j);
+        PREFETCH(data + 64 / step * j + AHEAD);
+        if (bits == INT2 && in_place) {
+            for (int f = 0; f < 4; f++) {
+                __m512i part = _mm512_and_si512(line, _mm512_set1_epi8((char)(3 << 2 * f)));
+                for (int r = 0; r < rows; r++)
+                    dots[r][f] = _mm512_dpbusd_epi32(dots[r][f], part, four(codes + r * group + j + 4 * f));
+            }
+            continue;
+        }
+        if (bits == INT2) {
+            for (int f = 0; f < 4; f++) {
+                __m512i part = _mm512_and_si512(_mm512_srli_epi16(line, 2 * f), _mm512_set1_epi8(3));
+                for (int r = 0; r < rows; r++)
+                    dot[r] = _mm512_dpbusd_epi32(dot[r], part, four(codes + r * group + j + 4 * f));
+            }
+            continue;
+        }
+        __m512i first = bits == INT4 ? numbers_of(_mm512_and_si512(line, low), scales) : line;
+        __m512i second = numbers_of(_mm512_and_si512(_mm512_srli_epi16(line, 4), low), scales);
+        for (int r = 0; r < rows; r++) {
+            dot[r] = _mm512_dpbusd_epi32(dot[r], first, four(codes + r * group + j));
+            if (bits == INT8) continue;
+            if (rows <= 4)
+                more[r] = _mm512_dpbusd_epi32(more[r], second, four(codes + r * group + j + 4));
+            else
+                dot[r] = _mm512_dpbusd_epi32(dot[r], second, four(codes + r * group + j + 4));
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        if (bits == INT2 && in_place) {
+            dot[r] = in_place_sum(dots[r]);
+        } else if (bits == INT4 && rows <= 4) {
+            dot[r] = _mm512_add_epi32(dot[r], more[r]);
+        }
+    }
+}
+
+INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes, const float *factors,
+                     const int bits, const int scales, const int rows, float *y) {
+    const int together = groups_together(scales);
     __m512 sum[ROWS];
     for (int r = 0; r < rows; r++) sum[r] = _mm512_setzero_ps();
-    for (int64_t g = 0; g < groups; g++) {
-        const uint8_t *data = block + 64;
-        __m512i dot[ROWS], more[ROWS], dots[IN_PLACE][4];
-        for (int r = 0; r < rows; r++) dot[r] = more[r] = _mm512_setzero_si512();
-        for (int r = 0; r < IN_PLACE; r++)
-            for (int f = 0; f < 4; f++) dots[r][f] = _mm512_setzero_si512();
+    for (int64_t g = 0; g < groups; g += together) {
+        const uint8_t *data = block + record_head(scales);
         PREFETCH(block + AHEAD);
-        for (int64_t j = 0; j < group; j += step) {
-            __m512i line = _mm512_loadu_si512(data + 64 / step * j);
-            PREFETCH(data + 64 / step * j + AHEAD);
-            if (bits == INT2 && in_place) {
-                for (int f = 0; f < 4; f++) {
-                    __m512i part = _mm512_and_si512(line, _mm512_set1_epi8((char)(3 << 2 * f)));
-                    for (int r = 0; r < rows; r++)
-                        dots[r][f] = _mm512_dpbusd_epi32(dots[r][f], part, four(codes + r * group + j + 4 * f));
-                }
-                continue;
-            }
-            if (bits == INT2) {
-                for (int f = 0; f < 4; f++) {
-                    __m512i part = _mm512_and_si512(_mm512_srli_epi16(line, 2 * f), _mm512_set1_epi8(3));
-                    for (int r = 0; r < rows; r++)
-                        dot[r] = _mm512_dpbusd_epi32(dot[r], part, four(codes + r * group + j + 4 * f));
-                }
-                continue;
-            }
-            __m512i first = bits == INT4 ? _mm512_and_si512(line, low) : line;
-            __m512i second = _mm512_and_si512(_mm512_srli_epi16(line, 4), low);
-            for (int r = 0; r < rows; r++) {
-                dot[r] = _mm512_dpbusd_epi32(dot[r], first, four(codes + r * group + j));
-                if (bits == INT8) continue;
-                if (rows <= 4)
-                    more[r] = _mm512_dpbusd_epi32(more[r], second, four(codes + r * group + j + 4));
-                else
-                    dot[r] = _mm512_dpbusd_epi32(dot[r], second, four(codes + r * group + j + 4));
-            }
+        for (int part = 0; part < together; part++) {
+            __m512i dot[ROWS];
+            group_dots(data, group, codes, bits, scales, rows, dot);
+            __m512 scale = scales_of(block, bits, scales, part), zero = zeros_of(block, bits, scales);
+            for (int r = 0; r < rows; r++) sum[r] = grown(sum[r], dot[r], scale, zero, factors + 2 * r);
+            data += BLOCK * bits / 8 * group;
+            codes += rows * group;
+            factors += 2 * rows;
         }
-        __m512 scale = bits == INT8 ? _mm512_loadu_ps((const float *)block) : sixteen_bf16(block);
-        __m512 zero = bits == INT8 ? _mm512_set1_ps(128.0f) : sixteen_bf16(block + 32);
-        for (int r = 0; r < rows; r++) {
-            if (bits == INT2 && in_place) {
-                dot[r] = in_place_sum(dots[r]);
-            } else if (bits == INT4 && rows <= 4) {
-                dot[r] = _mm512_add_epi32(dot[r], more[r]);
-            }
-            sum[r] = grown(sum[r], dot[r], scale, zero, factors + 2 * r);
-        }
-        block = data + 64 / step * group;
-        codes += rows * group;
-        factors += 2 * rows;
+        block = data;
     }
     for (int r = 0; r < rows; r++) _mm512_storeu_ps(y + BLOCK * r, sum[r]);
 }

@@ -1,9 +1,9 @@
 /* The kernels of all variants. Each variant includes this file after it has defined
  *
- *     block_of(block, groups, group, codes, factors, bits, rows, y)
+ *     block_of(block, groups, group, codes, factors, bits, scales, rows, y)
  *
  * which computes one block of 16 outputs of INT2 (in groups of 64), INT4 or INT8 for `rows` (1 to ROWS) rows into
- * y [rows, 16]; `bits` and `rows` are constants. codes and factors are packed: for each group the rows' codes, one
+ * y [rows, 16], without unit_of(scales); `bits`, `scales` and `rows` are constants. codes and factors are packed: for each group the rows' codes, one
  * row after the other, and the rows' factors. And
  *
  *     BYTE_DOTS(sum, bytes, codes, bits)
@@ -13,7 +13,7 @@
  *
  * A variant with matrix units defines MATRIX_UNITS and
  *
- *     units_begin(rest), units_end()      before and after calls on one thread; `rest`: rows beyond whole chunks
+ *     units_begin(w, rest), units_end()   before and after calls on one thread; `rest`: rows beyond whole chunks
  *     strip_of(w, block, groups, codes, factors, count, y)
  *
  * which computes the same of `count` rows, at most STRIP, packed in chunks of TALL_ROWS, into y [count, 16], and
@@ -35,7 +35,7 @@
 
 #include <string.h>
 
-int tandem_kernels_version(void) { return 20; }
+int tandem_kernels_version(void) { return 21; }
 
 enum { MOST_GROUP = 128 }; /* inputs that share a scale */
 enum { NEARBY = 1 << 19 }; /* bytes of outputs that a core's own cache holds, beside activations and weights */
@@ -54,7 +54,7 @@ struct scratch {
 static struct scratch lay_out(const struct weights *w, int64_t rows, void *from) {
     struct scratch s = {.w = w};
     uint8_t *at = from;
-    int64_t inputs = rounded_up(w->inputs, w->group), channels = w->channels;
+    int64_t inputs = padded_inputs(w, w->inputs), channels = w->channels;
     TAKE(s.x.codes, w->bits >= BF16 ? x_bytes(w, rows) : rows * inputs);
     TAKE(s.x.factors, rows * inputs / w->group * 8);
     TAKE(s.inner.codes, w->bits >= BF16 ? inner_bytes(w, rows) : rows * channels);
@@ -94,7 +94,7 @@ static void activate(void *context, int64_t lo, int64_t hi) {
             }
             activate_channels(s->w, inner->tile, g * group, gate, up, group);
             int64_t first = r / chunk * chunk, at = first * groups + g * least(chunk, count - first) + r - first;
-            quantize_row(gate, group, group, s->inner.codes + at * group, s->inner.factors + 2 * at);
+            quantize_row(gate, group, group, group, s->inner.codes + at * group, s->inner.factors + 2 * at);
         }
 }
 
@@ -129,12 +129,16 @@ static void compute_tiles(struct team *team, const struct weights *w, const uint
     int64_t blocks_down = (w->outputs + BLOCK - 1) / BLOCK;
     /* Lines at distances of large powers of two evict each other from a cache: large outputs are summed in blocks. */
     int in_blocks = count > ROWS && count * w->outputs * 4 >= NEARBY;
-    struct summed summed = {s.part, {w, NULL, channels, w->outputs, s.inner, count, y, w->outputs, BLOCK, 0}};
+    struct summed summed = {s.part, {.w = w, .inputs = channels, .outputs = w->outputs, .x = s.inner, .count = count,
+                                     .y = y, .row_stride = w->outputs, .block_stride = BLOCK}};
     struct inner inner = {&s, tiles, count};
     for (int64_t tile = 0; tile < number; tile++, tiles += w->tile_bytes) {
         int64_t spin_ns = tile + 1 < number || in_blocks ? WAKE_NS : 0;
-        struct product in = {w, tiles, w->inputs, wide_outputs, s.x, count, s.both, BLOCK, count * BLOCK, 0};
+        struct product in = {.w = w, .matrix = tiles, .inputs = w->inputs, .outputs = wide_outputs, .x = s.x,
+                             .count = count, .y = s.both, .row_stride = BLOCK, .block_stride = count * BLOCK,
+                             .factors = tiles + w->factors, .factor_blocks = channels / BLOCK};
         struct product out = in_blocks ? in : summed.to;
+        out.factors = in.factors + 4 * wide_matrices(w), out.factor_blocks = blocks_down;
         out.matrix = tiles + wide, out.inputs = channels, out.x = s.inner, out.add = tile > 0, inner.tile = tiles;
         if (in_blocks) out.outputs = blocks_down * BLOCK, out.y = s.part;
         parallel_for(team, blocks, &in, wide_outputs / BLOCK, WAKE_NS);

@@ -32,7 +32,7 @@ int tandem_work(struct host *host, const void *descriptor, int64_t numbers, cons
     int fault = work_fault(&work);
     if (fault) return fault;
 
-    int64_t padded = rounded_up(w->inputs, w->group), tiles = w->channel_bits ? all_tiles(&work) : 0;
+    int64_t padded = padded_inputs(w, w->inputs), tiles = w->channel_bits ? all_tiles(&work) : 0;
     int64_t codes = rounded_up(x_rows * padded * (w->bits >= BF16 ? 4 : 1), 64);
     int64_t factors = w->bits >= BF16 ? 0 : rounded_up(x_rows * (padded / w->group) * 8, 64);
     int64_t gate_x = w->channel_bits ? x_rows * tandem_gate_x_bytes(w) : 0;

@@ -32,7 +32,7 @@ struct masked_scratch {
 static struct masked_scratch lay_out_masked(const struct weights *w, int64_t channels, int64_t rows, void *from) {
     struct masked_scratch s = {.kept = {.channels = channels, .count = rows}};
     uint8_t *at = from;
-    int64_t inputs = rounded_up(w->inputs, w->group);
+    int64_t inputs = padded_inputs(w, w->inputs);
     TAKE(s.x.codes, rows * inputs);
     TAKE(s.x.factors, rows * inputs / w->group * 8);
     TAKE(s.u, rows * channels * 4);

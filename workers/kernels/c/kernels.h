@@ -13,7 +13,8 @@
  *
  *     y += (activation scale * weight scale) * (dot - zero * sum)
  *
- * where dot is the exact integer product of the codes. Groups are added in their order and rows do not mix: a
+ * where dot is the exact integer product of the codes. E2M1 codes are taken as 12 more than twice their values, 0 to 24.
+ * What that and E4M3 scales leave out, and a matrix's factor, multiplies y at the end (`unit_of`). Groups are added in their order and rows do not mix: a
  * row's result depends neither on how many rows there are nor on how many threads.
  *
  * bf16. Inputs are rounded to bf16; products are added in float32, as in the format float32, which rounds nothing.
@@ -34,6 +35,10 @@ enum { TALL_ROWS = 16 };
 
 enum { INT2 = 2, INT4 = 4, INT8 = 8, BF16 = 16, FLOAT32 = 32 }; /* bits of a weight: which format */
 
+/* Scales of an integer format. OWN: bf16 and zeros in bf16, of INT8 float32 and no zeros. F16: and no zeros; F16_ZEROS:
+ * beside zeros in bf16. E8M0, E4M3: of two groups in each record, whose codes are E2M1. */
+enum { SCALES_OWN, SCALES_F16, SCALES_F16_ZEROS, SCALES_E8M0, SCALES_E4M3 };
+
 /* Prefetches memory that is read once, into the second cache. Other hints halve the pace on some processors; where this
  * one was measured (docs/kernels.md), no other hint or distance is faster by more than measurements differ. The address may
  * lie beyond the end of memory: then nothing happens. */
@@ -51,10 +56,13 @@ struct expert_math {
 
 struct weights {
     int64_t bits;
+    int64_t scales;
     int64_t group;    /* inputs that share a scale; 1 for bf16 and float32 */
     int64_t inputs;   /* of a matrix; H of tiles */
     int64_t outputs;  /* of a matrix; H of tiles */
-    int64_t channels; /* T of one tile, a multiple of group; 0 for a matrix */
+    int64_t channels; /* T of one tile, in whole records; 0 for a matrix */
+    int64_t factors;  /* bytes from a matrix's or a tile's beginning to the float32 factor of each of its matrices; 0: there
+                       * are none */
     int64_t channel_bits; /* of a tile's gate and down, where they lie by channel and `bits` are up's: INT4, INT8 or
                            * BF16 (shm/floe.py); 0: a tile is matrices of `bits` */
     int64_t tile_bytes;   /* of a tile that is matrices */
@@ -62,7 +70,7 @@ struct weights {
 };
 
 /* Integer formats: codes int8 [rows, padded], factors float32 [rows, padded / group, 2]; `padded` is the number
- * of inputs in whole groups. bf16 and float32: codes float32 [rows, inputs], in bf16 rounded to it; no factors. */
+ * of inputs in whole records. bf16 and float32: codes float32 [rows, inputs], in bf16 rounded to it; no factors. */
 struct activations {
     const void *codes;
     const float *factors;
@@ -88,7 +96,7 @@ int tandem_kernels_version(void);
 /* 1 if this CPU has what the variant was compiled for, 0 if not, -1 if the system does not permit its use. */
 int tandem_supported(void);
 
-/* x float32 [rows, inputs] as activations; padding of the inputs to whole groups becomes 0. */
+/* x float32 [rows, inputs] as activations; padding of the inputs to whole records becomes 0. */
 void tandem_quantize(const struct weights *weights, const float *x, int64_t rows, void *codes, float *factors);
 
 /* Bytes of scratch that tandem_tiles needs for `rows` rows; it is 64-byte aligned. */

@@ -31,7 +31,7 @@ static int64_t lay_out_product(struct multiplication *m, uint8_t *scratch) {
         TAKE(m->plain.codes, w->bits == BF16 ? m->rows * arranged_bytes(w->inputs) : 0);
         return at - scratch;
     }
-    int64_t inputs = rounded_up(w->inputs, w->group);
+    int64_t inputs = padded_inputs(w, w->inputs);
     TAKE(m->packed.codes, m->rows * inputs);
     TAKE(m->packed.factors, m->rows * inputs / w->group * 8);
     TAKE(m->plain.codes, m->rows * inputs);
@@ -47,7 +47,7 @@ int64_t tandem_product_scratch(const struct matrix *matrix, int64_t rows) {
 static void quantize_rows(void *context, int64_t lo, int64_t hi) {
     const struct multiplication *m = context;
     const struct weights *w = &m->matrix->of;
-    int64_t inputs = rounded_up(w->inputs, w->group), step = arranged_bytes(inputs);
+    int64_t inputs = padded_inputs(w, w->inputs), step = arranged_bytes(inputs);
     for (int64_t r = lo; w->bits == BF16 && r < hi; r++)
         arrange(m->x + r * inputs, inputs, (char *)m->plain.codes + r * step);
     if (w->bits == BF16) return;
@@ -77,7 +77,8 @@ void tandem_product(struct team *team, const struct matrix *matrix, const float 
         if (rows > 1) pack(w, w->inputs, &codes, NULL, rows, m.packed);
         struct product product = {.w = w, .matrix = matrix->data, .inputs = w->inputs, .outputs = w->outputs,
                                   .x = m.packed, .count = rows, .y = y, .row_stride = w->outputs,
-                                  .block_stride = BLOCK};
+                                  .block_stride = BLOCK, .factors = (const uint8_t *)matrix->data + w->factors,
+                                  .factor_blocks = (w->outputs + BLOCK - 1) / BLOCK};
         parallel_for(team, blocks, &product, (w->outputs + BLOCK - 1) / BLOCK, spin_ns);
     }
     for (int64_t r = 0; matrix->bias && r < rows; r++)

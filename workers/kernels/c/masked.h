@@ -175,7 +175,8 @@ static void masked_tiles(struct team *team, const struct weights *w, const uint8
     pack(w, w->inputs, &x->of, chosen, count, s.x);
     for (int64_t r = 0; r < count; r++) s.gate_x[r] = x->gate + chosen[r] * bytes;
     for (int64_t tile = 0; tile < number; tile++, head += head_bytes, body += body_bytes) {
-        struct product up = {w, head, w->inputs, channels, s.x, count, s.u, BLOCK, count * BLOCK, 0};
+        struct product up = {.w = w, .matrix = head, .inputs = w->inputs, .outputs = channels, .x = s.x, .count = count,
+                             .y = s.u, .row_stride = BLOCK, .block_stride = count * BLOCK};
         parallel_for(team, blocks, &up, channels / BLOCK, WAKE_NS);
         tallies[tile] = masked_channels(team, mask, &s, biases ? biases + tile * channels : NULL);
         kept_channels(team, w, body, &s, y, tile > 0);
@@ -192,7 +193,7 @@ int64_t tandem_gate_x_bytes(const struct weights *w) {
 void tandem_arrange_gate_x(const struct weights *w, const float *x, const struct activations *of, int64_t rows,
                            uint8_t *to) {
     struct row_shape shape = row_shape_of(w);
-    int64_t padded = rounded_up(w->inputs, w->group), bytes = gate_x_bytes(&shape);
+    int64_t padded = padded_inputs(w, w->inputs), bytes = gate_x_bytes(&shape);
     for (int64_t r = 0; r < rows; r++)
         arrange_gate_x(&shape, x + r * w->inputs, (const int8_t *)of->codes + r * padded,
                        of->factors + 2 * r * (padded / w->group), to + r * bytes);
