@@ -28,6 +28,7 @@ from launch.errors import DownloadFailed, LaunchError, WrongUsage
 from launch.hub_gguf import cached_gguf, choose, gguf_models
 from launch.terminal.log import notice
 from pipeline.errors import ModelError
+from pipeline.models.shapes import is_gguf
 from protocol.program import one_line
 from shm.segment import byte_size
 
@@ -59,7 +60,9 @@ DEADLINE = 20.0  # seconds for the Hub to list a model's files
 def is_hub_name(text: str) -> bool:
     """Returns whether this could be a model of the Hub, org/name, with @revision or :TYPE behind it."""
     match = _NAME.fullmatch(text)
-    return match is not None and not re.search(r"\.\.|--", text) and not match[1].endswith(".git")
+    if match is None or re.search(r"\.\.|--", text) or match[1].endswith(".git"):
+        return False
+    return match[3] is not None or not is_gguf(text)  # which is a file that is not there
 
 
 def model_folder(model: Path, download: bool) -> Path:
