@@ -1,5 +1,5 @@
-"""`--model org/name`: a model of the Hugging Face Hub, from this machine's cache of it or downloaded into it; and
-`org/name:TYPE`, one of its GGUF files (`hub_gguf.py`).
+"""`--model org/name`: a model of the Hugging Face Hub, from this machine's cache of it or downloaded into it;
+and `org/name:TYPE`, one of its GGUF files (`hub_gguf.py`).
 
 The cache is huggingface_hub's own, with its progress bars and environment variables. A model that is complete
 in the cache is used as it is, without the network, even if the Hub has a newer version. Before the weights a
@@ -83,7 +83,7 @@ def model_folder(model: Path, download: bool) -> Path:
     repository, revision, kind = match[1], match[2] or "main", match[3] or ""
     file = cached_gguf(_snapshot(repository, revision), kind)
     if file is not None and not _flaw(file):
-        log.info(f"{name}: {file}")
+        log.info(f"{name}: from {file}")
         return file
     config = None
     if not (kind and download):
@@ -138,8 +138,8 @@ def _download(name: str, repository: str, revision: str, kind: str, only_config:
             return _download_gguf(name, repository, revision, {file: sizes[file] for file in files})
         if CONFIG not in sizes:
             raise WrongUsage(
-                f"{name}: what the sizes are is in the GGUF file alone, {byte_size(sum(sizes[f] for f in files))},"
-                " which this command does not download: name the model that it was made from, ORG/NAME"
+                f"{name}: its sizes are in the GGUF file alone, and this command does not download it"
+                f" ({byte_size(sum(sizes[f] for f in files))}): name the model that it was made from"
             )
     else:
         _check_kind(name, sizes)
@@ -167,7 +167,7 @@ def _download_gguf(name: str, repository: str, revision: str, sizes: dict[str, i
     """Returns the first of a GGUF model's files, in order with their sizes."""
     from huggingface_hub import constants, try_to_load_from_cache
 
-    cache, files = Path(constants.HF_HUB_CACHE), list(sizes)
+    cache = Path(constants.HF_HUB_CACHE)
     cache.mkdir(parents=True, exist_ok=True)
     wanted = {
         file: size
@@ -237,8 +237,8 @@ def _check_kind(name: str, sizes: dict[str, int]) -> None:
     """Raises WrongUsage for a repository that holds no checkpoint."""
     if SINGLE not in sizes and INDEX not in sizes:
         raise WrongUsage(
-            f"{name}: neither {SINGLE} nor {INDEX} nor a GGUF file is on the Hub, and only safetensors and GGUF"
-            " are read"
+            f"{name}: neither {SINGLE} nor {INDEX} nor a GGUF file is on the Hub, and only safetensors and"
+            " GGUF are read"
         )
     if CONFIG not in sizes:
         raise WrongUsage(f"{name}: {CONFIG} is not on the Hub, and the model cannot be run without it")
@@ -256,8 +256,8 @@ def _check_architecture(name: str, config: Path) -> None:
 
 
 def _check_gguf(name: str, about: object) -> None:
-    """Raises WrongUsage for GGUF files of an architecture that cannot be run, before they are downloaded, where
-    the Hub says which it is."""
+    """Raises WrongUsage for GGUF files of an architecture that cannot be run, before they are downloaded,
+    where the Hub says which it is."""
     from pipeline.checkpoint.gguf_config import READ
 
     architecture = about.get("architecture") if isinstance(about, dict) else None

@@ -13,17 +13,15 @@ from pipeline.models.shapes import GGUF
 # Projectors of pictures, statistics for quantizing, and layers that predict further tokens.
 OTHERS = ("mmproj", "imatrix", "mtp-")
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
-TYPE = re.compile(
-    r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|BF16|F16|F32|MXFP4|NVFP4)\w*)$", re.IGNORECASE | re.ASCII
-)
+TYPE = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|B?F16|F32|(?:MX|NV)FP4)\w*)$", re.IGNORECASE)
 MOST_TYPES = 40  # in a message
 
 Models = dict[str, list[str]]
 
 
 def gguf_models(files: Iterable[str]) -> Models:
-    """Returns the files of each GGUF model among a repository's files, in order, by their common name: without
-    folder, part and ending."""
+    """Returns the files of each GGUF model among a repository's files, in order, by their common name:
+    without folder, part and ending."""
     found: Models = {}
     for file in sorted(files):
         path = PurePosixPath(file)

@@ -1,4 +1,4 @@
-"""The tokenizer of a model's folder in a GGUF file, as llama.cpp's converter writes it: by the gguf package."""
+"""The tokenizer of a folder in a GGUF file, as llama.cpp's converter writes it, by the gguf package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling settings: their limits, and a model's recommended ones, from its generation_config.json or its GGUF
+"""Sampling settings: their limits, and a model's recommended ones, from its generation_config.json or GGUF
 file."""
 
 from __future__ import annotations

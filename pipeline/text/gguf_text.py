@@ -2,9 +2,9 @@
 sampling settings. The tokenizer is made as the tokenizer.json of the model that the file was converted from
 describes it, so that a text has the same ids.
 
-transformers' converter of such files is not used: it knows few names of `gguf_words.py`, and takes another
-tokenizer for the rest; it leaves out Unicode's form, and tokens that no merges make; its Llama tokenizer is not
-Mixtral's; and it maps the file, which may be cut short meanwhile.
+transformers' converter of such files is not used: it knows half of the names of `gguf_words.py`, and cuts
+otherwise for the rest; it leaves out Unicode's form, and tokens that no merges make; its Llama tokenizer is
+not Mixtral's; and it maps the file, which may be cut short meanwhile.
 """
 
 from __future__ import annotations

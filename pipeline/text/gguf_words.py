@@ -9,7 +9,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Words:
     """`cuts`: regular expressions, one after the other, each of which cuts the pieces that it matches out of
-    the text; tokens are merged within a piece. `composed`: the text is brought into Unicode's form NFC before.
+    the text; tokens are merged within a piece. `composed`: the text is brought into Unicode's form NFC first.
     `whole`: a piece that is a token is never merged from smaller ones. `begins`: bos begins a text, where the
     file does not say."""
 
@@ -61,8 +61,8 @@ _DEEPSEEK_LLM = (
 _DEEPSEEK3 = (
     r"\p{N}{1,3}",
     "[一-龥぀-ゟ゠-ヿ]+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 
 WORDS = {

@@ -89,8 +89,8 @@ def read_template(model_dir: Path) -> TemplateKind:
 
 
 def eos_ids(model_dir: Path) -> frozenset[int]:
-    """Returns the ids that end an answer, from a GGUF file, or generation_config.json, else config.json; empty
-    where neither has any. Raises ModelError where a file is damaged."""
+    """Returns the ids that end an answer, from the GGUF file, or generation_config.json, else config.json;
+    empty where neither has any. Raises ModelError where a file is damaged."""
     if is_gguf(model_dir):
         return GgufText(model_dir).eos_ids()
     for name in ("generation_config.json", "config.json"):
@@ -130,8 +130,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer | None:
-        """Returns the tokenizer of a model, None where it has none. Reads local files only and runs no code from
-        them. Raises ModelError where the files are unusable."""
+        """Returns the tokenizer of a model, None where it has none. Reads local files only and runs no code
+        from them. Raises ModelError where the files are unusable."""
         check_files(model_dir)
         if not has_tokenizer(model_dir):
             return None

@@ -25,17 +25,18 @@ from protocol.messages import Sampling
 
 # Pieces of this text tell the ways of cutting apart, as the converter of llama.cpp tells them by such a text.
 PROBE = (
-    "\n \n\n \t\t \n  x 3 33 333 3333 I've 'RE you'LL DON'T XyZABC émile É\u0301a\u0301b 我想在apple工作1314天 カナ한국"
-    " русский نص .hello/World //x//\r\n\r\n --- ''``!!?\u2019s ½ ٣٤٥ 🚀 👩\u200d👩 <|x|> a.b_c-d\u00a0e\u3000f  \n"
+    "\n \n\n \t\t \n  x 3 33 333 3333 I've 'RE you'LL DON'T XyZABC émile É\u0301a\u0301b "
+    "我想在apple工作1314天 カナ한국 русский نص .hello/World //x//\r\n\r\n --- "
+    "''``!!?\u2019s ½ ٣٤٥ 🚀 👩\u200d👩 <|x|> a.b_c-d\u00a0e\u3000f  \n"
 )
 
 
 def llama3(folder: Path) -> Path:
     """Llama 3's, in which some tokens come from no merges."""
-    cut = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    cut = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     words = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(cut + r"|\s+(?!\S)|\s+"), "isolated"),
+            pre_tokenizers.Split(Regex(cut + r"|\s*[\r\n]+|\s+(?!\S)|\s+"), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

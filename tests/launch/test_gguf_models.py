@@ -1,12 +1,14 @@
-"""`--model org/name:TYPE`: one of a repository's GGUF models is downloaded, and nothing else; what does not name
-one is refused in a line that says which there are. And GGUF files of this machine."""
+"""GGUF models: `--model org/name:TYPE` downloads one of a repository's, and nothing else, and what names none
+is refused in a line that says which there are; files of this machine; a whole engine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
+from engines import run
 from gguf_files import Type, plain, write_gguf
 from gguf_tokenizers import add_tokenizer
 from hub_home import NAME, RESOLVE, Home
@@ -72,7 +74,7 @@ def test_doctor_downloads_no_gguf_file(home: Home, hub: HubServer, ggufs, files)
         assert list(Path(out.strip()).iterdir()) == [Path(out.strip()) / "config.json"], log
     assert hub.sent() == ["config.json"]
     line = home.complaint("org/b", command=("doctor",))
-    assert "which this command does not download" in line
+    assert "this command does not download it" in line
 
 
 def test_what_names_no_model_is_refused_and_nothing_sent(home: Home, hub: HubServer, ggufs) -> None:
@@ -119,7 +121,7 @@ def test_types_are_told_by_the_names_of_files() -> None:
             choose(f"o/n:{kind}", models, kind)
     dotted = gguf_models(["M.Q4_K_M.gguf", "M.i1-Q4_K_M.gguf"])
     assert choose("o/n", dotted, "M.Q4_K_M") == ["M.Q4_K_M.gguf"]
-    with pytest.raises(WrongUsage, match="M.Q4_K_M, M.i1-Q4_K_M"):
+    with pytest.raises(WrongUsage, match=r"M\.Q4_K_M, M\.i1-Q4_K_M"):
         choose("o/n", dotted, "Q4_K_M")
 
 
@@ -140,3 +142,27 @@ def test_names_with_a_type() -> None:
     assert not any(map(is_hub_name, ("o/n.gguf", "o/n:", "o/n:a/b", "o/n:a:b", "o/n:.", "o/n:a@b")))
     assert is_gguf("a/B.GGUF")
     assert not is_gguf("shape:a.gguf")
+
+
+def test_a_file_answers_as_the_folder_that_it_was_made_from(tiny_model: Path, tmp_path: Path) -> None:
+    """A whole engine: conversation, template, tokens, texts, and scores."""
+    path = write_tiny(tiny_model, tmp_path / "tiny-F32.gguf", Type.F32)
+    models = ("--model", str(tiny_model), "--format", "bf16"), ("--model", str(path))
+    ask = ("generate", "--chat", "--prompt", "What is a generator?", "--max-tokens", "12", "--ignore-eos")
+    (code, wanted, log), (_, found, _) = (run(*ask, *model, "--log-level", "warning") for model in models)
+    assert code == 0, log
+    assert found == wanted
+    assert len(found.split("\n")) > 1
+
+
+def test_damaged_files_are_one_line(tmp_path: Path, complaint: Callable[..., str]) -> None:
+    path = tmp_path / "a.gguf"
+    path.write_bytes(b"GGUF\x03\x00\x00\x00" + b"\xff" * 40)
+    for command in (
+        ("generate", "--prompt", "a"),
+        ("generate", "--prompt-tokens", "1"),
+        ("doctor",),
+        ("advise",),
+    ):
+        assert str(path) in complaint(*command, "--model", str(path))
+    assert "does not exist" in complaint("generate", "--prompt", "a", "--model", str(tmp_path / "b.gguf"))
