@@ -24,6 +24,7 @@ from pipeline.memory.plan import (
     Machine,
     Plan,
     Pool,
+    automatic,
     choose,
     smallest,
 )
@@ -110,12 +111,12 @@ def situation(asked: EngineConfig, workers: int) -> Situation:
     return Situation(config, policy, Machine(available_memory(), free_shm_bytes(), gpu, total_memory()))
 
 
-def formats(asked: EngineConfig) -> tuple[FormatName, ...]:
+def formats(asked: EngineConfig, source: ModelSource) -> tuple[FormatName, ...]:
     """The formats to choose from, the most exact first."""
     if asked.format is not None:
         return (asked.format,)
     # The embedded model is for trials: its text should not depend on the memory that other programs leave.
-    return AUTOMATIC[:1] if asked.model is None else AUTOMATIC
+    return AUTOMATIC[:1] if asked.model is None else automatic(source)
 
 
 def every_format(source: ModelSource, asked: EngineConfig, names: Sequence[FormatName]) -> list[Needs]:
@@ -133,11 +134,11 @@ def every_format(source: ModelSource, asked: EngineConfig, names: Sequence[Forma
 def make_plan(model: Path, now: Situation) -> tuple[Plan, list[str]]:
     """The plan to start with, and log lines about it. Raises UsageError where nothing fits, ModelError."""
     source = open_model(model)
-    every = every_format(source, now.config, formats(now.config))
+    every = every_format(source, now.config, formats(now.config, source))
     plan = now.plan(now.config, every)
     if plan is None:
         raise UsageError(refusal(source, now, every))
-    return plan, [*memory_lines(plan, now.machine), *reasons(plan, now, every)]
+    return plan, [*memory_lines(plan, now.machine), *reasons(plan, now, every, source)]
 
 
 def start_line(model: Path, plan: Plan, machine: Machine, backbone_dtype: str) -> str:
@@ -160,8 +161,9 @@ def memory_lines(plan: Plan, machine: Machine) -> list[str]:
     ]
 
 
-def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
-    """A line for each choice that differs from the default: what was chosen, and why."""
+def reasons(plan: Plan, now: Situation, every: Sequence[Needs], source: ModelSource) -> list[str]:
+    """A line for each choice that differs from the default: what was chosen, and why; and one where quantized
+    experts are quantized again."""
     asked, lines = now.config, []
     names = [needs.format for needs in every]
     if position := names.index(plan.needs.format):
@@ -170,6 +172,9 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
         if not pool.short:
             why = f"with {names[position - 1]} fewer than {GOOD_CONTEXT} tokens of context would fit"
         lines.append(f"--format {plan.needs.format}: {why}")
+    stored, kept = source.quantized or source.own_format, plan.needs.format
+    if stored and kept not in (source.own_format, "f32", "bf16"):
+        lines.append(f"the experts are {stored} in the file, kept as {kept}: a second rounding")
     if asked.context is None and plan.context < choose_context(None, plan.needs.facts):
         why = "--kv-tokens is no larger" if plan.context == asked.kv_tokens else "more does not fit"
         lines.append(f"--context {plan.context}: {why}")
@@ -197,7 +202,7 @@ def remedy(source: ModelSource, now: Situation, least: Plan, pool: Pool) -> str:
     """Tells what would make it fit. `least`: the smallest plan, too large; `pool`: the memory it lacks."""
     ways = []
     for config in _others(now.config):
-        plan = now.plan(config, every_format(source, config, formats(config)))
+        plan = now.plan(config, every_format(source, config, formats(config, source)))
         if plan is not None:
             there = replace(now, config=config).smallest(plan.needs)
             takes = next(p.needed for p in there.pools(now.machine) if p.name == pool.name)

@@ -20,8 +20,11 @@ GRAPH_BYTES = 1 << 28  # of GPU memory, for CUDA graphs and what they allocate
 BACKGROUND_ORDERS = 64  # most background fetches under way: more would only fill the prefetcher's socket
 
 DeviceName = Literal["auto", "cpu", "cuda"]
-# Formats of expert tiles, see shm/layout.py; of those in shm/floe.py, single channels can be left out.
-DenseName = Literal["f32", "bf16", "int8", "int4", "int4-g128"]
+# Formats of expert tiles, see shm/layout.py: those of files keep a quantized model without loss; of those in
+# shm/floe.py single channels can be left out.
+OwnName = Literal["f32", "bf16", "int8", "int4", "int4-g128"]
+FileName = Literal["q4_0", "q8_0", "mxfp4", "nvfp4", "int4-f16", "int4-f16-g32", "int4-f16-g128"]
+DenseName = Literal[OwnName, FileName]
 FloeName = Literal[
     "floe", "floe-int8", "floe-int4", "floe-u4", "floe-u4-int8", "floe-u4-int4",
     "floe-u8", "floe-u8-int8", "floe-u8-int4",
@@ -41,7 +44,7 @@ class EngineConfig:
     device: DeviceName = "auto"
     policy: str | None = None  # None: all-host without a GPU, fiddler with one
     policy_options: dict[str, str] = field(default_factory=dict)
-    format: FormatName | None = None  # of the experts; None: the most exact that fits
+    format: FormatName | None = None  # of the experts; None: the file's own, or the most exact that fits
     backbone_dtype: BackboneDType = "bf16"  # of all the rest
     expert_cache: float | None = None  # share of all expert tiles on the device, 0..1; None: as many as fit
     tile: int | None = None  # channels; None: chosen from the experts' shape

@@ -56,6 +56,7 @@ Groups run along the axis that is summed over: hidden for gate and up, the tile'
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -145,11 +146,16 @@ class BlockFormat(TileFormat):
     def encode(
         self, gate: Float32 | None, up: Float32, down: Float32, out: Bytes, head: Bytes = NO_HEAD
     ) -> None:
-        start, factors = 0, []
-        for w in there(gate, up, down.T):
+        matrices = there(gate, up, down.T)
+        self.encode_tile(matrices, [self.factor_of(w) for w in matrices], out)
+
+    def encode_tile(self, matrices: Sequence[Float32], factors: Sequence[float], out: Bytes) -> None:
+        """Write a tile's matrices, as `encode`, but down [H, T], with the factors of the matrices that they
+        are parts of."""
+        start = 0
+        for w, factor in zip(matrices, factors, strict=True):
             size = self.blocks_bytes(*w.shape)
-            factors.append(self.factor_of(w))
-            self.encode_part(w, out[start : start + size], factors[-1])
+            self.encode_part(w, out[start : start + size], factor)
             start += size
         self._put_factors(out, start, *factors)
 

@@ -93,6 +93,8 @@ class Codes:
         wrong = self.codes.dtype != np.uint8 or self.scales.dtype != self.kind.bits
         if wrong or self.scales.shape != groups:
             raise ValueError(f"these are no {n} x {k} codes of {self.format}")
+        if self.factor != 1 and self.format != "nvfp4":
+            raise ValueError(f"codes of {self.format} have no factor")
         if self.kind.zeros != (self.zeros is not None and self.zeros.shape == groups):
             raise ValueError(f"these zeros are none of {n} x {k} codes of {self.format}")
 

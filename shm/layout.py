@@ -31,7 +31,7 @@ from shm.blocks import FILE_FORMATS, BlockFormat, FileFormat, Int4, Int8
 from shm.errors import UnknownFormat
 from shm.expert_math import SWIGLU, ExpertMath, math_of
 from shm.floe import FLOE_FORMATS, FloeFormat
-from shm.formats import BF16, F32, NO_HEAD, Bytes, Float32, TileFormat
+from shm.formats import BF16, F32, NO_HEAD, Bytes, Float32, TileFormat, there
 
 __all__ = [  # beside what is defined here
     "BF16",
@@ -224,12 +224,18 @@ class StoreLayout:
         if (gate is not None, len(biases)) != (s.math.gated, s.math.biases):
             raise ValueError(f"these are no matrices of {s.math}")
         self.clear_padding(out, heads)
+        if isinstance(self.format, BlockFormat):
+            factors = [self.format.factor_of(w) for w in there(gate, up, down)]
         for tile in range(s.tiles):
             lo, hi = tile * s.tile, min((tile + 1) * s.tile, s.intermediate)
             padding = ((0, s.tile - (hi - lo)), (0, 0))
             of_gate = None if gate is None else np.pad(gate[lo:hi], padding)
-            matrices = np.pad(up[lo:hi], padding), np.pad(down[:, lo:hi].T, padding)
-            self.format.encode(of_gate, *matrices, *self.tile_of(out, heads, tile))
+            of_up, of_down = np.pad(up[lo:hi], padding), np.pad(down[:, lo:hi].T, padding)
+            body, head = self.tile_of(out, heads, tile)
+            if isinstance(self.format, BlockFormat):
+                self.format.encode_tile(there(of_gate, of_up, of_down.T), factors, body)
+            else:
+                self.format.encode(of_gate, of_up, of_down, body, head)
             for part, numbers in zip(self.biases_of(out, heads, tile), biases, strict=True):
                 part[: hi - lo] = numbers[lo:hi]
 

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
-from gguf.constants import MODEL_ARCH, GGML_QUANT_SIZES
+from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -37,11 +37,13 @@ Kind = Callable[[str, tuple[int, ...]], Type]  # of a tensor by its name in the 
 
 
 def plain(kind: Type) -> Kind:
-    """Matrices of this type where their rows are whole blocks, else F16; vectors, and what llama.cpp wants so,
-    in F32."""
+    """Matrices of this type where their rows are whole blocks, else F16; in F32 vectors, and what llama.cpp
+    wants so."""
 
     def of(name: str, shape: tuple[int, ...]) -> Type:
-        if len([size for size in shape if size > 1]) < 2 or re.search(r"ffn_gate_inp|ssm_conv1d|\.bias$", name):
+        if len([size for size in shape if size > 1]) < 2 or re.search(
+            r"ffn_gate_inp|ssm_conv1d|\.bias$", name
+        ):
             return Type.F32
         return kind if shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else Type.F16
 
@@ -56,14 +58,17 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], Tensors]:
     return json.loads((folder / "config.json").read_bytes()), tensors
 
 
+FLOATS = plain(Type.F32)
+
+
 def write_gguf(
     folder: Path,
     path: Path,
-    kind: Kind = plain(Type.F32),
+    kind: Kind = FLOATS,
     split_tensors: int = 0,
     add_text: Callable[[gguf.GGUFWriter], None] | None = None,
 ) -> Path:
-    """Write the checkpoint in `folder` as one file, or as several of so many tensors each; the first's path.
+    """Write the checkpoint in `folder` as one file, or several of so many tensors each; the first's path.
     `add_text`: adds the tokenizer."""
     config, tensors = read_checkpoint(folder)
     config = with_rope(config)
@@ -100,7 +105,8 @@ def encoded(name: str, numbers: np.ndarray, kind: Type) -> np.ndarray:
 
 SCALES = {  # bytes of a block at which a binary16 begins
     **{Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,)},
-    **{Type.IQ4_NL: (0,), Type.IQ4_XS: (0,)},
+    **{Type.IQ4_NL: (0,), Type.IQ4_XS: (0,), Type.IQ1_S: (0,), Type.IQ2_XXS: (0,), Type.IQ2_XS: (0,)},
+    **{Type.IQ2_S: (0,), Type.IQ3_XXS: (0,), Type.IQ3_S: (0,), Type.IQ1_M: ()},
 }
 
 
@@ -154,7 +160,8 @@ def write_settings(w: gguf.GGUFWriter, c: Config) -> None:
     latent = c["model_type"] in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
     w.add_head_count_kv(1 if latent else c["num_key_value_heads"])
     w.add_layer_norm_rms_eps(c["rms_norm_eps"])
-    w.add_rope_freq_base(c["rope_theta"])
+    if "rope_theta" in c:
+        w.add_rope_freq_base(c["rope_theta"])
     w.add_expert_used_count(c["num_experts_per_tok"])
     experts = next(c[k] for k in ("num_local_experts", "num_experts", "n_routed_experts") if k in c)
     w.add_expert_count(experts)

@@ -27,7 +27,7 @@ from pipeline.assets import model_dir
 from pipeline.checkpoint.open import open_config
 from pipeline.config import EngineConfig
 from pipeline.memory.needs import CHUNK_MAX
-from pipeline.memory.plan import AUTOMATIC
+from pipeline.memory.plan import automatic
 from shm.segment import SHM_FOLDER, byte_size
 
 PROMPT = 128  # tokens, as bench
@@ -43,7 +43,7 @@ async def advise(options: Options, interrupts: Interrupts) -> int:
     source = open_config(written.get("model", model_dir()))
 
     def sizes(config: EngineConfig) -> list[Sizes]:
-        names = AUTOMATIC if asked.format is None else (asked.format,)
+        names = automatic(source) if asked.format is None else (asked.format,)
         return [sizes_of(source, config, needs.format) for needs in every_format(source, config, names)]
 
     if hardware is not None:

@@ -32,12 +32,13 @@ from pipeline.config import (
     DEFAULT_CONTEXT,
     KV_CONTEXTS,
     BackboneDType,
-    DenseName,
     DeviceName,
     EngineConfig,
     ExchangeName,
+    FileName,
     FormatName,
     GraphsName,
+    OwnName,
 )
 from pipeline.models.shapes import PREFIX, SHAPES
 from protocol.messages import CALIBRATION_TOKENS, MAX_TOKENS, Sampling
@@ -68,9 +69,10 @@ JSON = f"generate, score, evaluate, stress, bench, calibrate, doctor, advise, ca
 EVERYWHERE = f"{ENGINE}, doctor, advise, cache, {REPLAY}"
 
 FORMATS = (
-    f"format of the experts' weights: {', '.join(get_args(DenseName))}; or floe[-u4|-u8][-int8|-int4], of"
-    " which single channels can be left out: up in 2 (4, 8) bits, channels in bf16 (int8, int4) (default:"
-    " the most exact that fits, none of the last)"
+    f"format of the experts' weights: {', '.join(get_args(OwnName))};"
+    f" {', '.join(get_args(FileName))}, which keep quantized models as they are; or"
+    " floe[-u4|-u8][-int8|-int4], of which single channels can be left out: up in 2 (4, 8) bits, channels in"
+    " bf16 (int8, int4) (default: a quantized model's own, else the most exact of the first that fits)"
 )
 MODEL = (
     "Hugging Face checkpoint directory, or GGUF file; or a model of the Hub, which is downloaded once:"

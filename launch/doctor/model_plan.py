@@ -48,8 +48,8 @@ class ModelPlan:
 
     @classmethod
     def of(cls, source: ModelSource, now: Situation) -> ModelPlan:
-        asked = formats(now.config)
-        names = AUTOMATIC if now.config.format in AUTOMATIC else tuple(dict.fromkeys((*asked, *AUTOMATIC)))
+        asked = formats(now.config, source)
+        names = AUTOMATIC if asked[0] in AUTOMATIC else (asked[0], *AUTOMATIC)
         each = every_format(source, now.config, names)
         allowed = [needs for needs in each if needs.format in asked]
         chosen = now.plan(now.config, allowed)
@@ -59,7 +59,7 @@ class ModelPlan:
                 return chosen
             return now.plan(replace(now.config, format=needs.format), [needs]) or now.smallest(needs)
 
-        why = [refusal(source, now, allowed)] if chosen is None else reasons(chosen, now, allowed)
+        why = [refusal(source, now, allowed)] if chosen is None else reasons(chosen, now, allowed, source)
         return cls(source, now, [row(needs) for needs in each], chosen, why)
 
     @property

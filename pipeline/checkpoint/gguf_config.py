@@ -1,7 +1,7 @@
 """What the settings of a GGUF file mean as the config.json of a checkpoint of Hugging Face.
 
-llama.cpp names a setting alike for every architecture (`{arch}.block_count`), and knows by architecture what no
-setting says.
+llama.cpp names a setting alike for every architecture (`{arch}.block_count`), and knows by architecture what
+no setting says.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Header:
 
     def __init__(self, settings: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:
         self.shapes = shapes
-        self.architecture = settings.get("general.architecture")
+        said = settings.get("general.architecture")
+        self.architecture = said if isinstance(said, str) else ""
         self._settings = settings
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -245,7 +246,7 @@ READ: dict[str, tuple[str, Callable[[Header], dict[str, Any]]]] = {
 def config_of(header: Header) -> dict[str, Any]:
     """The config.json of the checkpoint. Raises ModelError for a model that is not supported."""
     name = header.architecture
-    if not isinstance(name, str) or name not in READ:
+    if name not in READ:
         known = ", ".join(READ)
         raise ModelError(f"the GGUF architecture {shown(name)} is not supported (only {known})")
     if not header.whole("expert_count", 0):

@@ -1,5 +1,5 @@
-"""The header of a GGUF file, checked before anything is allocated for its claims. Every unusable file raises a
-ModelError that names the file and the remedy.
+"""The header of a GGUF file, checked before anything is allocated for its claims. Every unusable file raises
+a ModelError that names the file and the remedy.
 
 A GGUF file has, little endian: the magic GGUF and a version (4 bytes each), the numbers of tensors and of
 settings (8 bytes each); the settings, each a key, a type, and a value; for each tensor its name, sizes (the
@@ -42,7 +42,7 @@ LONG = 256  # values of a list
 FIRST_READ = 1 << 16  # bytes; doubled until they hold the header
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 SPLIT_NUMBER, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
-NUMBERS = {
+NUMBERS: dict[GGUFValueType, np.dtype[Any]] = {
     GGUFValueType.UINT8: np.dtype("<u1"),
     GGUFValueType.INT8: np.dtype("<i1"),
     GGUFValueType.UINT16: np.dtype("<u2"),
@@ -103,7 +103,7 @@ def read_model(path: Path) -> tuple[dict[str, Any], tuple[Shard, ...]]:
     said = first.settings.get(SPLIT_COUNT, 1) or 1
     if said != count:
         raise ModelError(
-            f"{path} is one of {said} files of a model, and its name says {count}: give it the name that it had"
+            f"{path} is one of {said} files of a model, and its name says {count}: give it its old name"
         )
     base = PART.fullmatch(path.name)
     paths = [
@@ -112,8 +112,8 @@ def read_model(path: Path) -> tuple[dict[str, Any], tuple[Shard, ...]]:
     missing = [one.name for one in paths if not os.path.exists(one)]
     if missing:
         raise ModelError(
-            f"{path.parent} lacks {len(missing)} of {count} files of {path.name} (the first is {missing[0]}): "
-            "download them"
+            f"{path.parent} lacks {len(missing)} of {count} files of {path.name} (the first is "
+            f"{missing[0]}): download them"
         )
     shards = [first.shard]
     for n, one in enumerate(paths, 1):
@@ -207,13 +207,10 @@ class _Header:
             )
         if version not in VERSIONS:
             known = " and ".join(map(str, VERSIONS))
-            raise ModelError(
-                f"{self._path} has version {version} of GGUF, and only {known} are read: download a newer file"
-                " of this model"
-                if version < VERSIONS[0]
-                else f"{self._path} has version {version} of GGUF, and only {known} are read: install a newer"
-                " Tandem"
+            what = (
+                "download a newer file of this model" if version < VERSIONS[0] else "install a newer Tandem"
             )
+            raise ModelError(f"{self._path} has version {version} of GGUF, only {known} are read: {what}")
 
     # --- the parts of a header --------------------------------------------------------------------------
 
@@ -322,8 +319,8 @@ class _Header:
             entries[name] = TensorEntry(self._path, dtype, shape, begin + place, nbytes)
         if cut:
             raise ModelError(
-                f"{self._path} has {size} of {begin + end} bytes, {cut} of {len(claims)} tensors are not wholly"
-                f" in it: the download is incomplete, {DOWNLOAD}"
+                f"{self._path} has {size} of {begin + end} bytes, {cut} of {len(claims)} tensors are not "
+                f"wholly in it: the download is incomplete, {DOWNLOAD}"
             )
         return {claim[0]: entries[claim[0]] for claim in claims}
 

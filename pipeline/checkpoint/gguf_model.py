@@ -43,7 +43,7 @@ class GgufCheckpoint(ModelSource):
         tensors = {name: replace(entry, shape=_matrix(entry.shape)) for name, entry in entries.items()}
         self._index = CheckpointIndex(path.parent, self.config, shards, tensors)
         types = {entries[name].dtype for name in self._experts()}
-        self.own_format = CODED.get(next(iter(types))) if len(types) == 1 else None
+        self.own_format = next(iter(types)).lower() if len(types) == 1 and types <= CODED.keys() else None
         if self.own_format is None and not types <= BITS.keys():
             named = ", ".join(sorted(types))
             self.note = f"the experts are {named} in the file, kept in another format: a second rounding"
@@ -115,8 +115,8 @@ def _check(required: dict[str, tuple[int, ...]], entries: dict[str, TensorEntry]
     for name in sorted(entries.keys() - required.keys()):
         if not names.unread(name):
             raise ModelError(
-                f"the tensor {name[:MAX_NAME]} is not one of this architecture: the model is of a variant that "
-                "is not supported"
+                f"the tensor {name[:MAX_NAME]} is not one of this architecture: the model is of a variant "
+                "that is not supported"
             )
 
 

@@ -35,6 +35,9 @@ class ModelSource(ABC):
     kind: str  # the origin of its weights, for log lines
     filling: str  # the stage name of `fill`, for progress displays
     note: str = ""  # a line for the user: parts of the model that are left aside, tensors that are not read
+    quantized: str = (
+        ""  # how the file has the experts, for the user, as "Q4_K"; empty: they are plain numbers
+    )
     own_format: str | None = None  # the native format that keeps its experts' codes without loss
     fused: bool  # the layout of its tensors, see `pipeline/models/architecture.py`
 
@@ -44,7 +47,8 @@ class ModelSource(ABC):
 
     @abstractmethod
     def worth_keeping(self, format_name: str) -> bool:
-        """Returns whether reading its store of this format from disk is faster than filling it again."""
+        """Returns whether reading its store of this format from disk is faster than filling it again: not of
+        its own format, which only takes laying the same bytes out."""
 
     @abstractmethod
     def tensors(self) -> AbstractContextManager[Tensors]:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 def open_model(model: Path) -> ModelSource:
-    """The checkpoint in this folder or GGUF file, or random weights for a shape:NAME. Reads no weights. Raises
-    ModelError, one line, where the model does not exist or cannot be used."""
+    """The checkpoint in this folder or GGUF file, or random weights for a shape:NAME. Reads no weights.
+    Raises ModelError, one line, where the model does not exist or cannot be used."""
     if is_shape(model):
         return RandomModel(str(model))
     if is_gguf(model):
@@ -71,6 +71,8 @@ class Checkpoint(ModelSource):
 
     def worth_keeping(self, format_name: str) -> bool:
         """False where the store has the checkpoint's bits: reading the checkpoint again is about as fast."""
+        if format_name == self.own_format:
+            return False
         shape = len(self._spec.moe_layers), self._spec.experts
         names = {part.name for place in np.ndindex(shape) for part in self.locate(*place)}
         return any(SAME_BITS.get(self._index.tensors[name].dtype) != format_name for name in names)
@@ -111,7 +113,7 @@ class ConvertedCheckpoint(ModelSource):
         return fingerprint(self._index, format_name, tile)
 
     def worth_keeping(self, format_name: str) -> bool:
-        return True
+        return format_name != self.own_format
 
     @contextmanager
     def tensors(self) -> Iterator[ConvertedTensors]:

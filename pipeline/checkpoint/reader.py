@@ -88,9 +88,10 @@ class TensorReader:
         return out
 
     def advise(self, part: TensorRows, advice: int) -> int:
-        """Tell the kernel how `part` is used next (os.POSIX_FADV_*); returns its bytes. Raises as `rows`."""
-        entry = self._entry(part.name, part.shape)
-        row = part.shape[-1] * BITS[entry.dtype]().itemsize
+        """Tell the kernel how `part`, of a tensor of any dtype, is used next (os.POSIX_FADV_*); returns its
+        bytes. Raises as `part`."""
+        entry = self._index.tensors[part.name]
+        row = entry.nbytes // math.prod(entry.shape[:-1])
         os.posix_fadvise(self._open(entry), entry.offset + part.first * row, part.rows * row, advice)
         return part.rows * row
 

@@ -21,7 +21,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import ceil, floor
+from typing import cast
 
+from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import DEFAULT_CACHE, KV_BLOCK, KV_CONTEXTS, EngineConfig, FormatName, ResolvedConfig
 from pipeline.device.base import SPARE_BYTES
 from pipeline.memory.needs import STAGING_SHARE, Needs, cache_tiles, choose_context, kv_budget, kv_sequences
@@ -117,6 +119,14 @@ class Plan:
         given = {field.name: getattr(config, field.name) for field in fields(config)}
         chosen = {name: getattr(self, name) for name in ("context", "kv_tokens", "expert_cache", "staging")}
         return ResolvedConfig(**(given | chosen | {"format": self.needs.format}))
+
+
+def automatic(source: ModelSource) -> tuple[FormatName, ...]:
+    """The formats to choose from where none is asked for, the most exact first: of a quantized model its own,
+    and none that is only larger."""
+    if source.own_format is None:
+        return AUTOMATIC[1:] if source.quantized else AUTOMATIC
+    return (cast(FormatName, source.own_format), *AUTOMATIC[1:])
 
 
 def smallest(needs: Needs, requested: EngineConfig, slab: bool, least: int = LEAST_CONTEXT) -> Plan:

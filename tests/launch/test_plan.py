@@ -136,7 +136,7 @@ def test_each_choice_other_than_the_default_has_a_reason() -> None:
     # What was asked for needs no reason.
     assert len(why(Machine(200 * GB, 200 * GB), format="int4", context=100, kv_tokens=100)) == 1
     there = now(Machine(200 * GB, 10 * GB), model=model, format="int4")
-    (needed,) = every_format(source, there.config, formats(there.config))
+    (needed,) = every_format(source, there.config, formats(there.config, source))
     attached = replace(needed, present=needed.store)
     plan = there.plan(there.config, [attached])
     assert plan is not None
@@ -144,7 +144,7 @@ def test_each_choice_other_than_the_default_has_a_reason() -> None:
         "memory: no experts (25.37 GB in int4 exist already), KV cache"
         in memory_lines(plan, there.machine)[0]
     )
-    assert reasons(plan, there, [attached]) == []
+    assert reasons(plan, there, [attached], source) == []
     assert "it needs 25.37 GB of /dev/shm" in refusal(source, there, [needed])
 
 
@@ -243,3 +243,25 @@ async def test_children_receive_the_chosen_values(start_engine: Any, tiny_model:
         assert stats["cache"]["capacity_tiles"] == 2 * 4 // 4  # of one tile an expert
         await until(lambda: supervisor.config is not resolved)  # the supervisor learns it after the client
         assert supervisor.config == replace(resolved, policy="on-demand")
+
+
+def test_a_quantized_model_keeps_its_format_where_it_fits() -> None:
+    """Else the next one is chosen, and a second rounding said."""
+    model = Path("shape:mixtral-8x7b")
+    source, there = open_model(model), now(Machine(200 * GB, 200 * GB), model=model)
+    source.quantized = "Q6_K"
+    assert formats(there.config, source) == ("int8", "int4", "int4-g128")
+    source.quantized, source.own_format = "Q8_0", "q8_0"
+    asked = formats(there.config, source)
+    assert asked == ("q8_0", "int8", "int4", "int4-g128")
+    every = every_format(source, there.config, asked)
+    plan = there.plan(there.config, every)
+    assert plan is not None
+    assert plan.needs.format == "q8_0"
+    assert reasons(plan, there, every, source) == []
+    less = now(Machine(34 * GB, 34 * GB), model=model)
+    plan = less.plan(less.config, every)
+    assert plan is not None
+    assert plan.needs.format == "int4"
+    last = reasons(plan, less, every, source)[1]
+    assert last == "the experts are Q8_0 in the file, kept as int4: a second rounding"

@@ -14,8 +14,10 @@ from pipeline.checkpoint.open import Checkpoint
 from pipeline.checkpoint.reader import RawTensor
 from pipeline.models.architecture import TensorRows
 from pipeline.models.registry import model_spec
+from shm.codes import CODE_FORMATS, Codes, rounded
 from shm.expert_math import ExpertMath, Relu2
 from shm.layout import FORMATS, ExpertShape, StoreLayout, format_named
+from workers.kernels.reference import tile_numbers
 
 # Odd sizes: padded in both directions, with tiles of 64 and more channels.
 MIXTRAL = tiny_checkpoint.config() | {"hidden_size": 72, "intermediate_size": 164, "head_dim": 16}
@@ -236,11 +238,14 @@ def test_exception_of_progress_ends_fill(tmp_path):
 class Arrays:
     """Tensors in memory, by name."""
 
-    def __init__(self, tensors: dict[str, np.ndarray]) -> None:
+    def __init__(self, tensors: dict[str, np.ndarray | Codes]) -> None:
         self._tensors = tensors
 
-    def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor:
-        numbers = self._tensors[part.name].reshape(-1, part.shape[-1])[part.first + lo : part.first + hi]
+    def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor | Codes:
+        tensor = self._tensors[part.name]
+        if isinstance(tensor, Codes):
+            return tensor.rows(part.first + lo, part.first + hi)
+        numbers = tensor.reshape(-1, part.shape[-1])[part.first + lo : part.first + hi]
         return RawTensor("F32", numbers.shape, numbers.copy().view(np.uint32))
 
 
@@ -269,5 +274,72 @@ def test_experts_with_biases_or_without_a_gate_are_encoded_as_the_layout_says(fo
     *gate, up, down = list(arrays.values())[: math.matrices]
     biases = [bias[0] for bias in list(arrays.values())[math.matrices :]]
     layout.encode_expert(gate[0] if gate else None, up, down, *wanted, biases)
+    for part, of_layout in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(part, of_layout)
+
+
+def as_codes(format_name: str, w: np.ndarray) -> Codes:
+    """Numbers as a quantized file could have them."""
+    group = CODE_FORMATS[format_name].group
+    if not CODE_FORMATS[format_name].zeros:
+        # Each matrix has another factor.
+        return rounded(w, format_name, 0.001 * len(w) if format_name == "nvfp4" else 1.0)
+    groups = len(w), -(-w.shape[1] // group)
+    scales = np.linspace(0.01, 0.05, groups[0] * groups[1]).astype(np.float16).reshape(groups)
+    zeros = (np.arange(groups[0] * groups[1]) % 17).astype(np.uint8).reshape(groups)
+    codes = (np.abs(w) * 5).clip(0, 15).astype(np.uint8)
+    return Codes(format_name, codes, scales.view(np.uint16), zeros)
+
+
+def encoded_codes(format_name: str, stored_as: list[str], math: ExpertMath) -> tuple[StoreLayout, list, list]:
+    """An expert whose matrices a file has as codes of these formats, in a store: its layout, the numbers that
+    the file means, and the bytes of tiles and heads."""
+    random, form = np.random.default_rng(4), format_named(format_name)
+    shape = ExpertShape(1, 1, 160, 200, max(64, form.granularity), math)
+    layout = StoreLayout(shape, form)
+    sizes = [(200, 160)] * (math.matrices - 1) + [(160, 200)]
+    parts: dict[str, np.ndarray | Codes] = {}
+    for n, (size, name) in enumerate(zip(sizes, stored_as, strict=False)):
+        parts[str(n)] = as_codes(name, random.standard_normal(size).astype(np.float32))
+    for n in range(math.biases):
+        parts[f"bias {n}"] = random.standard_normal((1, 200)).astype(np.float32)
+    where = tuple(TensorRows(name, w.shape, 0, w.shape[0]) for name, w in parts.items())
+    found = [np.full(layout.expert_stride, 255, np.uint8), np.full(layout.head_stride, 255, np.uint8)]
+    with ThreadPoolExecutor(1) as downs:
+        for chunk in encode.expert_chunks(Arrays(parts), downs, layout, where, *found):
+            chunk()
+    return layout, [w.values() if isinstance(w, Codes) else w[0] for w in parts.values()], found
+
+
+FILE_FORMAT_NAMES = [name for name in FORMATS if name in CODE_FORMATS]
+
+
+@pytest.mark.parametrize("math", [ExpertMath(), ExpertMath(bias=True), ExpertMath(Relu2())])
+@pytest.mark.parametrize("format_name", FILE_FORMAT_NAMES)
+def test_codes_of_the_stores_format_come_without_loss_into_tiles(format_name, math, monkeypatch):
+    monkeypatch.setattr(encode, "CHUNK_NUMBERS", 3000)
+    layout, parts, (out, heads) = encoded_codes(format_name, [format_name] * 3, math)
+    shape = layout.shape
+    wide = math.matrices - 1
+    for tile in range(shape.tiles):
+        data, _ = layout.tile_of(out, heads, tile)
+        lo, hi = tile * shape.tile, min((tile + 1) * shape.tile, shape.intermediate)
+        matrices = tile_numbers(layout, torch.from_numpy(data)).numpy()
+        for n, found in enumerate(matrices):
+            numbers = parts[n][lo:hi] if n < wide else parts[n][:, lo:hi].T
+            np.testing.assert_array_equal(found[: hi - lo], numbers)
+            assert n == wide or not found[hi - lo :].any()
+        for to, of_expert in zip(layout.biases_of(out, heads, tile), parts[wide + 1 :], strict=True):
+            np.testing.assert_array_equal(to[: hi - lo], of_expert[lo:hi])
+            assert not to[hi - lo :].any()
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_other_codes_are_encoded_as_the_numbers_that_they_mean(format_name, monkeypatch):
+    monkeypatch.setattr(encode, "CHUNK_NUMBERS", 3000)
+    stored = [name for name in ("q8_0", "int4-f16-g128", "nvfp4", "mxfp4") if name != format_name][:3]
+    layout, (gate, up, down), found = encoded_codes(format_name, stored, ExpertMath())
+    wanted = [np.full(len(part), 255, np.uint8) for part in found]
+    layout.encode_expert(gate, up, down, *wanted)
     for part, of_layout in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(part, of_layout)

@@ -18,8 +18,8 @@ from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.encode import Rows
 from pipeline.checkpoint.gguf_model import GgufCheckpoint
-from pipeline.checkpoint.gguf_reader import numbers_of
 from pipeline.checkpoint.open import Checkpoint, open_model
+from pipeline.checkpoint.reader import numbers_of
 from pipeline.device.cpu import CpuDevice
 from pipeline.models.architecture import TensorRows
 from pipeline.models.registry import model_spec

@@ -1,4 +1,5 @@
-"""The bytes of the quantized formats, read one by one as they are drawn, and random tiles of every format."""
+"""The bytes of our own quantized formats, read one by one as they are drawn (`test_codes.py` has those of the
+formats of files), and random tiles of every format."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shm.blocks import Int2, Int8
-from shm.layout import DENSE, FORMATS, BlockFormat, Float32
+from shm.layout import DENSE, FORMATS, BlockFormat, FileFormat, Float32
 
 LANES = 16
-BLOCK_FORMATS = [*(f for f in DENSE.values() if isinstance(f, BlockFormat)), Int2(64), Int8(64)]
+OWN = (f for f in DENSE.values() if isinstance(f, BlockFormat) and not isinstance(f, FileFormat))
+BLOCK_FORMATS = [*OWN, Int2(64), Int8(64)]
 formats = st.sampled_from(BLOCK_FORMATS)
 sizes = st.builds(tuple, st.tuples(st.integers(1, 50), st.integers(1, 300)))
 seeds = st.integers(0, 2**32 - 1)

@@ -32,7 +32,9 @@ def decode(
 
 def decode_matrix(format: BlockFormat, data: Bytes, n: int, k: int) -> Float32:
     """[n, k]"""
-    return np.ascontiguousarray(dequantize(format, tensor(data), n, k)[:, :k].numpy())
+    factor = tensor(format.factors_of(data)[:1]) if format.factors else None
+    blocks = tensor(data[: format.blocks_bytes(n, k)])
+    return np.ascontiguousarray(dequantize(format, blocks, n, k, factor)[:, :k].numpy())
 
 
 def decode_rows(format: RowFormat, rows: Bytes, k: int) -> Float32:

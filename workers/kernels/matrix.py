@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from shm.blocks import LANES, BlockFormat
+from shm.codes import Codes
 from shm.formats import Bytes, Float32, TileFormat
 from shm.huge import private
 from workers.kernels.c_types import POINTER, SIZE, Geometry, Kept, Matrix, check_weights, typed
@@ -69,17 +70,25 @@ class HostMatrix:
         self._product(handle_of(self._team), self._structure_address, x, rows, y, scratch, 0)
 
 
-def quantized(format: BlockFormat, w: Float32) -> Bytes:
-    """w [outputs, inputs] in the format's bytes, encoded on all cores. Raises WeightsUnusable."""
+def quantized(format: BlockFormat, w: Float32 | Codes) -> Bytes:
+    """w [outputs, inputs] in the format's bytes, encoded on all cores; its codes without loss. Raises
+    WeightsUnusable."""
+    if isinstance(w, Codes) and w.format != format.name:
+        w = w.values()
     outputs, inputs = w.shape
     out = private(format.matrix_bytes(outputs, inputs))
+    blocks = out[: format.blocks_bytes(outputs, inputs)]
+    factor = w.factor if isinstance(w, Codes) else format.factor_of(w)
     rows = max(1, PART_NUMBERS // (inputs * LANES)) * LANES
-    size = format.matrix_bytes(rows, inputs)
+    size = format.blocks_bytes(rows, inputs)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         parts = [
-            pool.submit(format.encode_matrix, w[lo : lo + rows], out[n * size : (n + 1) * size])
+            pool.submit(format.encode_part, w[lo : lo + rows], blocks[n * size : (n + 1) * size], factor)
             for n, lo in enumerate(range(0, outputs, rows))
         ]
         for part in parts:
             part.result()
+    if format.factors:
+        out[len(blocks) :] = 0
+        format.factors_of(out)[0] = factor
     return out
