@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ModelError
 from pipeline.models.config_keys import shown
-from pipeline.text.chat_format import ENDS
+from pipeline.text.chat_format import ENDS, TemplateKind
 from pipeline.text.gguf_words import WORDS
 
 if TYPE_CHECKING:
@@ -29,8 +29,10 @@ INSTEAD = ": use the model's folder with safetensors instead"
 # Types of tokens. UNUSED: fills up the rows of the embedding, and is no token.
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5
 ENDING = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, of a turn, of a turn that goes on
-# Ends of a text, which a file leaves out where turns have an end of their own.
+# Ends of a text, which a file leaves out where turns have an end of their own, and an end of turns that files
+# do not name: generation_config.json has them all. In Harmony's form <|end|> is behind each part of a turn.
 TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eos>")
+TURN_END = "<|end|>"
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 SAMPLING = {
     "temp": "temperature",
@@ -38,6 +40,12 @@ SAMPLING = {
     **{name: name for name in ("top_k", "top_p", "min_p")},
 }
 SPACE = "▁"  # as pieces of SentencePiece have it
+
+
+def unsaid_ends(template: str) -> tuple[str, ...]:
+    """Returns the tokens that end an answer of a model with this chat template, whatever its file says."""
+    ends_turn = TURN_END in template and TemplateKind.of_text(template).calls != "harmony"
+    return (*TEXT_ENDS, TURN_END) if ends_turn else TEXT_ENDS
 
 
 class GgufText:

@@ -17,7 +17,7 @@ from pipeline.models.shapes import is_gguf
 from pipeline.text.chat_format import ENDS, TemplateKind
 from pipeline.text.chat_history import as_template_reads
 from pipeline.text.detokenizer import Detokenizer
-from pipeline.text.gguf_text import TEXT_ENDS, GgufText
+from pipeline.text.gguf_text import GgufText, unsaid_ends
 from protocol.files import read_small
 from protocol.messages import ChatMessage
 
@@ -121,7 +121,7 @@ class Tokenizer:
         special = {token.content: number for number, token in added if token.special}
         eos |= {special[end] for end in ENDS if end in special and end in self._template}
         if is_gguf(model_dir):
-            eos |= {special[end] for end in TEXT_ENDS if end in special}
+            eos |= {special[end] for end in unsaid_ends(self._template) if end in special}
         marks = {special[mark] for mark in TemplateKind.of_text(self._template).marks if mark in special}
         try:
             self.decoder = Detokenizer(tokenizer.backend_tokenizer, eos, marks)

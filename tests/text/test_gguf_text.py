@@ -212,6 +212,18 @@ def test_ends_are_the_files_and_those_of_a_text(tmp_path: Path, qwen: Path) -> N
     assert eos_ids(path) == {found.encode_prompt("<|im_end|>")[0], 7}
 
 
+@pytest.mark.parametrize(
+    ("template", "ends"), [("<|end|>", True), ("<|end|><|channel|><|start|>assistant", False)]
+)
+def test_the_end_of_a_turn_that_no_file_names(tmp_path: Path, template: str, ends: bool) -> None:
+    """Phi's, and not Harmony's, which has it behind each part."""
+    folder = write_family(tmp_path, "phimoe")
+    write_settings(folder, chat_template=template)
+    found = TextTokenizer.load(write_gguf(tmp_path / "a.gguf", folder, "llama"))
+    assert found is not None
+    assert (found.encode_prompt("<|end|>")[-1] in found.decoder.eos_ids) == ends
+
+
 def test_templates_have_names(tmp_path: Path, qwen: Path) -> None:
     write_settings(
         qwen, chat_template=[{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "t"}]
