@@ -61,13 +61,22 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], Tensors]:
 FLOATS = plain(Type.F32)
 
 
-def write_gguf(folder: Path, path: Path, kind: Kind = FLOATS, split_tensors: int = 0) -> Path:
-    """Write the checkpoint in `folder` as one file, or several of so many tensors each; the first's path."""
+def write_gguf(
+    folder: Path,
+    path: Path,
+    kind: Kind = FLOATS,
+    split_tensors: int = 0,
+    add_text: Callable[[gguf.GGUFWriter], None] | None = None,
+) -> Path:
+    """Write the checkpoint in `folder` as one file, or several of so many tensors each; the first's path.
+    `add_text`: adds the tokenizer."""
     config, tensors = read_checkpoint(folder)
     config = with_rope(config)
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=split_tensors)
     write_settings(writer, config)
+    if add_text is not None:
+        add_text(writer)
     for name, tensor in converted(config, tensors, architecture):
         add(writer, name, tensor.contiguous().numpy(), kind(name, tuple(tensor.shape)))
     writer.write_header_to_file(path)
