@@ -263,8 +263,8 @@ def _single_file(folder: Path) -> str:
         return SINGLE_FILE
     other = _first(folder, "*.safetensors", *FOREIGN)
     raise ModelError(
-        f"{folder} has {other or 'no weights'}, and neither {SINGLE_FILE} nor {INDEX_FILE}: whole checkpoints "
-        "in safetensors are read, and GGUF files by their names, but no pickles, which can run any code"
+        f"{folder} has {other or 'no weights'}, and neither {SINGLE_FILE} nor {INDEX_FILE}: checkpoints in "
+        "safetensors are read whole, and GGUF files by their names, but no pickles, which can run any code"
     )
 
 

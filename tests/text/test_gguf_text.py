@@ -320,6 +320,7 @@ def test_any_value_of_any_key_loads_or_is_one_line(tmp_path: Path, family: str, 
     keys = (
         (*whole, *unsaid) if kind == "gpt2" else ("tokenizer.ggml.scores", "tokenizer.ggml.add_space_prefix")
     )
+    refused = []
     for key in keys:
         for value in ODD:
             changed = {**whole, key: value}
@@ -329,9 +330,10 @@ def test_any_value_of_any_key_loads_or_is_one_line(tmp_path: Path, family: str, 
                 try:
                     read(path)
                 except ModelError as e:
-                    assert "\n" not in str(e)
-                    assert len(str(e)) < 500
+                    refused.append(str(e))
     gguf_text._few.cache_clear()
+    assert refused
+    assert not [line for line in refused if "\n" in line or len(line) > 500]
 
 
 def test_tokens_without_scores_are_refused(tmp_path: Path) -> None:
