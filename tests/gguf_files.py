@@ -125,12 +125,15 @@ def rounded(folder: Path, target: Path, kind: Kind) -> None:
     architecture = ARCHITECTURES[config["model_type"]]
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"] + 1)
     for name, tensor in tensors.items():
-        merged = re.sub(r"experts\.\d+\.", "experts.", name)
+        across = bool(re.search(r"experts\.(gate_up|down)_proj$", name))  # rows are columns in the file
+        merged = re.sub(r"experts\.\d+\.", "experts.", name).replace("gate_up_proj", "up_proj")
         of = names.get_name(merged, (".weight", ".bias")) or name
-        type_ = kind(of, tuple(tensor.shape))
-        if GGML_QUANT_SIZES[type_][0] > 1 or type_ in (Type.F16, Type.BF16):
-            data = encoded(of, tensor.numpy(), type_)
-            tensors[name] = torch.from_numpy(gguf.quants.dequantize(data, type_).reshape(tensor.shape))
+        rows = (tensor.transpose(-1, -2) if across else tensor).contiguous()
+        type_ = kind(of, tuple(rows.shape))
+        if type_ != Type.F32:
+            data = encoded(of, rows.numpy(), type_)
+            numbers = torch.from_numpy(gguf.quants.dequantize(data, type_).reshape(rows.shape))
+            tensors[name] = (numbers.transpose(-1, -2) if across else numbers).contiguous()
     target.mkdir()
     save_file(tensors, target / "model.safetensors")
     (target / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))

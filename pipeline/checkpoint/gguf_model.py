@@ -42,19 +42,18 @@ class GgufCheckpoint(ModelSource):
             raise ModelError(f"{path}: {str(e).removeprefix('config.json: ')}") from None
         tensors = {name: replace(entry, shape=_matrix(entry.shape)) for name, entry in entries.items()}
         self._index = CheckpointIndex(path.parent, self.config, shards, tensors)
-        types = {entries[name].dtype for name in self._experts()}
-        self.own_format = next(iter(types)).lower() if len(types) == 1 and types <= CODED.keys() else None
-        if self.own_format is None and not types <= BITS.keys():
-            named = ", ".join(sorted(types))
-            self.note = f"the experts are {named} in the file, kept in another format: a second rounding"
+        self._types = {entries[name].dtype for name in self._experts()}  # of the experts
+        self.quantized = ", ".join(sorted(self._types - BITS.keys()))
+        if len(self._types) == 1 and self._types <= CODED.keys():
+            self.own_format = self.quantized.lower()
 
     def fingerprint(self, format_name: str, tile: int) -> str:
         return fingerprint(self._index, format_name, tile)
 
     def worth_keeping(self, format_name: str) -> bool:
-        """False where the store has the file's bits, as of a checkpoint."""
-        types = {self._index.tensors[name].dtype for name in self._experts()}
-        return any(SAME_BITS.get(kind) != format_name for kind in types)
+        if format_name == self.own_format:
+            return False
+        return any(SAME_BITS.get(kind) != format_name for kind in self._types)
 
     def tensors(self) -> GgufReader:
         return GgufReader(self._index, self._source)
