@@ -80,7 +80,7 @@ class CheckpointIndex:
             hub = "; a model of the Hub is written ORG/NAME" if str(folder) == folder.name else ""
             raise ModelError(f"the model directory {folder} does not exist{hub}")
         if not folder.is_dir():
-            raise ModelError(f"{folder} is not a directory: give a Hugging Face checkpoint directory")
+            raise ModelError(f"{folder} is not a directory: give a checkpoint's, or a file NAME.gguf")
         config = read_fields(folder / CONFIG_FILE)
         quantization = _quantization(folder, config)
         # A single file takes precedence, as in transformers, which may leave an old index beside it.
@@ -179,8 +179,8 @@ def _single_file(folder: Path) -> str:
         return SINGLE_FILE
     other = _first(folder, "*.safetensors", *FOREIGN)
     raise ModelError(
-        f"{folder} has {other or 'no weights'}, and neither {SINGLE_FILE} nor {INDEX_FILE}: only whole "
-        "checkpoints in safetensors are read, no pickles, which can run any code, and no GGUF: download those"
+        f"{folder} has {other or 'no weights'}, and neither {SINGLE_FILE} nor {INDEX_FILE}: checkpoints in "
+        "safetensors are read whole, and GGUF files by their names, but no pickles, which can run any code"
     )
 
 

@@ -16,7 +16,10 @@ from streams import rendered
 from test_family_tokenizers import FIXED, TALK, TEXT
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from pipeline.checkpoint import gguf_file
+from pipeline.checkpoint.gguf_file import read_metadata
 from pipeline.errors import ModelError
+from pipeline.text import gguf_text
 from pipeline.text.generation_defaults import sampling_defaults
 from pipeline.text.gguf_words import WORDS
 from pipeline.text.tokenizer import Tokenizer as TextTokenizer
@@ -300,6 +303,37 @@ def test_what_makes_no_sense_is_one_line(
         TextTokenizer.load(path)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
+
+
+ODD: tuple[Any, ...] = (
+    *(None, True, -1, 1 << 40, 1.5, float("nan"), "", "\x00", "<s>", [], [None], [""], [0, 1], ["a", 1]),
+    *([True], [float("nan")] * 3, ["a b"] * 300, ["\ufffd"], [" " * 9], ["a" * 100_000], [1 << 40] * 300),
+)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral"])
+def test_any_value_of_any_key_loads_or_is_one_line(tmp_path: Path, family: str, monkeypatch) -> None:
+    kind, pre = FOLDERS[family]
+    path = write_gguf(tmp_path / "a.gguf", write_family(tmp_path, family), kind, pre)
+    whole = read_metadata(path)
+    unsaid = ("tokenizer.chat_templates", "tokenizer.ggml.eot_token_id", "general.sampling.temp")
+    keys = (
+        (*whole, *unsaid) if kind == "gpt2" else ("tokenizer.ggml.scores", "tokenizer.ggml.add_space_prefix")
+    )
+    refused = []
+    for key in keys:
+        for value in ODD:
+            changed = {**whole, key: value}
+            monkeypatch.setattr(gguf_file, "read_metadata", lambda *_, changed=changed: changed)
+            gguf_text._few.cache_clear()
+            for read in (TextTokenizer.load, has_tokenizer, chat_templates, eos_ids, sampling_defaults):
+                try:
+                    read(path)
+                except ModelError as e:
+                    refused.append(str(e))
+    gguf_text._few.cache_clear()
+    assert refused
+    assert not [line for line in refused if "\n" in line or len(line) > 500]
 
 
 def test_tokens_without_scores_are_refused(tmp_path: Path) -> None:
