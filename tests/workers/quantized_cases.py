@@ -132,18 +132,6 @@ def e4m3(bits: NDArray[Any]) -> Float64:
     return np.where(sign, -size, size)
 
 
-def any_matrix(
-    random: np.random.Generator, format: BlockFormat, n: int, k: int, codes: str, head: str
-) -> Bytes:
-    """A matrix of any records, uint8 [matrix_bytes]."""
-    out = np.zeros(format.matrix_bytes(n, k), np.uint8)
-    size = format.blocks_bytes(n, k)
-    out[:size] = records(random, format, size // format.record_bytes, codes, head).reshape(-1)
-    if format.factors:
-        format.factors_of(out)[0] = random.uniform(0.001, 2)
-    return out
-
-
 def states(random: np.random.Generator, kind: str, rows: int, hidden: int) -> Float32:
     """Hidden states; some rows are zero."""
     x = random.standard_normal((rows, hidden))
