@@ -261,8 +261,8 @@ def _others(asked: EngineConfig) -> Iterator[EngineConfig]:
         if freed != asked:
             yield freed
     if asked.device == "cpu":
-        smaller = {"f32": ("int8", "int4"), "bf16": ("int8", "int4"), "int8": ("int4",)}
-        for dtype in smaller.get(asked.backbone_dtype, ()):
+        smaller = {"int4": (), "int8": ("int4",)}
+        for dtype in smaller.get(asked.backbone_dtype or "bf16", ("int8", "int4")):
             yield replace(asked, **everything, backbone_dtype=dtype)  # type: ignore[arg-type]
 
 

@@ -32,7 +32,8 @@ FloeName = Literal[
 FormatName = Literal[DenseName, FloeName]
 ExchangeName = Literal["shm", "zmq"]
 GraphsName = Literal["auto", "off"]
-BackboneDType = Literal["f32", "bf16", "int8", "int4"]
+# own: bf16, and the matrices that the file has quantized as they are there.
+BackboneDType = Literal["f32", "bf16", "int8", "int4", "own"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class EngineConfig:
     policy: str | None = None  # None: all-host without a GPU, fiddler with one
     policy_options: dict[str, str] = field(default_factory=dict)
     format: FormatName | None = None  # of the experts; None: the file's own, or the most exact that fits
-    backbone_dtype: BackboneDType = "bf16"  # of all the rest
+    backbone_dtype: BackboneDType | None = None  # of all the rest; None: bf16, or own for a quantized file
     expert_cache: float | None = None  # share of all expert tiles on the device, 0..1; None: as many as fit
     tile: int | None = None  # channels; None: chosen from the experts' shape
     workers: int | None = None  # 0: the coordinator computes; None: one for each core, at most 16
@@ -87,6 +88,7 @@ class ResolvedConfig(EngineConfig):
     """A configuration with every choice made by the memory plan; an engine's processes get it."""
 
     format: FormatName = "bf16"
+    backbone_dtype: BackboneDType = "bf16"
     expert_cache: float = DEFAULT_CACHE
     staging: int | None = None  # slots of the slab beside the cache's; None: the fewest
 

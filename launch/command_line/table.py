@@ -74,6 +74,10 @@ FORMATS = (
     " floe[-u4|-u8][-int8|-int4], of which single channels can be left out: up in 2 (4, 8) bits, channels in"
     " bf16 (int8, int4) (default: a quantized model's own, else the most exact of the first that fits)"
 )
+BACKBONE = (
+    "format of all other weights; own: bf16, and matrices that the file has quantized as they are there"
+    " (default: own for a quantized model, else bf16)"
+)
 MODEL = (
     "Hugging Face checkpoint directory, or ORG/NAME, a model of the Hub, which is downloaded once"
     " (default: the embedded model); or random weights in the shape of a known model, to see its speed:"
@@ -160,7 +164,7 @@ _sizes = _section(
     Option("set POLICY.OPTION=VALUE", str, SET, also=REPLAY, asked="bench, evaluate", repeatable=True),
     Option("device", get_args(DeviceName), "device of the backbone and the resident experts"),
     Option("format FORMAT", get_args(FormatName), FORMATS),
-    Option("backbone-dtype", get_args(BackboneDType), "format of all other weights"),
+    Option("backbone-dtype", get_args(BackboneDType), BACKBONE),
     Option("expert-cache RATIO", between(0.0, 1.0), CACHE, also=REPLAY),
     Option("tile N", at_least(1), "channels of a tile (default: by the experts' shape)"),
     Option("workers N", at_least(0), WORKERS),

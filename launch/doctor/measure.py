@@ -33,6 +33,7 @@ from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_config
 from pipeline.config import EngineConfig, FormatName
 from pipeline.errors import PipelineError
+from pipeline.memory.needs import backbone_format
 from pipeline.memory.plan import AUTOMATIC
 from pipeline.models.facts import expert_shape
 from pipeline.policies.presets import make_policy
@@ -147,7 +148,7 @@ async def measure_speeds(
     notice("measuring how fast this machine would run it: about ten seconds")
     here, load = Cores.here(), os.getloadavg()[0]
     cores = [core for cpus in here.for_workers(here.default_workers()) for core in cpus.cores]
-    every = [*names, asked.backbone_dtype]
+    every = [*names, backbone_format(source, asked)]
     kinds = [(name, expert_shape(source.config, asked.tile, format_named(name)).plain()) for name in every]
     reads, *paces = await rates(cores, kinds, left_out(asked))
     tok_s = (await prove(options, interrupts, "cpu"))["decode_tok_s"]

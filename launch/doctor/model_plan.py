@@ -171,7 +171,7 @@ async def _expected(
     first = expected[plan.formats[0]]
     reads = (
         f"tok/s: expected of one request after {CONTEXT} tokens, with --policy all-host. A token reads its"
-        f" experts, {byte_size(first.backbone)} of backbone in {config.backbone_dtype} and"
+        f" experts, {byte_size(first.backbone)} of backbone in {plan.rows[0].needs.backbone_dtype} and"
         f" {byte_size(first.kv)} of KV cache"
     )
     floe = any(name in get_args(FloeName) for name in plan.formats)

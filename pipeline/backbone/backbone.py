@@ -98,7 +98,7 @@ class Backbone:
         if "head" in outer:
             return embedding, outer.linear("head")
         # Tied: a dense matrix serves as both, a quantized head needs dense rows beside it.
-        quantized = self._precision.quantized
+        quantized = outer.format_of("embedding") is not None
         head = outer.linear("embedding") if quantized else DenseLinear(embedding, self._precision.device)
         return embedding, BiasedLinear(head, outer.vector("head_bias")) if "head_bias" in outer else head
 
@@ -127,7 +127,8 @@ class Backbone:
             router=vector("router"),
             router_bias=vector("router_bias"),
             expert_biases=vector("expert_biases"),
-            precision=self._precision,
+            device=device,
+            quantized=weights.quantized,  # now that all are loaded
             scratch=self._scratch,
         )
 

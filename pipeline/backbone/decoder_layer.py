@@ -16,7 +16,7 @@ from torch.nn import functional
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.backbone.attention import Attention
 from pipeline.backbone.batch import Batch
-from pipeline.backbone.linear import FEW_ROWS, Linear, Precision
+from pipeline.backbone.linear import FEW_ROWS, Linear
 from pipeline.backbone.weights import Weights
 from pipeline.device.base import Device
 from workers.kernels.c_types import Kept
@@ -92,19 +92,19 @@ class DecoderLayer:
         router: Tensor | None,
         router_bias: Tensor | None,
         expert_biases: Tensor | None,
-        precision: Precision,
+        device: Device,
+        quantized: bool,
         scratch: Kept,
     ) -> None:
         """float32: `router` [E, H], `router_bias` [E], `expert_biases` [E, H] of the experts' outputs.
-        `scratch`: of all layers' kernels on the host."""
+        `quantized`: all of its matrices are. `scratch`: of all layers' kernels on the host."""
         self._index = index
         self._attention_norm, self._attention, self._mlp_norm = attention_norm, attention, mlp_norm
         self._dense, self._shared = dense, shared
         self._router, self._router_bias = router, router_bias
         self.expert_biases = expert_biases
-        self._device = precision.device
-        self._most = None if precision.quantized else FEW_ROWS  # rows that C multiplies faster than torch
-        device = precision.device
+        self._device = device
+        self._most = None if quantized else FEW_ROWS  # rows that C multiplies faster than torch
         self._kernel: LayerKernel | None = None
         if device.library is not None:
             self._kernel = LayerKernel(device.library, device.team, index, self._host_parts(), scratch)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -11,9 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline.backbone.disk_cache import BackboneCache
+from pipeline.checkpoint.model_source import OwnMatrix
+from pipeline.checkpoint.reader import RawTensor, numbers_of
 from pipeline.device.base import Device
 from pipeline.errors import ModelError
-from shm.blocks import BlockFormat
+from shm.blocks import BlockFormat, FileFormat, Int8
+from shm.codes import Codes
 from shm.errors import WeightsUnusable
 from shm.layout import FORMATS, Float32
 from workers.kernels.cuda.matrix import CudaMatrix
@@ -21,6 +25,8 @@ from workers.kernels.layer import Projection
 from workers.kernels.matrix import HostMatrix, quantized
 from workers.kernels.reference import DTYPES
 
+MIXED = Int8()  # keeps matrices of several formats, or factors, that are stacked
+NOTHING: Mapping[str, OwnMatrix] = MappingProxyType({})
 FEW_ROWS = 16  # of a dense matrix's products on the host that C computes: more are faster by torch
 
 
@@ -89,34 +95,68 @@ class QuantizedLinear:
 class Precision:
     """`--backbone-dtype`: the format of matrices, and the dtype of everything else that is stored."""
 
-    def __init__(self, name: str, device: Device, cache: BackboneCache | None = None) -> None:
-        """`name`: f32, bf16, int8 or int4; `cache` keeps quantized matrices. Raises UsageError where the
-        device cannot compute in it."""
-        format = FORMATS[name]
+    def __init__(
+        self,
+        name: str,
+        device: Device,
+        cache: BackboneCache | None = None,
+        own: Mapping[str, OwnMatrix] = NOTHING,
+    ) -> None:
+        """`name`: f32, bf16, int8, int4 or own, for which `own` are the matrices that the file has quantized;
+        `cache` keeps those that are quantized here. Raises UsageError where the device cannot compute in
+        it."""
         self.device, self._cache = device, cache
+        self._own = own if name == "own" else None
+        format = FORMATS.get(name)
         self._format = format if isinstance(format, BlockFormat) else None
-        if self._format is not None:
-            device.check_quantized(self._format)
+        formats = {matrix.format for matrix in own.values()} if name == "own" else {name}
+        for used in (FORMATS[one] for one in formats):
+            if isinstance(used, BlockFormat):
+                device.check_quantized(used)
         self.dtype = DTYPES.get(name, torch.bfloat16)  # of embeddings and of the KV cache
 
     @property
     def quantized(self) -> bool:
-        return self._format is not None
+        """Returns whether any matrix may be."""
+        return self._format is not None or bool(self._own)
+
+    def format_of(self, names: Sequence[str]) -> BlockFormat | None:
+        """The format of a matrix that is stacked from tensors of these names; None: it is not quantized."""
+        if self._own is None:
+            return self._format
+        kept = {self._own[name].format if name in self._own else "" for name in names}
+        if "" in kept:
+            return None
+        format = FORMATS[kept.pop()] if len(kept) == 1 else MIXED
+        assert isinstance(format, BlockFormat)
+        return format
 
     def quantized_matrix(
-        self, name: str, shape: tuple[int, int], numbers: Callable[[], Float32]
+        self,
+        format: BlockFormat,
+        name: str,
+        shape: tuple[int, int],
+        numbers: Callable[[], Float32 | Codes],
     ) -> HostMatrix | CudaMatrix:
-        """A quantized matrix [outputs, inputs]: from the cache under `name`, or made from its `numbers`.
-        Raises ModelError, which has the `name`, where they cannot be quantized."""
-        assert self._format is not None
+        """A quantized matrix [outputs, inputs]: from the cache under `name`, or made from its `numbers`, in a
+        format of files only if they are codes of it. Raises ModelError, which has the `name`, where they
+        cannot be quantized."""
         data = None
         if self._cache is not None:
-            data = self._cache.take(name, self._format.matrix_bytes(*shape))
+            data = self._cache.take(name, format.matrix_bytes(*shape))
         if data is None:
             try:
-                data = quantized(self._format, numbers())
+                w = numbers()
+                if isinstance(format, FileFormat) and not isinstance(w, Codes):
+                    format = MIXED
+                data = quantized(format, w)
             except WeightsUnusable as e:
                 raise ModelError(f"{name}: {e}") from None
             if self._cache is not None:
                 self._cache.keep(name, data)
-        return self.device.quantized_matrix(self._format, data, shape)
+        return self.device.quantized_matrix(format, data, shape)
+
+
+def codes_or_numbers(rows: RawTensor | Codes, format: BlockFormat) -> Float32 | Codes:
+    """Codes of this format as they are, and all else as numbers."""
+    return rows if isinstance(rows, Codes) and rows.format == format.name else numbers_of(rows)

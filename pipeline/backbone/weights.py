@@ -10,11 +10,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.backbone.linear import BiasedLinear, DenseLinear, Linear, Precision, QuantizedLinear
+from pipeline.backbone.linear import (
+    BiasedLinear,
+    DenseLinear,
+    Linear,
+    Precision,
+    QuantizedLinear,
+    codes_or_numbers,
+)
 from pipeline.checkpoint.model_source import Tensors
 from pipeline.checkpoint.reader import RawTensor, to_float32
 from pipeline.errors import ModelError
 from pipeline.models.architecture import TensorSpec
+from shm.blocks import BlockFormat
+from shm.codes import Codes
 from shm.layout import Float32
 from workers.kernels.cuda.matrix import CudaMatrix
 from workers.kernels.matrix import HostMatrix
@@ -25,12 +34,14 @@ Rows = TypeVar("Rows", Float32, Tensor)
 
 
 class Weights:
-    """The tensors of one decoder layer, or those outside the layers. `bytes` counts the device memory of all
-    weights made so far. Every method raises ModelError for a tensor that is missing or of another shape."""
+    """The tensors of one decoder layer, or those outside the layers. Of all weights made so far, `bytes` is
+    the device memory, and `quantized` says whether all matrices are. Every method raises ModelError for a
+    tensor that is missing or of another shape."""
 
     def __init__(self, specs: Mapping[str, TensorSpec], tensors: Tensors, precision: Precision) -> None:
         """`specs`: by role."""
         self.bytes = 0
+        self.quantized = True
         self._specs = specs
         self._tensors = tensors
         self._precision = precision
@@ -57,12 +68,18 @@ class Weights:
         stacked = [(self._specs[role].name, self._specs[role].shape) for role in roles]
         return self._keep(tensor_of(self._tensors.stacked(stacked)), self._precision.dtype)
 
+    def format_of(self, *roles: str) -> BlockFormat | None:
+        """The format of these roles' matrix; None where it is not quantized."""
+        return self._precision.format_of([self._specs[role].name for role in roles])
+
     def linear(self, *roles: str, order: RowOrder = UNCHANGED) -> Linear:
         """The matrices of these roles stacked by rows, with their biases. `order`: of the rows and biases of
         a role."""
         linear: Linear
-        if self._precision.quantized:
-            linear = QuantizedLinear(self._quantized(roles, order))
+        format = self.format_of(*roles)
+        self.quantized &= format is not None
+        if format is not None:
+            linear = QuantizedLinear(self._quantized(format, roles, order))
         elif order:
             dense = torch.cat([_ordered(self.dense(role), role, order) for role in roles])
             linear = DenseLinear(dense, self._precision.device)
@@ -73,15 +90,23 @@ class Weights:
         biases = np.concatenate([self._bias(role, order) for role in roles])
         return BiasedLinear(linear, self._keep(torch.from_numpy(biases), torch.float32))
 
-    def _quantized(self, roles: tuple[str, ...], order: RowOrder) -> HostMatrix | CudaMatrix:
-        def numbers() -> Float32:
-            parts = [_ordered(self._float32(role), role, order) for role in roles]
-            return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
+    def _quantized(
+        self, format: BlockFormat, roles: tuple[str, ...], order: RowOrder
+    ) -> HostMatrix | CudaMatrix:
         specs = [self._specs[role] for role in roles]
         shape = (sum(spec.shape[0] for spec in specs), specs[0].shape[1])
+
+        def numbers() -> Float32 | Codes:
+            stacked = self._tensors.stacked([(spec.name, spec.shape) for spec in specs])
+            w = codes_or_numbers(stacked, format)
+            if not order:
+                return w
+            each = [order.get(role, np.arange(self._specs[role].shape[0])) for role in roles]
+            starts = np.cumsum([0, *(len(rows) for rows in each)])
+            return w[np.concatenate([rows + start for rows, start in zip(each, starts, strict=False)])]
+
         names = ", ".join(spec.name for spec in specs)
-        matrix = self._precision.quantized_matrix(names, shape, numbers)
+        matrix = self._precision.quantized_matrix(format, names, shape, numbers)
         self.bytes += matrix.bytes
         return matrix
 
@@ -105,8 +130,10 @@ def _ordered(rows: Rows, role: str, order: RowOrder) -> Rows:
     return rows[order[role]] if role in order else rows
 
 
-def tensor_of(raw: RawTensor) -> Tensor:
-    """A tensor of the same bits."""
+def tensor_of(raw: RawTensor | Codes) -> Tensor:
+    """A tensor of the same bits, or of what codes mean."""
+    if isinstance(raw, Codes):
+        return torch.from_numpy(raw.values())
     if raw.dtype == "BF16":
         return torch.from_numpy(raw.bits.view(np.int16)).view(torch.bfloat16)
     if raw.dtype == "F16":

@@ -4,9 +4,10 @@ random weights (`random_model.py`)."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from pipeline.checkpoint.reader import RawTensor
 from pipeline.models.config_keys import Config
@@ -15,6 +16,7 @@ from shm.layout import Float32
 from shm.store import StoreBuilder
 
 
+@runtime_checkable
 class Tensors(Protocol):
     """A model's tensors outside the routed experts, for any number of threads."""
 
@@ -25,6 +27,13 @@ class Tensors(Protocol):
         """Tensors (name, shape) with rows of one length, stacked by rows, with unchanged bits where all have
         one dtype, or codes where all have those of one format; the caller owns the memory. Raises ModelError
         as `float32`."""
+
+
+class OwnMatrix(NamedTuple):
+    """A matrix that a file has quantized."""
+
+    format: str  # the block format that keeps it: without loss, or int8
+    shape: tuple[int, int]  # outputs, inputs
 
 
 class ModelSource(ABC):
@@ -39,6 +48,8 @@ class ModelSource(ABC):
         ""  # how the file has the experts, for the user, as "Q4_K"; empty: they are plain numbers
     )
     own_format: str | None = None  # the native format that keeps its experts' codes without loss
+    # The matrices beside the routed experts that the file has quantized, by their names in `tensors`.
+    own_matrices: Mapping[str, OwnMatrix] = MappingProxyType({})
     fused: bool  # the layout of its tensors, see `pipeline/models/architecture.py`
 
     @abstractmethod

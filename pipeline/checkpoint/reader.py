@@ -10,6 +10,7 @@ import math
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -153,3 +154,20 @@ def to_float32(dtype: str, bits: Bits) -> Float32:
 def numbers_of(rows: RawTensor | Codes) -> Float32:
     """The float32 values of rows; exact."""
     return rows.values() if isinstance(rows, Codes) else to_float32(rows.dtype, rows.bits)
+
+
+def together(parts: Sequence[RawTensor | Codes]) -> RawTensor | Codes:
+    """Stacked by rows: as codes where all have those of one format, else as numbers."""
+    if len(parts) == 1:
+        return parts[0]
+    codes = [part for part in parts if isinstance(part, Codes)]
+    if len(codes) == len(parts) and len({(part.format, part.factor) for part in codes}) == 1:
+        zeros = [part.zeros for part in codes if part.zeros is not None]
+        return replace(
+            codes[0],
+            codes=np.concatenate([part.codes for part in codes]),
+            scales=np.concatenate([part.scales for part in codes]),
+            zeros=np.concatenate(zeros) if zeros else None,
+        )
+    numbers = np.concatenate([numbers_of(part) for part in parts])
+    return RawTensor("F32", numbers.shape, numbers.view(np.uint32))

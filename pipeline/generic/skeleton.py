@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,14 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from pipeline.backbone.linear import DenseLinear, Precision, QuantizedLinear
+from pipeline.backbone.linear import DenseLinear, Precision, QuantizedLinear, codes_or_numbers
 from pipeline.checkpoint.decoder import MATRICES, ROUTERS, experts_of
+from pipeline.checkpoint.model_source import Tensors
 from pipeline.errors import ModelError
 from pipeline.generic.modules import OwnEmbedding, OwnLinear
+from shm.blocks import BlockFormat, FileFormat
+from shm.codes import Codes
+from shm.formats import Float32
 
 IMPLEMENTATION = "tandem"  # of experts
 LARGE = 1 << 24  # numbers of a tensor that gets no memory, not even virtual, while modules are made
@@ -130,10 +135,11 @@ class _Loader:
         precision, shape = self._precision, (linear.out_features, linear.in_features)
         weight = f"{name}.weight"
         matrix: QuantizedLinear | DenseLinear
-        if precision.quantized and linear not in self._expansions:
-            made = precision.quantized_matrix(
-                weight, shape, lambda: self._read(weight, linear.weight).numpy()
-            )
+        stored = weight if weight in self._weights else self._source.get(weight, weight)
+        format = None if linear in self._expansions else precision.format_of([stored])
+        if format is not None:
+            numbers = partial(self._numbers, format, stored, linear.weight)
+            made = precision.quantized_matrix(format, weight, shape, numbers)
             self._bytes += made.bytes
             matrix = QuantizedLinear(made)
         else:
@@ -159,6 +165,13 @@ class _Loader:
                 raise ModelError(f"{prefix + key} is larger than what a backbone keeps of its own")
             else:
                 module._buffers[key] = buffer.to(self._precision.device.torch_device)
+
+    def _numbers(self, format: BlockFormat, name: str, like: Tensor) -> Float32 | Codes:
+        """A matrix, as codes where that is its format."""
+        if isinstance(format, FileFormat) and isinstance(self._weights, Tensors):
+            return codes_or_numbers(self._weights.stacked([(name, tuple(like.shape))]), format)
+        numbers: Float32 = self._read(name, like).numpy()
+        return numbers
 
     def _read(self, name: str, like: Tensor) -> Tensor:
         """In float32."""

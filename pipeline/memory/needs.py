@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pipeline.checkpoint.model_source import ModelSource
+from pipeline.checkpoint.model_source import ModelSource, OwnMatrix
 from pipeline.config import (
     DEFAULT_CONTEXT,
     EXPANDED_KV_BYTES,
@@ -21,12 +22,14 @@ from pipeline.config import (
     SCORE_BYTES,
     SNAPSHOTS,
     STATE_TOKENS,
+    BackboneDType,
     EngineConfig,
     FormatName,
 )
 from pipeline.device.base import CONTEXT_BYTES, SLOT_ALIGNMENT
 from pipeline.errors import UsageError
-from pipeline.models.facts import ModelFacts, expert_shape, facts_of
+from pipeline.models.facts import ModelFacts, expert_shape, facts_of, is_own
+from pipeline.models.registry import architecture_of, model_spec
 from shm.layout import FORMATS, BlockFormat, format_named
 from shm.manifest import StoreManifest, store_bytes
 from shm.segment import SHM_FOLDER
@@ -51,6 +54,7 @@ class Needs:
     """The needs of one model in one format, in bytes unless noted otherwise."""
 
     format: FormatName
+    backbone_dtype: BackboneDType
     store: int  # every expert
     present: int  # of the store, allocated in shared memory already
     heads: int  # of all experts, on a GPU; 0 on the host, which reads them in the store
@@ -99,6 +103,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     graphs = GRAPH_BYTES if config.graphs != "off" else 0
     return Needs(
         format=format,
+        backbone_dtype=backbone_dtype(source, config),
         store=store,
         present=min(store, _allocated(store_name(fingerprint))),
         heads=shape.layers * shape.experts * heads if cuda else 0,
@@ -107,7 +112,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         staging=staging,
         # The host computes each tile as it lands, so more slots would save nothing there.
         layer_staging=layer_staging(shape.tiles, facts.top_k) if cuda and not heads else staging,
-        backbone=backbone_bytes(facts, config),
+        backbone=backbone_bytes(source, facts, config),
         position=8 * facts.rope_numbers,
         kv_token=facts.kv_numbers_per_token * plain_bytes(config),
         states=state_bytes(facts),
@@ -123,8 +128,15 @@ def plain_bytes(config: EngineConfig) -> int:
     return 4 if config.backbone_dtype == "f32" else 2
 
 
-def backbone_bytes(facts: ModelFacts, config: EngineConfig) -> int:
+def backbone_dtype(source: ModelSource, config: EngineConfig) -> BackboneDType:
+    """Returns what is asked for, or suits the model."""
+    return config.backbone_dtype or ("own" if source.own_matrices else "bf16")
+
+
+def backbone_bytes(source: ModelSource, facts: ModelFacts, config: EngineConfig) -> int:
     """Bytes of the weights on the device."""
+    if backbone_dtype(source, config) == "own":
+        return _own_bytes(source, facts, config)
     total = quantized = quantized_bytes(facts, config)
     for kind, shape, count in facts.backbone:
         if kind == "float32":
@@ -134,9 +146,59 @@ def backbone_bytes(facts: ModelFacts, config: EngineConfig) -> int:
     return total
 
 
+def _own_bytes(source: ModelSource, facts: ModelFacts, config: EngineConfig) -> int:
+    """With the matrices that the file has quantized as they are there. Those that are kept otherwise all the
+    same, for several factors in one matrix, are few."""
+    total = backbone_bytes(source, facts, replace(config, backbone_dtype="bf16"))
+    table = facts.vocabulary, facts.hidden
+    for matrix in own_matrices(source, facts).values():
+        total += _block_format(matrix).matrix_bytes(*matrix.shape)
+        if not (facts.tied_embeddings and matrix.shape == table):  # a plain table cannot serve as the head
+            total -= plain_bytes(config) * math.prod(matrix.shape)
+    return total
+
+
+def own_matrices(source: ModelSource, facts: ModelFacts) -> dict[str, OwnMatrix]:
+    """Of the matrices that the file has quantized those that a backbone keeps so: not an embedding, unless it
+    is the head as well, and none of what is multiplied otherwise or small."""
+    if not source.own_matrices:
+        return {}
+    if is_own(source.config):
+        spec, architecture = model_spec(source.config), architecture_of(source.config)
+        kept = {t.name for t in architecture.backbone(spec, source.fused) if t.kind == "matrix"}
+        if facts.tied_embeddings:
+            kept.add(architecture.outer(spec)["embedding"].name)
+        return {name: matrix for name, matrix in source.own_matrices.items() if name in kept}
+    table = facts.vocabulary, facts.hidden
+
+    def is_kept(name: str, matrix: OwnMatrix) -> bool:
+        if matrix.shape == table and "embed" in name:
+            return facts.tied_embeddings
+        return "kv_b_proj" not in name
+
+    return {name: matrix for name, matrix in source.own_matrices.items() if is_kept(name, matrix)}
+
+
+def backbone_format(source: ModelSource, config: EngineConfig) -> str:
+    """The format of most of the backbone's matrices, for measurements."""
+    dtype = backbone_dtype(source, config)
+    if dtype != "own":
+        return dtype
+    numbers: Counter[str] = Counter()
+    for matrix in source.own_matrices.values():
+        numbers[matrix.format] += math.prod(matrix.shape)
+    return numbers.most_common(1)[0][0] if numbers else "bf16"
+
+
+def _block_format(matrix: OwnMatrix) -> BlockFormat:
+    found = FORMATS[matrix.format]
+    assert isinstance(found, BlockFormat)
+    return found
+
+
 def quantized_bytes(facts: ModelFacts, config: EngineConfig) -> int:
-    """Bytes of the matrices that are quantized; 0 where none are."""
-    tile_format = FORMATS[config.backbone_dtype]
+    """Bytes of the matrices that are all quantized; 0 where they are not."""
+    tile_format = FORMATS.get(config.backbone_dtype or "bf16")
     if not isinstance(tile_format, BlockFormat):
         return 0
     matrices = [group for group in facts.backbone if group.kind == "matrix"]

@@ -118,7 +118,8 @@ class Plan:
         """The configuration with this plan's choices."""
         given = {field.name: getattr(config, field.name) for field in fields(config)}
         chosen = {name: getattr(self, name) for name in ("context", "kv_tokens", "expert_cache", "staging")}
-        return ResolvedConfig(**(given | chosen | {"format": self.needs.format}))
+        chosen |= {"format": self.needs.format, "backbone_dtype": self.needs.backbone_dtype}
+        return ResolvedConfig(**(given | chosen))
 
 
 def automatic(source: ModelSource) -> tuple[FormatName, ...]:

@@ -147,7 +147,7 @@ class EngineParts:
     def _load_backbone(self) -> AnyBackbone:
         """Load the backbone from the checkpoint, or the disk cache where quantizing again would take long."""
         dtype, cache = self.config.options.backbone_dtype, None
-        if isinstance(FORMATS[dtype], BlockFormat) and self.source.worth_keeping(dtype):
+        if isinstance(FORMATS.get(dtype), BlockFormat) and self.source.worth_keeping(dtype):
             record = CacheRecord("backbone", self.source.name, dtype)
             cache = BackboneCache(self.config.cache, backbone_fingerprint(self.source, dtype), record)
         total = needs(self.source, self.config.options, self.config.options.format).backbone
@@ -156,7 +156,7 @@ class EngineParts:
             self.to_supervisor(Progress(STAGE, min(done, total), total))
 
         progress(0)
-        precision = Precision(dtype, self.device, cache)
+        precision = Precision(dtype, self.device, cache, self.source.own_matrices)
         backbone = self._backbone_of(precision, progress)
         if cache is not None:
             cache.finish()
