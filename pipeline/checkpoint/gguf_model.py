@@ -12,7 +12,7 @@ from pipeline.checkpoint.gguf_file import read_model
 from pipeline.checkpoint.gguf_names import Names, Source
 from pipeline.checkpoint.gguf_reader import CODED, READ, GgufReader
 from pipeline.checkpoint.index import BITS, MAX_NAME, CheckpointIndex, TensorEntry, fingerprint
-from pipeline.checkpoint.model_source import ModelSource
+from pipeline.checkpoint.model_source import ModelSource, OwnMatrix
 from pipeline.errors import ModelError
 from pipeline.models.architecture import ExpertRows, TensorSpec
 from pipeline.models.registry import architecture_of, model_spec
@@ -46,6 +46,7 @@ class GgufCheckpoint(ModelSource):
         self.quantized = ", ".join(sorted(self._types - BITS.keys()))
         if len(self._types) == 1 and self._types <= CODED.keys():
             self.own_format = self.quantized.lower()
+        self.own_matrices = self._own_matrices()
 
     def fingerprint(self, format_name: str, tile: int) -> str:
         return fingerprint(self._index, format_name, tile)
@@ -79,6 +80,18 @@ class GgufCheckpoint(ModelSource):
         if tensor is None or tensor.shape != shape:
             raise ModelError(f"{self.name} has no tensor {name} of shape {list(shape)}")
         return self._names.source(role, tensor)
+
+    def _own_matrices(self) -> dict[str, OwnMatrix]:
+        """The backbone's matrices that the file has quantized, by name; those of types that are read as
+        numbers would be kept in int8."""
+        own: dict[str, OwnMatrix] = {}
+        for name, (role, tensor) in self._tensors.items():
+            parts = self._names.source(role, tensor).parts
+            types = {self._index.tensors[part].dtype for part, _ in parts}
+            if len(tensor.shape) == 2 and not types & BITS.keys():
+                format_name = types.pop().lower() if len(types) == 1 and types <= CODED.keys() else "int8"
+                own[name] = OwnMatrix(format_name, (tensor.shape[0], tensor.shape[1]))
+        return own
 
     def _experts(self) -> list[str]:
         """The names of the experts' matrices in the file."""
