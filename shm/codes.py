@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from shm.errors import WeightsUnusable
 from shm.formats import Bytes, Float32
+from shm.quantize import UNUSABLE
 
 SIGN = np.array((1, -1), np.float32)[:, None]
 E2M1: Float32 = (SIGN * np.array((0, 0.5, 1, 1.5, 2, 3, 4, 6), np.float32)).ravel()
@@ -66,6 +67,7 @@ CODE_FORMATS = {
     "int4-f16-g128": CodeFormat(128, _NIBBLES, bits=np.uint16, zeros=True),
     "fp8": CodeFormat(128, E4M3, bits=np.float32),
 }
+LARGEST_CODES = {name: float(np.nanmax(np.abs(kind.values))) for name, kind in CODE_FORMATS.items()}
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class Codes:
     def check(self) -> None:
         """Raises WeightsUnusable where a number could be infinite, not a number, or beyond 2^120."""
         with np.errstate(invalid="ignore", over="ignore"):
-            largest = np.abs(self.group_scales()).max(initial=0) * np.nanmax(np.abs(self.kind.values))
+            largest = np.abs(self.group_scales()).max(initial=0) * LARGEST_CODES[self.format]
         if not largest < LARGEST:
             raise WeightsUnusable(
                 "some scales are infinite, not a number, or beyond 1e36: they cannot be kept"
@@ -189,23 +191,23 @@ def rounded(w: Float32, format: str, factor: float = 1.0) -> Codes:
     size = np.abs(groups)
     most = size.max(axis=-1)
     if not most.max(initial=0) < LARGEST:
-        raise WeightsUnusable(
-            "some weights are infinite, not a number, or beyond 1e36: they cannot be quantized"
-        )
+        raise WeightsUnusable(UNUSABLE.format("1e36"))
+    steps: Float32
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         if format == "q4_0":  # the code 0, of -8 steps, is that of the largest magnitude
             at = size.argmax(axis=-1)[..., None]
-            steps = np.take_along_axis(groups, at, axis=-1)[..., 0] / -8
+            steps = np.take_along_axis(groups, at, axis=-1)[..., 0] / np.float32(-8)
             codes = (_divided(groups, steps) + np.float32(8.5)).astype(np.uint8).clip(max=15)
         elif format == "q8_0":
-            steps = most / 127
+            steps = most / np.float32(127)
             exact = _divided(size, steps)
             whole = np.floor(exact)
             whole += exact - whole >= 0.5
             codes = (np.copysign(whole, groups) + 128).astype(np.uint8)
         else:
             bits = _exponents(most) if format == "mxfp4" else _e4m3_bits(most / (E2M1_LARGEST * factor))
-            steps = kind.scales.take(bits) * np.float32(factor)
+            table = E8M0 if format == "mxfp4" else E4M3
+            steps = table.take(bits) * np.float32(factor)
             codes = _nearest_e2m1(_divided(groups, steps))
     scales = steps.astype(np.float16).view(np.uint16) if kind.scales is None else bits
     return Codes(format, codes.reshape(n, -1)[:, :k], scales, factor=factor)

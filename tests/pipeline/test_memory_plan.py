@@ -170,6 +170,7 @@ def test_resolved_config_changes_only_the_choices() -> None:
     resolved = plan.resolved(asked)
     assert isinstance(resolved, ResolvedConfig)
     choices = {"format": plan.needs.format, "context": 4096, "kv_tokens": 9000, "expert_cache": 0.25}
+    choices["backbone_dtype"] = "bf16"
     for field in fields(asked):
         assert getattr(resolved, field.name) == choices.get(field.name, getattr(asked, field.name))
     assert ResolvedConfig.from_map(vars(resolved)) == resolved
