@@ -126,7 +126,10 @@ class Gptq(Integers):
             if order.min() < 0 or order.max() >= groups:
                 raise ModelError(f"{self.order.file} is damaged: a g_idx is not one of {groups} groups")
             if not np.array_equal(order, np.arange(inputs) // self.group):
-                return (codes - zeros[:, order].astype(np.float32))[lo:hi] * scales[:, order][lo:hi]
+                numbers: Float32 = codes.astype(np.float32)
+                numbers -= zeros[:, order]
+                numbers *= scales[:, order]
+                return numbers[lo:hi]
         return of_integers(codes, scales, zeros, self.group, self.bits)[lo:hi]
 
 
@@ -260,7 +263,9 @@ def of_integers(codes: Bytes, scales: Float32, zeros: Numbers, group: int, bits:
     def over(of_groups: Numbers) -> Numbers:
         return of_groups.repeat(group, axis=1)[:, :inputs] if of_groups.shape[1] > 1 else of_groups
 
-    numbers: Float32 = (codes - over(zeros.astype(np.float32))) * over(scales)
+    numbers: Float32 = codes.astype(np.float32)
+    numbers -= over(zeros.astype(np.float32))
+    numbers *= over(scales)
     return numbers
 
 

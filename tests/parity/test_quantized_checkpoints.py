@@ -77,7 +77,13 @@ async def check(folder: Path, packing: Packing, tokens: list[tuple[int, ...]], s
         await check_policies(client, POLICIES, tokens, same, tokens[0], greedy, 2 * EXACT, alone=1)
 
 
-@pytest.mark.parametrize(("case", "packing"), OWN, ids=[str(case) for case, _ in OWN])
+@pytest.mark.parametrize(
+    ("case", "packing"),
+    [
+        pytest.param(*one, id=str(one[0]), marks=() if one in (OWN[1], OWN[3]) else pytest.mark.slow)
+        for one in OWN
+    ],
+)
 async def test_a_family_of_our_own_equals_transformers(
     case: Case, packing: Packing, start_engine, tmp_path: Path
 ) -> None:
@@ -85,6 +91,7 @@ async def test_a_family_of_our_own_equals_transformers(
     await check(tmp_path, packing, texts(case), start_engine)
 
 
+@pytest.mark.slow
 async def test_any_family_equals_transformers(start_engine, tmp_path: Path) -> None:
     tiny_model("dots1").save_pretrained(tmp_path, save_original_format=True)
     tokens = [tuple((i * 5 + 3) % 120 + 3 for i in range(30))]
