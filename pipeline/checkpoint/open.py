@@ -78,7 +78,7 @@ class Checkpoint(ModelSource):
         self._whole = any(matrix is not None and matrix.whole for matrix in packed)
         backbone = {tensor.name for tensor in self._architecture.backbone(self._spec, self.fused)}
         self.own_matrices = {
-            name: OwnMatrix(matrix.format or "int8", matrix.shape)
+            name: OwnMatrix(matrix.format or "int8", (matrix.outputs, matrix.inputs))
             for name, matrix in self._index.packed.items()
             if name in backbone and matrix.format != "fp8"  # which has no products: they are bf16 then
         }

@@ -126,7 +126,10 @@ class Gptq(Integers):
             if order.min() < 0 or order.max() >= groups:
                 raise ModelError(f"{self.order.file} is damaged: a g_idx is not one of {groups} groups")
             if not np.array_equal(order, np.arange(inputs) // self.group):
-                return (codes - zeros[:, order].astype(np.float32))[lo:hi] * scales[:, order][lo:hi]
+                numbers: Float32 = codes.astype(np.float32)
+                numbers -= zeros[:, order]
+                numbers *= scales[:, order]
+                return numbers[lo:hi]
         return of_integers(codes, scales, zeros, self.group, self.bits)[lo:hi]
 
 
@@ -144,7 +147,7 @@ class PackedIntegers(Integers):
         else:
             codes = _numbers(stored, self.bits)[:, :inputs]
         scales = _scales(self.scale, read, lo, hi)
-        zeros = np.full((1, 1), middle, np.uint16)
+        zeros: Numbers = np.full((1, 1), middle, np.uint16)
         if self.zeros is not None and self.zeros.dtype == "I8":
             zeros = (_scales(self.zeros, read, lo, hi) + middle).astype(np.uint16)
         elif self.zeros is not None:
@@ -260,7 +263,10 @@ def of_integers(codes: Bytes, scales: Float32, zeros: Numbers, group: int, bits:
     def over(of_groups: Numbers) -> Numbers:
         return of_groups.repeat(group, axis=1)[:, :inputs] if of_groups.shape[1] > 1 else of_groups
 
-    return (codes - over(zeros.astype(np.float32))) * over(scales)
+    numbers: Float32 = codes.astype(np.float32)
+    numbers -= over(zeros.astype(np.float32))
+    numbers *= over(scales)
+    return numbers
 
 
 def _awq_outputs(words: NDArray[np.int32]) -> Bytes:

@@ -169,7 +169,7 @@ class _Finder:
 
     def _gptq(self, base: str) -> Packed:
         words = self._part(f"{base}.qweight", ("I32",), dims=(2,))
-        bits, order = self._settings["bits"], None
+        bits, order = self._settings.get("bits", self._settings.get("w_bit")), None
         if f"{base}.g_idx" in self._tensors:  # says the inputs, and so the bits where they differ by module
             order = self._part(f"{base}.g_idx", ("I32", "I64"), dims=(1,))
             bits = words.shape[0] * 32 / order.shape[0]
@@ -185,7 +185,7 @@ class _Finder:
         zeros = self._part(f"{base}.qzeros", ("I32",), (groups, outputs * bits // 32))
         scales = self._part(f"{base}.scales", FLOATS, (groups, outputs))
         version = self._settings.get("checkpoint_format") or self._settings.get("format") or "gptq"
-        offset = 1 if version == "gptq" else 0
+        offset = 1 if version.lower() == "gptq" else 0
         mixed = bool(self._settings.get("desc_act")) and not self._settings.get("static_groups")
         usual = not mixed and (bits == 4 or self._settings.get("sym") is True)
         return Gptq((outputs, inputs), words, scales, zeros, bits, group, usual, offset, order)
@@ -267,7 +267,7 @@ class _Finder:
             block, group = weights.get("block_structure"), weights.get("group_size")
             if isinstance(block, list) and len(block) == 2 and all(map(_is_group, block)):
                 yield block
-            elif _is_group(group):
+            elif group is not None and _is_group(group):
                 yield [1, group]
 
     def _fp4(self, name: str) -> Packed:

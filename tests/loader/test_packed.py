@@ -270,7 +270,8 @@ def entry_of(dtype: str, shape: list[int]) -> TensorEntry:
     return TensorEntry(Path("a"), dtype, tuple(shape), 0, DTYPE_BYTES[dtype] * math.prod(shape))
 
 
-def test_mutated_headers_are_refused_or_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [3000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_mutated_headers_are_refused_or_read(times: int, tmp_path: Path) -> None:
     """Whatever names, dtypes and shapes say: a ModelError, or matrices no larger than their files allow."""
     random = Random(3)
     headers = {}
@@ -280,7 +281,7 @@ def test_mutated_headers_are_refused_or_read(tmp_path: Path) -> None:
         save_file(tensors, tmp_path / packing / "a.safetensors")
         headers[packing] = read_shard(tmp_path / packing / "a.safetensors").tensors
     refused = 0
-    for number in range(3000):
+    for number in range(times):
         packing = random.choice([*PACKINGS])
         entries = dict(headers[packing])
         for name in random.sample([*entries], random.randint(1, len(entries))):
@@ -297,4 +298,4 @@ def test_mutated_headers_are_refused_or_read(tmp_path: Path) -> None:
         stored = sum(entry.nbytes for entry in entries.values())
         for matrix in packed.values():
             assert math.prod(matrix.shape) <= 8 * stored, number
-    assert 1000 < refused < 2990
+    assert 0.3 * times < refused < 0.997 * times

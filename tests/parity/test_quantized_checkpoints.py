@@ -9,17 +9,20 @@ from pathlib import Path
 import packers
 import pytest
 import torch
-from comparison import check_policies, exactly
+from comparison import check_policies, exactly, within
 from exact_presets import costs
-from families import Case, save, texts
+from families import Case, drawn_texts, save, texts
 from oracle import EXACT, Oracle
 from packers import Packing
+from quantized_oracle import QuantizedOracle, matrices
 from safetensors.torch import load_file, save_file
 from tiny_families import tiny_model
 
+from launch.equality import rounding_bound
 from pipeline.config import EngineConfig
 
 NEW = 8  # tokens of a greedy continuation
+TEXTS, SEEDS = 21, 16  # texts, and noises that show what rounding may do
 POLICIES = [(name, dict[str, str]()) for name in ("all-host", "on-demand")]
 EVEN = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 64}  # whole words and groups
 OWN = [  # of families of our own, in the layout of transformers 4
@@ -74,7 +77,13 @@ async def check(folder: Path, packing: Packing, tokens: list[tuple[int, ...]], s
         await check_policies(client, POLICIES, tokens, same, tokens[0], greedy, 2 * EXACT, alone=1)
 
 
-@pytest.mark.parametrize(("case", "packing"), OWN, ids=[str(case) for case, _ in OWN])
+@pytest.mark.parametrize(
+    ("case", "packing"),
+    [
+        pytest.param(*one, id=str(one[0]), marks=() if one in (OWN[1], OWN[3]) else pytest.mark.slow)
+        for one in OWN
+    ],
+)
 async def test_a_family_of_our_own_equals_transformers(
     case: Case, packing: Packing, start_engine, tmp_path: Path
 ) -> None:
@@ -82,9 +91,28 @@ async def test_a_family_of_our_own_equals_transformers(
     await check(tmp_path, packing, texts(case), start_engine)
 
 
+@pytest.mark.slow
 async def test_any_family_equals_transformers(start_engine, tmp_path: Path) -> None:
     tiny_model("dots1").save_pretrained(tmp_path, save_original_format=True)
     tokens = [tuple((i * 5 + 3) % 120 + 3 for i in range(30))]
     groups = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
     packing = packers.compressed("pack-quantized", "int4-f16-g32", **groups)
     await check(tmp_path, packing, tokens, start_engine)
+
+
+async def test_experts_are_computed_as_the_file_has_them(start_engine, tmp_path: Path) -> None:
+    """Nothing is said of formats: there is no second rounding."""
+    case, packing = OWN[0]
+    save(case, tmp_path)
+    quantized, meant = quantize(tmp_path, packing)
+    oracle = QuantizedOracle(meant, "int4-f16-g32", "f32")
+    for module in oracle.experts:
+        exact = zip(*matrices(module), strict=True)
+        module.decoded[:] = [torch.stack((gate, up, down.T)) for gate, up, down in exact]
+    many, prompt = drawn_texts(case, TEXTS, 50), texts(case)[0]
+    expected = oracle.batch(many)
+    check = within(oracle.rounding(many, expected, SEEDS), expected)
+    greedy, bound = oracle.greedy(prompt, NEW), rounding_bound("int4", "f32")
+    config = EngineConfig(model=quantized, backbone_dtype="f32", workers=1, expert_cache=0.5, chunk=32)
+    async with start_engine(config) as (_, client):
+        await check_policies(client, POLICIES, many, check, prompt, greedy, bound)
