@@ -35,6 +35,7 @@ FORMATS = (
     "nvfp4",
     "int4-f16",
     "bf16",
+    "fp8",
     "sums",
     *ATTENTION,
 )

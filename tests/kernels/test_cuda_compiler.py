@@ -15,7 +15,15 @@ from workers.cuda import CudaError
 from workers.kernels.cuda import compiler
 from workers.kernels.cuda.compiler import Program
 
-CASES = [*(("int4", one) for one in ARCHITECTURES), ("bf16", 90), ("bf16", 120), ("sums", 80), ("sums", 120)]
+CASES = [
+    *(("int4", one) for one in ARCHITECTURES),
+    ("bf16", 90),
+    ("bf16", 120),
+    ("fp8", 80),
+    ("fp8", 90),
+    ("sums", 80),
+    ("sums", 120),
+]
 CASES += [
     ("attention-bf16", 80),
     ("attention-bf16", 90),

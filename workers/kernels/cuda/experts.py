@@ -203,7 +203,7 @@ class LayerOnDevice:
 
 
 class CudaExperts:
-    """Computes tiles of a quantized format, or of bf16 where no expert has more than `most_rows` rows."""
+    """Computes tiles of a block format, or of bf16 or fp8 where no expert has more than `most_rows` rows."""
 
     def __init__(self, launcher: Launcher, layout: StoreLayout) -> None:
         """`launcher` has the layout's program."""
@@ -217,7 +217,7 @@ class CudaExperts:
             self._products = BlockProducts(launcher, format, shape, before_down, biases, factors)
         else:
             self.most_rows = FEW
-            self._products = PlainProducts(launcher, shape, biases)
+            self._products = PlainProducts(launcher, format, shape, biases)
 
     def begin(
         self, x: Tensor, cuts: Numbers, offsets: Numbers, rows: Numbers, weights: NDArray[np.float32]

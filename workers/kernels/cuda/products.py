@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shm.blocks import LANES, BlockFormat
+from shm.formats import TileFormat
+from shm.fp8 import FP8
 from workers.kernels.cuda.launcher import Launcher
 
 LIMITS = (1, 2, 4, 8, 32)  # most rows of an item, of the kernels that there are
@@ -17,7 +19,8 @@ WARP = 32
 QUANTIZE_THREADS, DOWN_THREADS, COMBINE_THREADS = 128, 128, 256
 DOWN_OUTPUTS = DOWN_THREADS // WARP * 2 * LANES  # of one block of threads
 ROUND_THREADS, PLAIN_INNER_THREADS, PLAIN_DOWN_THREADS = 256, 128, 256  # of plain.cu
-PLAIN_CHANNELS, PLAIN_COLUMNS = PLAIN_INNER_THREADS // WARP, 64  # of one block of threads
+PLAIN_CHANNELS = PLAIN_INNER_THREADS // WARP  # of one block of threads
+PLAIN_COLUMNS = 4 * WARP  # the same, where a column has one byte
 FACTORS, FLOAT = 8, 4  # bytes of a group's step and sum, and of a float32
 
 ITEM = np.dtype([(name, np.int32) for name in "tile tiles rows entry step row out add".split()])
@@ -32,7 +35,7 @@ class Codes:
 
     codes: int
     factors: int
-    units: int  # of a row: its groups; in bf16 its numbers
+    units: int  # of a row: its groups; in bf16 and fp8 its numbers
 
 
 def limit_of(rows: int, limits: tuple[int, ...] = LIMITS) -> int:
@@ -147,15 +150,23 @@ class BlockProducts(Products):
 
 
 class PlainProducts(Products):
-    """`plain.cu`: bf16, for few rows."""
+    """`plain.cu`: bf16 and fp8, for few rows."""
 
     limits = PLAIN_LIMITS
+
+    def __init__(
+        self, launcher: Launcher, format: TileFormat, shape: tuple[int, int], biases: int = 0
+    ) -> None:
+        super().__init__(launcher, shape, biases)
+        fp8 = isinstance(format, FP8)
+        self._number = 4 if fp8 else 2  # bytes of an activation
+        self._columns = PLAIN_COLUMNS if fp8 else PLAIN_COLUMNS // 2
 
     def units(self, inputs: int) -> int:
         return inputs
 
     def sizes(self, rows: int, inputs: int) -> tuple[int, int]:
-        return 2 * rows * inputs, 0
+        return self._number * rows * inputs, 0
 
     def quantize(self, x: int, rows: int, inputs: int, to: Codes) -> None:
         number = rows * inputs
@@ -171,7 +182,7 @@ class PlainProducts(Products):
         )  # fmt: skip
 
     def down(self, items: int, number: int, limit: int, tiles: int, inner: Codes, out: int) -> None:
-        wide = -(-self.hidden // PLAIN_COLUMNS)
+        wide = -(-self.hidden // self._columns)
         self.launcher.launch(
             f"down_{limit}", number * wide, PLAIN_DOWN_THREADS,
             items, tiles, inner.codes, self.hidden, self.channels, wide, out,
