@@ -26,7 +26,8 @@ from typing import Any, NoReturn
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
-from pipeline.checkpoint.index import MAX_NAME, MAX_TENSORS, Shard, TensorEntry
+from pipeline.checkpoint.headers import MAX_TENSORS, Shard, TensorEntry
+from pipeline.checkpoint.quantized import MAX_NAME
 from pipeline.errors import ModelError
 from protocol.files import open_regular
 

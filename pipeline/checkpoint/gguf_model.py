@@ -11,8 +11,10 @@ from pipeline.checkpoint.gguf_config import Header, config_of
 from pipeline.checkpoint.gguf_file import read_model
 from pipeline.checkpoint.gguf_names import Names, Source
 from pipeline.checkpoint.gguf_reader import CODED, READ, GgufReader
-from pipeline.checkpoint.index import BITS, MAX_NAME, CheckpointIndex, TensorEntry, fingerprint
+from pipeline.checkpoint.headers import TensorEntry
+from pipeline.checkpoint.index import BITS, CheckpointIndex, fingerprint
 from pipeline.checkpoint.model_source import ModelSource, OwnMatrix
+from pipeline.checkpoint.quantized import MAX_NAME
 from pipeline.errors import ModelError
 from pipeline.models.architecture import ExpertRows, TensorSpec
 from pipeline.models.registry import architecture_of, model_spec

@@ -85,8 +85,8 @@ def _in_blocks(one: Callable[..., Any]) -> Callable[..., Any]:
         if count <= step:
             return one(module, query, key, value, mask, **kwargs)
         parts = []
-        for rows in torch.arange(count).split(step):
-            lo, hi = int(rows[0]), int(rows[-1]) + 1
+        for lo in range(0, count, step):
+            hi = min(lo + step, count)
             part = mask if mask is None or mask.shape[-2] != count else mask[..., lo:hi, :]
             parts.append(one(module, query[:, :, lo:hi], key, value, part, **kwargs)[0])
         return torch.cat(parts, 1), None
@@ -151,7 +151,7 @@ def _expanded(
     count = c.shape[2]
     step = max(1, EXPANDED_KV_BYTES // (4 * (numbers + rotated.shape[-1]) * count))
     parts = []
-    for some, q in zip(expansion.split(step), query.split(step, 1), strict=True):
+    for some, q in zip(torch.split(expansion, step), torch.split(query, step, 1), strict=True):
         both = functional.linear(c[0, 0].to(expansion.dtype), some.reshape(-1, rank)).float()
         both = both.view(count, len(some), numbers).transpose(0, 1)[None]
         k = torch.cat((both[..., :nope], rotated.float().expand(-1, len(some), -1, -1)), -1)
