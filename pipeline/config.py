@@ -14,7 +14,9 @@ DEFAULT_CACHE = 0.25  # share of all expert tiles, where it fits; a GPU takes as
 KV_BLOCK = 64  # tokens: the KV cache grows in whole blocks
 SNAPSHOTS = 2  # of a sequence's recurrent states, at most, beside the present and the pending ones
 STATE_TOKENS = 2048  # of the KV cache's tokens, for each sequence whose recurrent states it has room for
-EXPANDED_KV_BYTES = 1 << 27  # keys and values that latent attention expands at a time
+EXPANDED_KV_BYTES = (
+    1 << 27
+)  # keys and values that latent attention expands at a time; scores of a generic family
 SCORE_BYTES = 1 << 24  # scores of attention that a GPU computes at a time, where it has no flash attention
 GRAPH_BYTES = 1 << 28  # of GPU memory, for CUDA graphs and what they allocate
 BACKGROUND_ORDERS = 64  # most background fetches under way: more would only fill the prefetcher's socket
@@ -23,7 +25,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 # Formats of expert tiles, see shm/layout.py: those of files keep a quantized model without loss; of those in
 # shm/floe.py single channels can be left out.
 OwnName = Literal["f32", "bf16", "int8", "int4", "int4-g128"]
-FileName = Literal["q4_0", "q8_0", "mxfp4", "nvfp4", "int4-f16", "int4-f16-g32", "int4-f16-g128"]
+FileName = Literal["q4_0", "q8_0", "mxfp4", "nvfp4", "fp8", "int4-f16", "int4-f16-g32", "int4-f16-g128"]
 DenseName = Literal[OwnName, FileName]
 FloeName = Literal[
     "floe", "floe-int8", "floe-int4", "floe-u4", "floe-u4-int8", "floe-u4-int4",
@@ -33,7 +35,7 @@ FormatName = Literal[DenseName, FloeName]
 ExchangeName = Literal["shm", "zmq"]
 GraphsName = Literal["auto", "off"]
 # own: bf16, and the matrices that the file has quantized as they are there.
-BackboneDType = Literal["f32", "bf16", "int8", "int4", "own"]
+BackboneDType = Literal["f32", "bf16", "fp8", "int8", "int4", "own"]
 
 
 @dataclass(frozen=True)

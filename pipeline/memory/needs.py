@@ -30,7 +30,7 @@ from pipeline.device.base import CONTEXT_BYTES, SLOT_ALIGNMENT
 from pipeline.errors import UsageError
 from pipeline.models.facts import ModelFacts, expert_shape, facts_of, is_own
 from pipeline.models.registry import architecture_of, model_spec
-from shm.layout import FORMATS, BlockFormat, format_named
+from shm.layout import FORMATS, MatrixFormat, format_named
 from shm.manifest import StoreManifest, store_bytes
 from shm.segment import SHM_FOLDER
 from shm.store import store_name
@@ -43,7 +43,7 @@ HIDDEN_COPIES = 8  # float32 hidden states of a step that exist at once, about
 MASK_BYTES = 5  # for a row and a token that it may attend to: a bool, and torch's float copy of it
 SCORE_COPIES = 4  # of the scores of attention: themselves, masked, their softmax, and that in 16 bits
 RECURRENT_COPIES = 8  # of the queries, keys and values of a recurrent layer's rows, about
-EXPANDED_COPIES = 4  # of the keys and values that latent attention expands
+EXPANDED_COPIES = 4  # of the keys and values that latent attention expands, or of a generic family's scores
 STAGING_TILES = 4  # slots beside the cache's: two to stream through, two so that neither side waits
 STAGING_SHARE = 1 / 32  # of a GPU's free memory, at most, for more staging slots than the fewest
 CHUNK_MAX = 1024  # rows of a step, where --chunk does not say otherwise
@@ -94,7 +94,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     # The widest state is a convolution's, of a number for each of its channels.
     widest = max((max(shape) for states in facts.state_shapes for shape in states), default=0)
     activations += RECURRENT_COPIES * 4 * rows * widest
-    if facts.latent:
+    if facts.latent or not is_own(source.config):
         activations += EXPANDED_COPIES * EXPANDED_KV_BYTES
     # Each weight is read as float32, whatever its dtype in memory, before activations are allocated.
     largest = 4 * max(math.prod(group.shape) for group in facts.backbone)
@@ -155,7 +155,7 @@ def _own_bytes(source: ModelSource, facts: ModelFacts, config: EngineConfig) -> 
     total = backbone_bytes(source, facts, replace(config, backbone_dtype="bf16"))
     table = facts.vocabulary, facts.hidden
     for matrix in own_matrices(source, facts).values():
-        total += _block_format(matrix).matrix_bytes(*matrix.shape)
+        total += _matrix_format(matrix).matrix_bytes(*matrix.shape)
         if not (facts.tied_embeddings and matrix.shape == table):  # a plain table cannot serve as the head
             total -= plain_bytes(config) * math.prod(matrix.shape)
     return total
@@ -193,16 +193,16 @@ def backbone_format(source: ModelSource, config: EngineConfig) -> str:
     return numbers.most_common(1)[0][0] if numbers else "bf16"
 
 
-def _block_format(matrix: OwnMatrix) -> BlockFormat:
+def _matrix_format(matrix: OwnMatrix) -> MatrixFormat:
     found = FORMATS[matrix.format]
-    assert isinstance(found, BlockFormat)
+    assert isinstance(found, MatrixFormat)
     return found
 
 
 def quantized_bytes(facts: ModelFacts, config: EngineConfig) -> int:
     """Bytes of the matrices that are all quantized; 0 where they are not."""
     tile_format = FORMATS.get(config.backbone_dtype or "bf16")
-    if not isinstance(tile_format, BlockFormat):
+    if not isinstance(tile_format, MatrixFormat):
         return 0
     matrices = [group for group in facts.backbone if group.kind == "matrix"]
     total = sum(tile_format.matrix_bytes(*group.shape) * group.number for group in matrices)

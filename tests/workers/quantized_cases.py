@@ -117,7 +117,8 @@ def put_heads(format: BlockFormat, records: Bytes, scales: Float32, zeros: Float
         case Scales.E8M0:
             records[:, :32] = (np.frexp(scales)[1] + 126).clip(0, 254)
         case Scales.E4M3:
-            nearest = np.abs(np.abs(scales)[..., None] - e4m3(np.arange(127))).argmin(axis=-1)
+            numbers = e4m3(np.arange(127))
+            nearest = np.searchsorted((numbers[1:] + numbers[:-1]) / 2, np.abs(scales))
             records[:, :32] = nearest + np.where(scales < 0, 128, 0)
         case _:
             records[:, :32].view("<f2")[:] = scales

@@ -21,19 +21,20 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def any_case(name: str, rows: int, seed: int) -> Case:
-    if name != "bf16":
+    if name in BLOCKS:
         return make_case(name, 150, 1, 3, rows, "random", "normal", "normal", seed)
     random = np.random.default_rng(seed)
-    layout = StoreLayout(ExpertShape(1, 1, 75, 3 * 150, 150), format_named(name))
+    channels = 256 if name == "fp8" else 150
+    layout = StoreLayout(ExpertShape(1, 1, 75, 3 * channels, channels), format_named(name))
     data = np.empty(3 * layout.tile_bytes, np.uint8)
     for tile in range(3):
         part = data[tile * layout.tile_bytes : (tile + 1) * layout.tile_bytes]
-        layout.format.fill_random(random, 75, 150, 0.1, part)
+        layout.format.fill_random(random, 75, channels, 0.1, part)
     x = states(random, "normal", rows, 75)
     return Case(layout, data, x, random.permutation(rows).astype(np.int32))
 
 
-FORMATS = (*BLOCKS, "bf16")
+FORMATS = (*BLOCKS, "bf16", "fp8")
 
 
 @quick(20)
@@ -139,7 +140,7 @@ def test_arrays_of_wrong_shape_or_type_are_refused(library: Library, name: str) 
         Quantized(np.asfortranarray(x.codes), x.factors),
         *(
             ()
-            if name == "bf16"
+            if name not in BLOCKS
             else (
                 Quantized(x.codes, x.factors[:-1]),
                 Quantized(x.codes, x.factors[:, :-1]),
