@@ -39,9 +39,11 @@ SHAPES = {  # I, H
     "Mixtral-8x7B": (14336, 4096),
     "Qwen3-30B-A3B": (768, 2048),
     "DeepSeek-V2-Lite": (1408, 2048),
+    "gpt-oss": (2880, 2880),
 }
 ROWS = (1, 4, 16, 64, 512)
-FORMATS_TIMED = ("bf16", "int8", "int4", "int4-g128")
+FORMATS_TIMED = ("bf16", "int8", "int4", "int4-g128", "q4_0", "q8_0", "mxfp4", "nvfp4", "int4-f16-g128")
+SELDOM = FORMATS_TIMED[3:]  # with --quick one row of them, by the best variant
 TORCH = "torch"  # the reference kernel as a variant
 SECONDS = {False: 0.6, True: 0.15}  # for one case, by --quick
 MIN_CALLS = {False: 7, True: 3}  # of one case, by --quick
@@ -182,11 +184,12 @@ def _plan(format: TileFormat, shape: tuple[int, int], quick: bool) -> Iterator[t
     large = shape == SHAPES["Mixtral-8x7B"]
     for variant, rows in ((v, r) for v in available for r in ROWS):
         first = variant == available[0]
-        if quick and rows == 1 and format.name != "int4-g128":
+        if quick and format.name in SELDOM:
+            if first and rows == 1:
+                yield variant, rows
+        elif quick and rows == 1:
             yield variant, rows  # how the variants compare
-        elif quick and not (
-            first and format.name != "int4-g128" and rows in ((1, 4, 512) if large else (1, 4))
-        ):
+        elif quick and not (first and rows in ((1, 4, 512) if large else (1, 4))):
             continue
         elif first or rows <= SLOW_ROWS:
             yield variant, rows

@@ -1,4 +1,5 @@
-"""`--model org/name`: a model of the Hugging Face Hub, from this machine's cache of it or downloaded into it.
+"""`--model org/name`: a model of the Hugging Face Hub, from this machine's cache of it or downloaded into it;
+and `org/name:TYPE`, one of its GGUF files (`hub_gguf.py`).
 
 The cache is huggingface_hub's own, with its progress bars and environment variables. A model that is complete
 in the cache is used as it is, without the network, even if the Hub has a newer version. Before the weights a
@@ -24,16 +25,18 @@ from typing import cast
 from urllib.parse import urlsplit
 
 from launch.errors import DownloadFailed, LaunchError, WrongUsage
+from launch.hub_gguf import cached_gguf, choose, gguf_models
 from launch.terminal.log import notice
 from pipeline.errors import ModelError
+from pipeline.models.shapes import is_gguf
 from protocol.program import one_line
 from shm.segment import byte_size
 
 log = logging.getLogger("tandem")
 
-# A name as the Hub accepts it, and a revision: a branch, a tag, or a commit.
+# A name as the Hub accepts it; a revision: a branch, a tag, or a commit; and a type of GGUF files.
 _PART = r"\w(?:[\w.-]{0,94}\w)?"
-_NAME = re.compile(rf"({_PART}/{_PART})(?:@({_PART}))?", re.ASCII)
+_NAME = re.compile(rf"({_PART}/{_PART})(?:@({_PART}))?(?::({_PART}))?", re.ASCII)
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -55,30 +58,43 @@ DEADLINE = 20.0  # seconds for the Hub to list a model's files
 
 
 def is_hub_name(text: str) -> bool:
-    """Returns whether this could be a model of the Hub, org/name or org/name@revision."""
+    """Returns whether this could be a model of the Hub, org/name, with @revision or :TYPE behind it."""
     match = _NAME.fullmatch(text)
-    return match is not None and not re.search(r"\.\.|--", text) and not match[1].endswith(".git")
+    if match is None or re.search(r"\.\.|--", text) or match[1].endswith(".git"):
+        return False
+    return match[3] is not None or not is_gguf(text)  # which is a file that is not there
 
 
 def model_folder(model: Path, download: bool) -> Path:
-    """Returns what `--model` means: a shape or a path as it is, or the folder of a model of the Hub, which is
-    downloaded; without `download` only its config, where the cache has none. Raises WrongUsage where the Hub
-    refuses it or it cannot be run, DownloadFailed where it cannot be downloaded now."""
+    """Returns what `--model` means: a shape or a path as it is, the GGUF file of a folder that has no other
+    model, or the folder or GGUF file of a model of the Hub, which is downloaded; without `download` only its
+    config, where the cache has none. Raises ModelError for a folder with several GGUF files, WrongUsage where
+    the Hub refuses the model or it cannot be run, DownloadFailed where it cannot be downloaded now."""
     name = str(model)
     match = _NAME.fullmatch(name)
+    if os.path.isdir(model):
+        from pipeline.checkpoint.gguf_file import gguf_in
+
+        return gguf_in(model) or model
     if os.path.exists(model) or match is None or not is_hub_name(name):
         return model
     from huggingface_hub import try_to_load_from_cache
 
-    repository, revision = match[1], match[2] or "main"
-    config = try_to_load_from_cache(repository, CONFIG, revision=revision)
+    repository, revision, kind = match[1], match[2] or "main", match[3] or ""
+    file = cached_gguf(_snapshot(repository, revision), kind)
+    if file is not None and not _flaw(file):
+        log.info(f"{name}: from {file}")
+        return file
+    config = None
+    if not (kind and download):
+        config = try_to_load_from_cache(repository, CONFIG, revision=revision)
     folder = Path(config).parent if isinstance(config, str) else None
     flaw = "" if folder is None else _flaw(folder)
     if folder is not None and (not download or (not flaw and _has_tokenizer(folder))):
         log.info(f"{name}: from {folder}")
         return folder
     try:
-        return _download(name, repository, revision, only_config=not download)
+        return _download(name, repository, revision, kind, only_config=not download)
     except DownloadFailed as e:
         if folder is None:
             raise
@@ -88,9 +104,22 @@ def model_folder(model: Path, download: bool) -> Path:
         return folder
 
 
-def _download(name: str, repository: str, revision: str, only_config: bool) -> Path:
-    """Returns the folder with all needed files, of one commit even if the model changes on the Hub
-    meanwhile."""
+def _snapshot(repository: str, revision: str) -> Path:
+    """Returns the folder of a revision in the cache, which may not exist."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    store = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
+    try:
+        commit = (store / "refs" / revision).read_text()
+    except OSError:
+        commit = revision
+    return store / "snapshots" / commit
+
+
+def _download(name: str, repository: str, revision: str, kind: str, only_config: bool) -> Path:
+    """Returns the folder with all needed files, or the GGUF file, of one commit even if the model changes on
+    the Hub meanwhile."""
     from huggingface_hub import HfApi, hf_hub_download
 
     _quiet()
@@ -98,7 +127,22 @@ def _download(name: str, repository: str, revision: str, only_config: bool) -> P
         # Tried once: an unreachable Hub is known at once, and not after six tries for the file.
         about = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=DEADLINE)
     sizes = {file.rfilename: file.size or 0 for file in about.siblings or ()}
-    _check_kind(name, sizes)
+    _check_names(name, sizes)
+    models = gguf_models(sizes)
+    if kind or (models and SINGLE not in sizes and INDEX not in sizes):
+        if not models:
+            raise WrongUsage(f"{name}: it has no GGUF files; leave out :{kind}")
+        files = choose(name, models, kind)
+        _check_gguf(name, about.gguf)
+        if not only_config:
+            return _download_gguf(name, repository, revision, {file: sizes[file] for file in files})
+        if CONFIG not in sizes:
+            raise WrongUsage(
+                f"{name}: its sizes are in the GGUF file alone, and this command does not download it"
+                f" ({byte_size(sum(sizes[f] for f in files))}): name the model that it was made from"
+            )
+    else:
+        _check_kind(name, sizes)
     with _translate(name):
         # by the revision's name, so that the cache records its commit
         folder = Path(hf_hub_download(repository, CONFIG, revision=revision)).parent
@@ -113,13 +157,42 @@ def _download(name: str, repository: str, revision: str, only_config: bool) -> P
     small = [file for file in sizes if any(_matches(file, pattern) for pattern in SMALL)]
     files = [file for file in (*small, *weights) if not (folder / file).exists()]
     _check_disk(name, sum(sizes[file] for file in files), len(files), folder.parents[2])
-    for number, file in enumerate(files, start=1):
-        if not sys.stderr.isatty():  # on a terminal the library draws a bar
-            notice(f"{name}: {file} ({number} of {len(files)}), {byte_size(sizes[file])}")
-        with _translate(name):
-            hf_hub_download(repository, file, revision=folder.name)
+    if files:
+        _fetch(name, repository, folder.name, {file: sizes[file] for file in files})
     notice(f"{name}: downloaded into {folder}")
     return folder
+
+
+def _download_gguf(name: str, repository: str, revision: str, sizes: dict[str, int]) -> Path:
+    """Returns the first of a GGUF model's files, in order with their sizes."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    cache = Path(constants.HF_HUB_CACHE)
+    cache.mkdir(parents=True, exist_ok=True)
+    wanted = {
+        file: size
+        for file, size in sizes.items()
+        if not isinstance(try_to_load_from_cache(repository, file, revision=revision), str)
+    }
+    _check_disk(name, sum(wanted.values()), len(wanted), cache)
+    first = _fetch(name, repository, revision, sizes)
+    notice(f"{name}: downloaded: {first}")
+    return first
+
+
+def _fetch(name: str, repository: str, revision: str, sizes: dict[str, int]) -> Path:
+    """Download files, in order with their sizes, all of the commit that the first one has; returns that one's
+    place."""
+    from huggingface_hub import hf_hub_download
+
+    places = []
+    for number, (file, size) in enumerate(sizes.items(), start=1):
+        if not sys.stderr.isatty():  # on a terminal the library draws a bar
+            notice(f"{name}: {file} ({number} of {len(sizes)}), {byte_size(size)}")
+        with _translate(name):
+            places.append(Path(hf_hub_download(repository, file, revision=revision)))
+        revision = places[-1].parents[file.count("/")].name
+    return places[0]
 
 
 def _quiet() -> None:
@@ -153,13 +226,20 @@ def _has_tokenizer(folder: Path) -> bool:
     return any((folder / file).exists() for file in TOKENIZER_FILES)
 
 
-def _check_kind(name: str, sizes: dict[str, int]) -> None:
-    """Raises WrongUsage for a repository that holds no checkpoint in safetensors, and for names of files that
-    the library would write to the terminal, beside its bars, as they are."""
+def _check_names(name: str, sizes: dict[str, int]) -> None:
+    """Raises WrongUsage for names of files that the library would write to the terminal, beside its bars, as
+    they are."""
     if evil := next((file for file in sizes if one_line(file) != file), None):
         raise WrongUsage(f"{name}: the name of a file holds characters that control a terminal: {evil}")
+
+
+def _check_kind(name: str, sizes: dict[str, int]) -> None:
+    """Raises WrongUsage for a repository that holds no checkpoint."""
     if SINGLE not in sizes and INDEX not in sizes:
-        raise WrongUsage(f"{name}: neither {SINGLE} nor {INDEX} is on the Hub, and only safetensors are read")
+        raise WrongUsage(
+            f"{name}: neither {SINGLE} nor {INDEX} nor a GGUF file is on the Hub, and only safetensors and"
+            " GGUF are read"
+        )
     if CONFIG not in sizes:
         raise WrongUsage(f"{name}: {CONFIG} is not on the Hub, and the model cannot be run without it")
 
@@ -173,6 +253,19 @@ def _check_architecture(name: str, config: Path) -> None:
         facts_of(read_fields(config))
     except ModelError as e:
         raise WrongUsage(f"{name}: {e}; nothing more was downloaded") from None
+
+
+def _check_gguf(name: str, about: object) -> None:
+    """Raises WrongUsage for GGUF files of an architecture that cannot be run, before they are downloaded,
+    where the Hub says which it is."""
+    from pipeline.checkpoint.gguf_config import READ
+
+    architecture = about.get("architecture") if isinstance(about, dict) else None
+    if isinstance(architecture, str) and architecture not in READ:
+        raise WrongUsage(
+            f"{name}: the GGUF architecture {one_line(architecture)[:40]} is not supported (only"
+            f" {', '.join(READ)}); nothing was downloaded"
+        )
 
 
 def _shards(name: str, index: Path, sizes: dict[str, int]) -> list[str]:

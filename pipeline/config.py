@@ -14,7 +14,9 @@ DEFAULT_CACHE = 0.25  # share of all expert tiles, where it fits; a GPU takes as
 KV_BLOCK = 64  # tokens: the KV cache grows in whole blocks
 SNAPSHOTS = 2  # of a sequence's recurrent states, at most, beside the present and the pending ones
 STATE_TOKENS = 2048  # of the KV cache's tokens, for each sequence whose recurrent states it has room for
-EXPANDED_KV_BYTES = 1 << 27  # keys and values that latent attention expands at a time
+EXPANDED_KV_BYTES = (
+    1 << 27
+)  # keys and values that latent attention expands at a time; scores of a generic family
 SCORE_BYTES = 1 << 24  # scores of attention that a GPU computes at a time, where it has no flash attention
 GRAPH_BYTES = 1 << 28  # of GPU memory, for CUDA graphs and what they allocate
 BACKGROUND_ORDERS = 64  # most background fetches under way: more would only fill the prefetcher's socket

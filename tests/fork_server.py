@@ -47,6 +47,7 @@ PRELOADED = (
     "workers.expert_worker",
     "workers.prefetcher",
     "workers.kernels.reference",
+    "pipeline.generic.backbone",
     "transformers.modeling_rope_utils",
     "transformers.models.auto.configuration_auto",
     "transformers.models.auto.tokenization_auto",

@@ -13,6 +13,7 @@ import pkgutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -22,6 +23,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
+
+from pipeline.generic.describe import _answer
+from pipeline.models.facts import pack
 
 SIZES: dict[str, Any] = {
     **{
@@ -138,12 +142,30 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def family_names() -> list[str]:
+def _family_names() -> list[str]:
     """Returns the families of the installed transformers, by folder."""
     folder = Path(all_models.__path__[0])
     names = [module.name for module in pkgutil.iter_modules([str(folder)])]
     files = {name: folder / name / f"modeling_{name}.py" for name in names}
     return [n for n, f in files.items() if f.exists() and "\n@use_experts_implementation" in f.read_text()]
+
+
+# Families that are refused, and what the line says of them.
+REFUSED = {
+    "deepseek_v4": "keeps the cache in a way of its own",  # compressed parts of what a sequence had
+    "diffusion_gemma": "is no decoder of text that generates token by token",
+    "muse_spark": "expert's output is normalised",  # which is no sum of tiles
+    "openai_privacy_filter": "is no decoder of text that generates token by token",
+    "unlimited_ocr": "keeps the cache in a way of its own",  # windows that depend on the prompt's length
+}
+NOT_MADE = {"qwen3_omni_moe"}  # here: the part that speaks has no small sizes
+FAMILIES = [family for family in _family_names() if family not in REFUSED.keys() | NOT_MADE]
+
+
+def described(question: bytes) -> bytes:
+    """Returns what the process answers that describes a model (`pipeline/generic/describe.py`)."""
+    asked = msgspec.json.decode(question)
+    return pack(_answer(asked["config"], asked.get("headers")))
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:

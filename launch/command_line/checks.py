@@ -21,12 +21,12 @@ from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig
 from pipeline.memory.plan import AUTOMATIC
 from pipeline.models.facts import expert_shape, facts_of
-from pipeline.models.shapes import is_shape, shape_config
+from pipeline.models.shapes import is_gguf, is_shape, shape_config
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from pipeline.text.generation_defaults import sampling_defaults
-from pipeline.text.tokenizer import TOKENIZER_FILES, eos_ids, has_chat_template
+from pipeline.text.tokenizer import TOKENIZER_FILES, eos_ids, has_chat_template, has_tokenizer
 from protocol.codec import encode
 from protocol.errors import MalformedMessage, ProtocolError
 from protocol.files import read_small
@@ -188,7 +188,12 @@ def check_reads_text(folder: Path, chats: bool = False) -> None:
             f"{folder} has random weights and no tokenizer, so it reads no text and cannot chat: `bench`"
             " shows its speed, and `generate --prompt-tokens 1,2,3` runs it"
         )
-    if any(os.path.isfile(folder / name) for name in TOKENIZER_FILES):
+    if is_gguf(folder):
+        if not has_tokenizer(folder):
+            raise WrongUsage(f"{NO_TOKENIZER}: use a file with one, or `generate --prompt-tokens`")
+        if chats and not has_chat_template(folder):
+            raise WrongUsage(NO_TEMPLATE)
+    elif any(os.path.isfile(folder / name) for name in TOKENIZER_FILES):
         if chats and not has_chat_template(folder):
             raise WrongUsage(NO_TEMPLATE)
     elif os.path.isfile(folder / "config.json"):

@@ -79,8 +79,9 @@ BACKBONE = (
     " (default: own for a quantized model, else bf16)"
 )
 MODEL = (
-    "Hugging Face checkpoint directory, or ORG/NAME, a model of the Hub, which is downloaded once"
-    " (default: the embedded model); or random weights in the shape of a known model, to see its speed:"
+    "Hugging Face checkpoint directory, or GGUF file; or a model of the Hub, which is downloaded once:"
+    " ORG/NAME, or ORG/NAME:TYPE for its GGUF file of a type like Q4_K_M (default: the embedded model);"
+    " or random weights in the shape of a known model, to see its speed:"
     f" {PREFIX}NAME, or {PREFIX}NAME/N for N of its layers ({', '.join(SHAPES)}; or PATH/config.json)"
 )
 POLICY = "what to compute where (default all-host without a GPU, fiddler with one)"

@@ -78,13 +78,8 @@ def size(text: str) -> int:
 
 
 def model_path(text: str) -> Path:
-    """Returns a checkpoint's folder, or a shape as it is written; ./NAME is always a folder."""
+    """Returns a checkpoint's folder or file, or a shape as it is written; ./NAME is always a path."""
     path = Path(text)
-    if path.suffix.lower() == ".gguf":
-        raise argparse.ArgumentTypeError(
-            f"{text}: GGUF files are not read yet; give the folder of the Hugging Face checkpoint that it was"
-            " made from (safetensors), or ORG/NAME for one of the Hub"
-        )
     if is_shape(text):
         return Path(with_whole_path(text))
     return path.absolute() if is_shape(path) else path

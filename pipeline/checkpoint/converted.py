@@ -1,20 +1,18 @@
 """A checkpoint of any family and layout, as transformers reads it: one expert at a time, and everything else.
 
 transformers says how names and layouts of a checkpoint become a model's parameters: by renamings, and by
-converters whose operations merge, concatenate, transpose or dequantize. What becomes a parameter of an
-experts module is an expert's. One expert is read by giving its converter that expert's tensors alone: those
-with its number, or place e of tensors that hold all of them. So no more than a few experts are in memory,
-whatever the layout.
+converters whose operations merge, concatenate or transpose. What becomes a parameter of an experts module is
+an expert's. One expert is read by giving its converter that expert's tensors alone: those with its number, or
+place e of tensors that hold all of them. So no more than a few experts are in memory, whatever the layout.
+
+Quantized matrices (`packed.py`) are converted as the numbers that they mean, but see `converted_experts.py`.
 """
 
 from __future__ import annotations
 
-import math
-import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,20 +29,18 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
-from transformers.quantizers import AutoHfQuantizer
 
 from pipeline.checkpoint.decoder import MATRICES, decoder_of, experts_used, without_memory
-from pipeline.checkpoint.found_math import matrices_of
-from pipeline.checkpoint.reader import RawTensor, TensorReader
+from pipeline.checkpoint.quantized import WRONG
+from pipeline.checkpoint.reader import RawTensor, TensorReader, numbers_of, together
 from pipeline.errors import ModelError
-from pipeline.models.architecture import ExpertRows, TensorRows
 from pipeline.models.config_keys import Config
 from pipeline.models.facts import Headers
+from shm.codes import Codes
 from shm.layout import Float32
 
-Read = Callable[
-    [str, int | None], Tensor
-]  # a tensor's numbers, or those of one place of its first axis [1, ...]
+Source = tuple[str, int | None]  # a tensor, or one place of its first axis
+Read = Callable[[str, int | None], Tensor]  # its numbers, of one place [1, ...]
 
 DTYPES = {
     **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64},
@@ -53,8 +49,6 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 BITS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-SCALES = "_scale_inv"  # behind the name of a weight in 8-bit blocks
-WRONG = "the download is incomplete, or config.json is another model's"
 
 
 @dataclass
@@ -89,10 +83,8 @@ class Conversion:
                 module._parameters[name] = nn.Parameter(parameter[:1], requires_grad=False)
         self.experts: list[dict[str, Place]] = [{} for _ in modules]  # by parameter of the module
         self.backbone: dict[str, Place] = {}  # by target
-        settings = getattr(model.config, "quantization_config", None)
-        self.blocks = settings.get("weight_block_size") if isinstance(settings, dict) else None
         number = {name: n for n, name in enumerate(modules)}
-        mapping = get_model_conversion_mapping(model, hf_quantizer=_dequantizer(settings))
+        mapping = get_model_conversion_mapping(model)
         renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
         converters = [m for m in mapping if isinstance(m, WeightConverter)]
         by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
@@ -118,29 +110,41 @@ class Conversion:
             place, {p: [read(key, None) for key in keys] for p, keys in place.keys.items()}
         )
 
-    def expert(self, layer: int, expert: int, read: Read) -> dict[str, Tensor]:
-        """An expert's part of each parameter of its module, as the module has it. Raises ModelError where the
-        checkpoint has another number of experts."""
-        return {name: self._expert(place, expert, read) for name, place in self.experts[layer].items()}
+    def expert(
+        self, layer: int, expert: int, read: Read, names: Container[str] = MATRICES
+    ) -> dict[str, Tensor]:
+        """An expert's part of these parameters of its module, as the module has it. Raises ModelError where
+        the checkpoint has another number of experts."""
+        places = self.experts[layer].items()
+        return {name: self._expert(place, expert, read) for name, place in places if name in names}
+
+    def sources(self, layer: int, expert: int, names: Container[str]) -> list[Source]:
+        """What `expert` reads, in that order."""
+        places = [place for name, place in self.experts[layer].items() if name in names]
+        return [s for place in places for each in self._sources(place, expert).values() for s in each]
 
     def _expert(self, place: Place, expert: int, read: Read) -> Tensor:
+        sources = self._sources(place, expert)
+        parts = {pattern: [read(*source) for source in each] for pattern, each in sources.items()}
+        return self._converted(place, parts)[place.target][0]
+
+    def _sources(self, place: Place, expert: int) -> dict[str, list[Source]]:
+        """By source pattern."""
         # One converter may make several modules' experts: those of the first come first.
         modules = 1 if place.converter is None else len(place.converter.target_patterns)
-        parts = {}
+        parts: dict[str, list[Source]] = {}
         for pattern, keys in place.keys.items():
             if len(keys) == self.count * modules:  # a tensor for each
-                parts[pattern] = [read(key, None) for key in keys[expert :: self.count]]
+                parts[pattern] = [(key, None) for key in keys[expert :: self.count]]
             elif len(keys) == 1:  # all in one
-                parts[pattern] = [read(keys[0], expert)]
+                parts[pattern] = [(keys[0], expert)]
             else:
                 raise ModelError(f"{len(keys)} tensors like {keys[0]}, for {self.count} experts: {WRONG}")
-        return self._converted(place, parts)[place.target][0]
+        return parts
 
     def _converted(self, place: Place, parts: dict[str, list[Tensor]]) -> dict[str, Tensor]:
         if place.converter is None:
             return {place.target: next(iter(parts.values()))[0]}
-        if self.blocks is not None:
-            parts = {p: self._fitted(p, tensors, parts) for p, tensors in parts.items()}
         converter = deepcopy(place.converter)
         for pattern, tensors in parts.items():
             for tensor in tensors:
@@ -154,37 +158,9 @@ class Conversion:
             ) from None
         return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
 
-    def _fitted(self, pattern: str, scales: list[Tensor], parts: dict[str, list[Tensor]]) -> list[Tensor]:
-        """Scales of blocks that cover more than a matrix [.., rows, columns], as one for each row, or column:
-        the operation takes the blocks' size from how many there are."""
-        weights = parts.get(pattern.removesuffix(SCALES)) if pattern.endswith(SCALES) else None
-        if weights is None or self.blocks is None:
-            return scales
-        fitted = []
-        for scale, weight in zip(scales, weights, strict=True):
-            for axis, block in zip((-2, -1), self.blocks, strict=True):
-                size = weight.shape[axis]
-                if scale.dim() >= 2 and scale.shape[axis] == -(-size // block) and size % block:
-                    each = torch.arange(size, device=scale.device) // block
-                    scale = scale.index_select(axis, each)
-            fitted.append(scale)
-        return fitted
-
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _dequantizer(settings: Any) -> Any:
-    """The quantizer of a quantized checkpoint, which adds its dequantizing operation to each converter.
-    Raises ModelError for one that has none."""
-    if settings is None:
-        return None
-    quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
-    if "dequantize" not in quantizer.get_load_operations():
-        raise ModelError("config.json: transformers has no operation that dequantizes this checkpoint")
-    quantizer.quantization_config.dequantize = True
-    return quantizer
 
 
 # --- from headers ----------------------------------------------------------------------------------------
@@ -197,7 +173,7 @@ def check_headers(model: PreTrainedModel, headers: Headers) -> str:
     for name, (dtype, _) in headers.items():
         if dtype not in DTYPES:
             raise ModelError(f"the tensor {name} has the dtype {dtype}, which is not read")
-    read = partial(_like, headers)
+    read = partial(like_tensor, headers)
     conversion = Conversion(model, [*headers])
     unread = []
     found: dict[str, Tensor] = {}
@@ -272,11 +248,11 @@ def conversion_of(config: Config, names: Sequence[str]) -> Conversion:
 
 class ConvertedTensors(Mapping[str, Tensor]):
     """The parameters and buffers of a model outside its routed experts, read from a checkpoint on each call,
-    for any number of threads: in the checkpoint's own dtype, or in float32 where they are dequantized."""
+    for any number of threads: in the checkpoint's own dtype, or in float32 where they are quantized."""
 
     def __init__(self, conversion: Conversion, reader: TensorReader, headers: Headers) -> None:
-        self._conversion = conversion
-        self._read = partial(_read, reader, headers)
+        self._conversion, self._reader = conversion, reader
+        self._read = partial(read_tensor, reader, headers)
         self._places = dict(conversion.backbone)
         for place in conversion.backbone.values():
             for target in () if place.converter is None else place.converter.target_patterns[1:]:
@@ -297,11 +273,15 @@ class ConvertedTensors(Mapping[str, Tensor]):
         numbers: Float32 = self._checked(name, shape).to(torch.float32).numpy()
         return numbers
 
-    def stacked(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor:
+    def stacked(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor | Codes:
         """As `Tensors.stacked`."""
-        parts = [self._checked(name, shape) for name, shape in tensors]
-        same = len({part.dtype for part in parts}) == 1
-        return raw_of(torch.cat(parts) if same else torch.cat([part.to(torch.float32) for part in parts]))
+        return together([self._one(name, shape) for name, shape in tensors])
+
+    def _one(self, name: str, shape: tuple[int, ...]) -> RawTensor | Codes:
+        place = self._places.get(name)
+        if place is not None and place.converter is None and place.first in self._reader.packed:
+            return self._reader.stacked([(place.first, shape)])
+        return raw_of(self._checked(name, shape))
 
     def _checked(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self._places:
@@ -312,48 +292,13 @@ class ConvertedTensors(Mapping[str, Tensor]):
         return tensor.contiguous()
 
 
-class ConvertedExperts:
-    """The experts of a checkpoint, for `encode_experts`. Each is read and converted once, by threads of its
-    own, and kept until the encoder has done with it. A context manager."""
-
-    def __init__(self, conversion: Conversion, reader: TensorReader, headers: Headers) -> None:
-        self._conversion = conversion
-        self._read = partial(_read, reader, headers)
-        self._threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
-        self._experts: dict[str, Future[list[RawTensor]]] = {}  # being converted, or converted
-        shape = self._conversion.expert(0, 0, partial(_like, headers))
-        self._shapes = [tuple(m.shape) for m in matrices_of(conversion.modules[0], shape)]
-
-    def locate(self, layer: int, expert: int) -> ExpertRows:
-        """As `LocateExpert`; begins to read it."""
-        name = f"{self._conversion.names[layer]}.{expert}"
-        self._experts[name] = self._threads.submit(self._matrices, layer, expert)
-        return tuple(TensorRows(f"{name}:{n}", shape, 0, shape[0]) for n, shape in enumerate(self._shapes))
-
-    def _matrices(self, layer: int, expert: int) -> list[RawTensor]:
-        parts = self._conversion.expert(layer, expert, self._read)
-        return [raw_of(m.contiguous()) for m in matrices_of(self._conversion.modules[layer], parts)]
-
-    def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor:
-        """As `Rows.rows`."""
-        name, _, number = part.name.rpartition(":")
-        dtype, _, bits = self._experts[name].result()[int(number)]
-        return RawTensor(dtype, bits[lo:hi].shape, bits[lo:hi])
-
-    def advise(self, part: TensorRows, advice: int) -> int:
-        """As `TensorReader.advise`: an expert that is not needed any more is dropped."""
-        if advice == os.POSIX_FADV_DONTNEED:
-            self._experts.pop(part.name.rpartition(":")[0], None)
-        return 4 * math.prod(part.shape)
-
-    def __enter__(self) -> ConvertedExperts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._threads.shutdown(cancel_futures=True)
-
-
-def _read(reader: TensorReader, headers: Headers, name: str, place: int | None) -> Tensor:
+def read_tensor(reader: TensorReader, headers: Headers, name: str, place: int | None) -> Tensor:
+    """As `Read`."""
+    matrix = reader.packed.get(name)
+    if matrix is not None:
+        numbers = torch.from_numpy(numbers_of(reader.packed_rows(name, 0, matrix.outputs, place)))
+        numbers = numbers.T if matrix.transposed else numbers
+        return numbers if place is None else numbers[None]
     dtype, shape = headers[name]
     if place is None:
         return torch.from_numpy(reader.part(name)).view(DTYPES[dtype]).reshape(shape)
@@ -361,8 +306,8 @@ def _read(reader: TensorReader, headers: Headers, name: str, place: int | None) 
     return torch.from_numpy(data).view(DTYPES[dtype]).reshape(1, *shape[1:])
 
 
-def _like(headers: Headers, name: str, place: int | None) -> Tensor:
-    """What `_read` gives, without memory."""
+def like_tensor(headers: Headers, name: str, place: int | None) -> Tensor:
+    """What `read_tensor` gives, without memory."""
     dtype, shape = headers[name]
     return torch.empty(shape if place is None else (1, *shape[1:]), dtype=DTYPES[dtype], device="meta")
 

@@ -65,8 +65,6 @@ def decoder_of(config: Config) -> tuple[type[PreTrainedModel], PreTrainedConfig]
             if model is not None and issubclass(model, GenerationMixin):
                 text = candidate.get_text_config(decoder=True)
                 chosen = text if model.config_class is type(text) else candidate
-                if config.get("quantization_config") is not None:
-                    chosen.quantization_config = config["quantization_config"]
                 return model, chosen
     model = _by_name(type(made))
     if model is None or made.is_encoder_decoder:

@@ -1,165 +1,57 @@
 """The contents of a Hugging Face checkpoint folder, from its headers alone, checked before anything is
 allocated for their claims. Every unusable folder raises a ModelError that names the file and the remedy.
 
-A safetensors file begins with the header's length (8 bytes, little endian) and the header, a JSON object that
-gives each tensor a dtype, a shape and `data_offsets` [begin, end) relative to the byte after the header. The
-tensors cover the rest of the file exactly. The safetensors library is not used: its numpy interface has no
-bfloat16, its errors name no remedy, and it maps files, so that a file that shrinks meanwhile ends the
-process.
+The tensors of a quantized matrix are found here (`quantized.py`), and from then on are one matrix, with the
+name and shape that it has in a checkpoint which is not quantized (`packed.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from pipeline.checkpoint.headers import MAX_TENSORS, Shard, TensorEntry, read_shard
+from pipeline.checkpoint.packed import Packed
+from pipeline.checkpoint.quantized import MAX_NAME, WRONG, check_settings, find_packed
 from pipeline.errors import ModelError
 from pipeline.models.architecture import Architecture
 from pipeline.models.facts import Headers, facts_of
 from pipeline.models.spec import ModelSpec
-from protocol.files import MAX_SETTINGS, open_regular, read_json
+from protocol.files import MAX_SETTINGS, read_json
 
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 1 << 26  # of the list of tensors; the largest known one has a quarter
-MAX_HEADER = 100_000_000  # bytes; the format's own limit
-LFS_POINTER = b"version "  # the first bytes of the text file that git-lfs puts in place of a large one
-MAX_TENSORS = 1 << 18  # of a model; the largest known one has half
 BITS: dict[str, type[np.uint16] | type[np.uint32]] = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
-DTYPE_BYTES = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
-    **dict.fromkeys(("U32", "I32", "F32"), 4),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
-}
 FOREIGN = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.gguf")  # pickles, and llama.cpp's files
-QUANTIZED = ("quantization_config", "compression_config")  # keys of config.json
-DEQUANTIZED = ("fp8", "mxfp4")  # methods whose weights are read
+QUANTIZED = "quantization_config"  # a key of config.json, and of the text model's part of it
+OLD_QUANTIZED = "compression_config"  # another one, of old versions of compressed-tensors
+MODELOPT_FILE = "hf_quant_config.json"  # where modelopt has its settings, or had them in older versions
 # Part of every fingerprint; incremented when the same weights would get other bytes in the store.
 ENCODER_VERSION = 3
 FEW = 10_000  # tensors that are named in no time
-MAX_NAME = 120  # characters of a tensor's name in a message
-
-Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-
-
-class _Entry(msgspec.Struct):
-    """A tensor in a header."""
-
-    dtype: str
-    shape: Annotated[tuple[Size, ...], msgspec.Meta(max_length=32)]
-    data_offsets: tuple[Size, Size]
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """The location of a tensor: `nbytes` bytes from byte `offset` of `file`, row-major, little endian."""
-
-    file: Path
-    dtype: str  # safetensors' name: BF16, F16, F32, ...
-    shape: tuple[int, ...]
-    offset: int  # from the file's first byte
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One safetensors file."""
-
-    path: Path
-    size: int
-    mtime_ns: int
-    header_digest: bytes
-    tensors: dict[str, TensorEntry]
-
-
-def read_shard(path: Path) -> Shard:
-    """Returns a file's header. Raises ModelError, one line, where it is missing, cut short or damaged."""
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            status = os.fstat(file.fileno())
-            begin = file.read(8)
-            if begin == LFS_POINTER:
-                raise ModelError(f"{path} is a git-lfs pointer and not the weights: run `git lfs pull` there")
-            length = int.from_bytes(begin, "little")
-            if status.st_size < 8 or length > status.st_size - 8:
-                raise ModelError(f"{path} is cut short within its header: download it again")
-            if length > MAX_HEADER:
-                raise ModelError(f"{path} is not a safetensors file: its header would have {length} bytes")
-            header = file.read(length)
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing: the download is incomplete") from None
-    except OSError as e:
-        raise ModelError(f"{path} cannot be read: {e.strerror}") from None
-    if len(header) != length:
-        raise ModelError(f"{path} changed while it was read")
-    if header.count(b'"data_offsets"') > MAX_TENSORS:  # before objects are made of them
-        raise ModelError(f"{path} has more than {MAX_TENSORS} tensors, which makes no sense")
-    try:
-        fields = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-    except msgspec.ValidationError:
-        raise ModelError(f"{path} is damaged: its header is not a JSON object") from None
-    except (ValueError, RecursionError):
-        raise ModelError(f"{path} is damaged: its header is not valid JSON") from None
-    fields.pop("__metadata__", None)
-    tensors = {name: _located(path, name, field, 8 + length) for name, field in fields.items()}
-    _check_cover(path, tensors, 8 + length, status.st_size)
-    digest = hashlib.blake2b(header, digest_size=32).digest()
-    return Shard(path, status.st_size, status.st_mtime_ns, digest, tensors)
-
-
-def _located(path: Path, name: str, field: msgspec.Raw, start: int) -> TensorEntry:
-    damaged = f"{path} is damaged: the header's entry {name[:80]!r}"
-    try:
-        entry = msgspec.json.decode(field, type=_Entry)
-    except (msgspec.DecodeError, ValueError, RecursionError) as e:
-        raise ModelError(f"{damaged}: {str(e)[:120]}") from None
-    if entry.dtype not in DTYPE_BYTES:
-        raise ModelError(f"{damaged} has the unknown dtype {entry.dtype[:40]!r}")
-    begin, end = entry.data_offsets
-    if end - begin != math.prod(entry.shape) * DTYPE_BYTES[entry.dtype]:
-        raise ModelError(f"{damaged} claims {end - begin} bytes, which is not its shape's and dtype's size")
-    return TensorEntry(path, entry.dtype, entry.shape, start + begin, end - begin)
-
-
-def _check_cover(path: Path, tensors: dict[str, TensorEntry], start: int, size: int) -> None:
-    """Raises ModelError unless the tensors, in order, cover the file from byte `start` to its end."""
-    position = start
-    cut = None  # the first tensor that is not wholly in the file
-    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
-        if entry.offset != position:
-            what = "overlap" if entry.offset < position else "leave a hole"
-            raise ModelError(f"{path} is damaged: its tensors {what} before {name[:80]!r}")
-        position += entry.nbytes
-        if position > size and cut is None:
-            cut = name
-    if cut is not None:
-        raise ModelError(
-            f"{path} has {size} of {position} bytes, it ends before the end of {cut[:80]!r}: "
-            "the download is incomplete"
-        )
-    if position < size:
-        raise ModelError(f"{path} is damaged: {size - position} bytes follow its last tensor")
 
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """A complete checkpoint: its config and the location of each tensor."""
+    """A complete checkpoint: its config, without what that says of quantization, and the location of each
+    tensor."""
 
     folder: Path
     config: Mapping[str, Any]
     shards: tuple[Shard, ...]
-    tensors: Mapping[str, TensorEntry]
+    tensors: Mapping[str, TensorEntry]  # those that are no part of a quantized matrix
+    packed: Mapping[str, Packed] = field(default_factory=dict)  # the quantized matrices
+    quantization: Mapping[str, Any] | None = None  # what the config says of it
 
     @property
     def listing(self) -> Path:
@@ -168,7 +60,13 @@ class CheckpointIndex:
 
     @property
     def headers(self) -> Headers:
-        return {name: (entry.dtype, entry.shape) for name, entry in self.tensors.items()}
+        """Those of a checkpoint that is not quantized, in which quantized matrices have the dtype F32."""
+        plain = {name: (entry.dtype, entry.shape) for name, entry in self.tensors.items()}
+        return plain | {name: ("F32", matrix.shape) for name, matrix in self.packed.items()}
+
+    def file_of(self, name: str) -> Path:
+        """The file that has a tensor, or the weights of a quantized matrix."""
+        return (self.tensors[name] if name in self.tensors else self.packed[name].weight).file
 
     @classmethod
     def open(cls, folder: Path) -> CheckpointIndex:
@@ -182,9 +80,9 @@ class CheckpointIndex:
             hub = "; a model of the Hub is written ORG/NAME" if str(folder) == folder.name else ""
             raise ModelError(f"the model directory {folder} does not exist{hub}")
         if not folder.is_dir():
-            raise ModelError(f"{folder} is not a directory: give a Hugging Face checkpoint directory")
+            raise ModelError(f"{folder} is not a directory: give a checkpoint's, or a file NAME.gguf")
         config = read_fields(folder / CONFIG_FILE)
-        _refuse_quantized(folder / CONFIG_FILE, config)
+        quantization = _quantization(folder, config)
         # A single file takes precedence, as in transformers, which may leave an old index beside it.
         listed = {} if (folder / SINGLE_FILE).exists() else _weight_map(folder)
         names = sorted(set(listed.values())) or [_single_file(folder)]
@@ -210,18 +108,24 @@ class CheckpointIndex:
         for name, file in listed.items():
             if name not in tensors or tensors[name].file.name != file:
                 raise ModelError(f"{folder} is damaged: {INDEX_FILE} lists {name[:80]!r} in {file}")
-        return cls(folder, config, tuple(shards), tensors)
+        if quantization is None:
+            return cls(folder, config, tuple(shards), tensors)
+        packed, plain = find_packed(quantization, tensors)
+        return cls(folder, _unquantized(config), tuple(shards), plain, packed, quantization)
 
 
-def fingerprint(index: CheckpointIndex, format_name: str, tile: int) -> str:
+def fingerprint(index: CheckpointIndex, format_name: str, tile: int, converter: str = "") -> str:
     """64 hex digits that change whenever the store would: a hash of config, headers, sizes and times of the
-    files, format, tile size in channels, the experts' kind, and encoder. Reads no weights."""
+    files, format, tile size in channels, the experts' kind, encoder, and what converts the tensors. Reads no
+    weights."""
+    config = index.config if index.quantization is None else {**index.config, QUANTIZED: index.quantization}
     facts = {
         "encoder": ENCODER_VERSION,
+        "converter": converter,
         "format": format_name,
         "tile": tile,
         "math": facts_of(index.config).math.plain(),
-        "config": json.dumps(index.config, sort_keys=True),
+        "config": json.dumps(config, sort_keys=True),
         "shards": [(s.path.name, s.size, s.mtime_ns, s.header_digest) for s in index.shards],
     }
     return hashlib.blake2b(msgspec.msgpack.encode(facts), digest_size=32).hexdigest()
@@ -243,18 +147,30 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return names
 
 
-def _refuse_quantized(path: Path, config: Mapping[str, Any]) -> None:
-    for key in QUANTIZED:
-        if config.get(key):
-            method = config[key].get("quant_method") if isinstance(config[key], dict) else None
-            if key == "quantization_config" and method in DEQUANTIZED:
-                continue
-            what = f" ({method[:40]})" if isinstance(method, str) else ""
-            raise ModelError(
-                f"{path} has a {key}{what}: of checkpoints that are quantized already only those in "
-                f"{' and '.join(DEQUANTIZED)} are read; download the original one, and Tandem quantizes it "
-                "(--format int8, int4)"
-            )
+def _quantization(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the folder's settings say of quantization, None where it has none. Raises ModelError."""
+    path, text = folder / CONFIG_FILE, config.get("text_config")
+    settings = config.get(QUANTIZED) or (isinstance(text, dict) and text.get(QUANTIZED)) or None
+    if config.get(OLD_QUANTIZED):
+        settings = {"quant_method": f"an old version of compressed-tensors ({OLD_QUANTIZED})"}
+    if settings is None and (folder / MODELOPT_FILE).exists():
+        path = folder / MODELOPT_FILE
+        settings = read_fields(path)
+    if settings is None:
+        return None
+    if not isinstance(settings, dict):
+        raise ModelError(f"{path} is damaged: its {QUANTIZED} is not a JSON object")
+    if "quant_algo" not in settings and isinstance(settings.get("quantization"), dict):
+        settings = {"quant_method": "modelopt", **settings["quantization"]}  # modelopt's own file
+    check_settings(path, settings)
+    return settings
+
+
+def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the same model without quantization."""
+    plain = {key: value for key, value in config.items() if key != QUANTIZED}
+    text = plain.get("text_config")
+    return plain | {"text_config": _unquantized(text)} if isinstance(text, dict) else plain
 
 
 def _single_file(folder: Path) -> str:
@@ -263,8 +179,8 @@ def _single_file(folder: Path) -> str:
         return SINGLE_FILE
     other = _first(folder, "*.safetensors", *FOREIGN)
     raise ModelError(
-        f"{folder} has {other or 'no weights'}, and neither {SINGLE_FILE} nor {INDEX_FILE}: only whole "
-        "checkpoints in safetensors are read, no pickles, which can run any code, and no GGUF: download those"
+        f"{folder} has {other or 'no weights'}, and neither {SINGLE_FILE} nor {INDEX_FILE}: checkpoints in "
+        "safetensors are read whole, and GGUF files by their names, but no pickles, which can run any code"
     )
 
 
@@ -305,33 +221,32 @@ def read_fields(path: Path, limit: int = MAX_SETTINGS) -> dict[str, Any]:
 def check_tensors(index: CheckpointIndex, architecture: Architecture, spec: ModelSpec, fused: bool) -> None:
     """Raises ModelError, one line, for missing, unknown, misshapen tensors or unsupported dtypes."""
     fewest = architecture.fewest_tensors(spec, fused)
-    if fewest > 2 * len(index.tensors) + FEW:
+    number = len(index.tensors) + len(index.packed)
+    if fewest > 2 * number + FEW:
         raise ModelError(
-            f"{index.listing} has {len(index.tensors)} tensors, and config.json describes more than {fewest}:"
+            f"{index.listing} has {number} tensors, and config.json describes more than {fewest}:"
             " the download is incomplete, or config.json is another model's"
         )
     required = architecture.tensors(spec, fused)
+    headers = index.headers
     for name, shape in required.items():
-        entry = index.tensors.get(name)
-        if entry is None:
+        if name not in headers:
+            raise ModelError(f"{index.listing} lacks the tensor {name}: {WRONG}")
+        dtype, found = headers[name]
+        if found != shape:
             raise ModelError(
-                f"{index.listing} lacks the tensor {name}: the download is incomplete, or config.json is "
-                "another model's"
-            )
-        if entry.shape != shape:
-            raise ModelError(
-                f"{entry.file}: the tensor {name} has the shape {list(entry.shape)}; config.json gives "
+                f"{index.file_of(name)}: the tensor {name} has the shape {list(found)}; config.json gives "
                 f"{list(shape)}"
             )
-        if entry.dtype not in BITS:
+        if dtype not in BITS:
             raise ModelError(
-                f"{entry.file}: the tensor {name} has the dtype {entry.dtype}; only {', '.join(BITS)} are "
+                f"{index.file_of(name)}: the tensor {name} has the dtype {dtype}; only {', '.join(BITS)} are "
                 "read: download the checkpoint that is not quantized"
             )
-    for name in sorted(index.tensors):
+    for name in sorted(headers):
         if name not in required and not architecture.optional(name, spec):
             raise ModelError(
-                f"{index.tensors[name].file}: the tensor {name[:MAX_NAME]} is not one of a "
+                f"{index.file_of(name)}: the tensor {name[:MAX_NAME]} is not one of a "
                 f"{architecture.model_type} model: config.json is another model's, or of a variant that is "
                 "not supported"
             )

@@ -1,9 +1,12 @@
-"""Opens the model that `--model` names: a Hugging Face checkpoint folder, or a shape with random weights."""
+"""Opens the model that `--model` names: a Hugging Face checkpoint folder, a GGUF file, or a shape with random
+weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,27 +14,37 @@ import numpy as np
 
 from pipeline.checkpoint.encode import SAME_BITS, encode_experts
 from pipeline.checkpoint.index import CONFIG_FILE, CheckpointIndex, check_tensors, fingerprint, read_fields
-from pipeline.checkpoint.model_source import ModelSource
+from pipeline.checkpoint.model_source import ModelSource, OwnMatrix
+from pipeline.checkpoint.packed import Packed
 from pipeline.checkpoint.random_model import RandomModel
 from pipeline.checkpoint.reader import TensorReader
+from pipeline.checkpoint.whole_experts import Part, WholeExperts
 from pipeline.errors import ModelError
 from pipeline.models.architecture import ExpertRows
 from pipeline.models.facts import check_headers, facts_of, is_own
 from pipeline.models.registry import architecture_of, model_spec
-from pipeline.models.shapes import is_shape, short_name
+from pipeline.models.shapes import is_gguf, is_shape, short_name
 from shm.store import StoreBuilder
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.converted import ConvertedTensors
 
 
+EXPERT = re.compile(r"(^|\.)experts\.")  # in the name of a routed expert's matrix
+
+
 def open_model(model: Path) -> ModelSource:
-    """The checkpoint in this folder, or random weights for a shape:NAME. Reads no weights. Raises ModelError,
-    one line, where the model does not exist or cannot be used."""
+    """The checkpoint in this folder or GGUF file, or random weights for a shape:NAME. Reads no weights.
+    Raises ModelError, one line, where the model does not exist or cannot be used."""
     if is_shape(model):
         return RandomModel(str(model))
+    if is_gguf(model):
+        from pipeline.checkpoint.gguf_model import GgufCheckpoint  # the gguf package takes a while
+
+        return GgufCheckpoint(model)
     index = CheckpointIndex.open(model)
-    if is_own(index.config) and not index.config.get("quantization_config"):
+    stacked = any(len(matrix.shape) > 2 for matrix in index.packed.values())  # those of all experts
+    if is_own(index.config) and not stacked:
         return Checkpoint(model, index)
     return ConvertedCheckpoint(index)
 
@@ -40,7 +53,7 @@ def open_config(model: Path) -> ModelSource:
     """The model, or what its config says where its folder holds no weights, as for one of the Hub that is not
     downloaded. Raises ModelError."""
     config = model / CONFIG_FILE
-    if is_shape(model) or not config.exists() or any(model.glob("*.safetensors*")):
+    if is_shape(model) or is_gguf(model) or not config.exists() or any(model.glob("*.safetensors*")):
         return open_model(model)
     return RandomModel(short_name(str(model)), read_fields(config))
 
@@ -58,8 +71,17 @@ class Checkpoint(ModelSource):
         self.config = self._index.config
         self._architecture = architecture_of(self.config)
         self._spec = model_spec(self.config)
-        self.fused = self._architecture.is_fused(self._index.tensors, self._spec)
+        self.fused = self._architecture.is_fused(self._index.headers, self._spec)
         check_tensors(self._index, self._architecture, self._spec, self.fused)
+        packed = [self._index.packed.get(part.name) for part in self.locate(0, 0)]
+        self.quantized, self.own_format = _kinds(packed)
+        self._whole = any(matrix is not None and matrix.whole for matrix in packed)
+        backbone = {tensor.name for tensor in self._architecture.backbone(self._spec, self.fused)}
+        self.own_matrices = {
+            name: OwnMatrix(matrix.format or "int8", (matrix.outputs, matrix.inputs))
+            for name, matrix in self._index.packed.items()
+            if name in backbone and matrix.format != "fp8"  # which has no products: they are bf16 then
+        }
 
     def fingerprint(self, format_name: str, tile: int) -> str:
         return fingerprint(self._index, format_name, tile)
@@ -69,7 +91,9 @@ class Checkpoint(ModelSource):
         if format_name == self.own_format:
             return False
         shape = len(self._spec.moe_layers), self._spec.experts
-        names = {part.name for place in np.ndindex(shape) for part in self._locate(*place)}
+        names = {part.name for place in np.ndindex(shape) for part in self.locate(*place)}
+        if any(name in self._index.packed for name in names):
+            return True
         return any(SAME_BITS.get(self._index.tensors[name].dtype) != format_name for name in names)
 
     def tensors(self) -> TensorReader:
@@ -77,17 +101,25 @@ class Checkpoint(ModelSource):
 
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
         with TensorReader(self._index) as reader:
-            encode_experts(reader, self._locate, builder, progress)
-        return reader.bytes_read
+            if not self._whole:
+                encode_experts(reader, self.locate, builder, progress)
+                return reader.bytes_read
 
-    def _locate(self, layer: int, expert: int) -> ExpertRows:
+            def read(layer: int, expert: int) -> list[Part]:
+                return [reader.rows(part, 0, part.rows) for part in self.locate(layer, expert)]
+
+            with WholeExperts(self.locate, read) as experts:
+                encode_experts(experts, experts.locate, builder, progress)
+            return reader.bytes_read
+
+    def locate(self, layer: int, expert: int) -> ExpertRows:
         """An expert's location; `layer` counts only layers with experts, as in the store."""
         return self._architecture.expert(self._spec, self._spec.moe_layers[layer], expert, self.fused)
 
 
 class ConvertedCheckpoint(ModelSource):
-    """The model in a folder, of any family, in any layout, or quantized; read as transformers reads it, which
-    takes importing it: a child process of the supervisor's, and the processes that read weights, do."""
+    """The model in a folder, of any family and in any layout; read as transformers reads it, which takes
+    importing it: a child process of the supervisor's, and the processes that read weights, do."""
 
     kind = "checkpoint"
     filling = "converting the experts"
@@ -103,9 +135,10 @@ class ConvertedCheckpoint(ModelSource):
             self.note = check_headers(self.config, index.headers)
         except ModelError as e:
             raise ModelError(f"{index.listing}: {e}") from None
+        self.quantized, self.own_format = _kinds(m for name, m in index.packed.items() if EXPERT.search(name))
 
     def fingerprint(self, format_name: str, tile: int) -> str:
-        return fingerprint(self._index, format_name, tile)
+        return fingerprint(self._index, format_name, tile, f"transformers {version('transformers')}")
 
     def worth_keeping(self, format_name: str) -> bool:
         return format_name != self.own_format
@@ -119,7 +152,8 @@ class ConvertedCheckpoint(ModelSource):
             yield ConvertedTensors(conversion_of(self.config, [*headers]), reader, headers)
 
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
-        from pipeline.checkpoint.converted import ConvertedExperts, conversion_of
+        from pipeline.checkpoint.converted import conversion_of
+        from pipeline.checkpoint.converted_experts import ConvertedExperts
 
         with TensorReader(self._index) as reader:
             headers = self._index.headers
@@ -127,3 +161,10 @@ class ConvertedCheckpoint(ModelSource):
             with ConvertedExperts(conversion, reader, headers) as experts:
                 encode_experts(experts, experts.locate, builder, progress)
             return reader.bytes_read
+
+
+def _kinds(matrices: Iterable[Packed | None]) -> tuple[str, str | None]:
+    """What a user calls these matrices of experts, and the native format that keeps them all."""
+    kinds = {("", None) if matrix is None else (matrix.kind, matrix.format) for matrix in matrices}
+    names, formats = {name for name, _ in kinds if name}, {format for _, format in kinds}
+    return " and ".join(sorted(names)), formats.pop() if len(formats) == 1 else None

@@ -11,12 +11,13 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.checkpoint.index import BITS, CheckpointIndex, TensorEntry
+from pipeline.checkpoint.headers import TensorEntry
+from pipeline.checkpoint.index import BITS, CheckpointIndex
 from pipeline.errors import ModelError
 from pipeline.models.architecture import TensorRows
 from protocol.files import open_regular
@@ -25,6 +26,11 @@ from shm.huge import private
 from shm.layout import Bytes, Float32
 
 Bits = NDArray[np.uint16 | np.uint32]
+STORED = {  # safetensors' dtype -> that of the array which has its bits
+    **dict.fromkeys(("U8", "BOOL", "F8_E4M3", "F8_E8M0"), np.uint8),
+    **{"I8": np.int8, "I32": np.int32, "I64": np.int64},
+    **{"BF16": np.uint16, "F16": np.float16, "F32": np.float32},
+}
 
 READ_BYTES = 1 << 26  # of one pread: the kernel cuts short those of 2 GiB and more
 
@@ -42,24 +48,26 @@ class TensorReader:
 
     def __init__(self, index: CheckpointIndex) -> None:
         self._index = index
+        self.packed = index.packed
         self._files: dict[str, int] = {}
         self._lock = threading.Lock()  # guards the files and the count
         self.bytes_read = 0
 
     def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
         """A tensor's numbers, exact. Raises ModelError as `stacked`."""
-        raw = self.stacked([(name, shape)])
-        return to_float32(raw.dtype, raw.bits)
+        return numbers_of(self.stacked([(name, shape)]))
 
-    def stacked(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor:
-        """Tensors stacked by rows: their bits, or their numbers where the dtypes differ. Raises ModelError
-        where the checkpoint lacks one of this shape, or where its file changed since the index was made."""
+    def stacked(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor | Codes:
+        """Tensors stacked by rows: their bits, or their codes where all have those of one format, or their
+        numbers. Raises ModelError where the checkpoint lacks one of this shape, or where its file changed
+        since the index was made."""
+        if any(name in self.packed for name, _ in tensors):
+            return together([self._whole(name, shape) for name, shape in tensors])
         entries = [self._entry(name, shape) for name, shape in tensors]
         rows = sum(entry.shape[0] for entry in entries)
         shape = (rows, *entries[0].shape[1:])
         if len({entry.dtype for entry in entries}) > 1:
-            numbers = np.concatenate([self.float32(name, shape) for name, shape in tensors])
-            return RawTensor("F32", shape, numbers.view(np.uint32))
+            return together([self.stacked([one]) for one in tensors])
         dtype = entries[0].dtype
         kind: np.dtype[np.uint16 | np.uint32] = np.dtype(BITS[dtype])
         bits = private(math.prod(shape) * kind.itemsize).view(kind).reshape(shape)
@@ -69,15 +77,36 @@ class TensorReader:
             row += entry.shape[0]
         return RawTensor(dtype, shape, bits)
 
-    def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor:
-        """Rows [lo, hi) of `part`, counted from its first: [hi - lo, columns]. No other bytes are read.
-        Raises ModelError as `stacked`; ValueError outside of `part`."""
-        entry, columns = self._entry(part.name, part.shape), part.shape[-1]
+    def _whole(self, name: str, shape: tuple[int, ...]) -> RawTensor | Codes:
+        if name not in self.packed:
+            return self.stacked([(name, shape)])
+        return self.rows(TensorRows(name, shape, 0, shape[0]), 0, shape[0])
+
+    def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor | Codes:
+        """Rows [lo, hi) of `part`, counted from its first: [hi - lo, columns]. No other bytes are read but
+        of a matrix that is `whole`. Raises ModelError as `stacked`; ValueError outside of `part`."""
         if not 0 <= lo <= hi <= part.rows:
             raise ValueError(f"no rows {lo} to {hi} in {part}")
+        if part.name in self.packed and self.packed[part.name].shape == part.shape:
+            return self.packed_rows(part.name, part.first + lo, part.first + hi)
+        entry, columns = self._entry(part.name, part.shape), part.shape[-1]
         bits = np.empty((hi - lo, columns), dtype=BITS[entry.dtype])
         self._read(entry, (part.first + lo) * columns * bits.itemsize, bits)
         return RawTensor(entry.dtype, bits.shape, bits)
+
+    def packed_rows(self, name: str, lo: int, hi: int, place: int | None = None) -> RawTensor | Codes:
+        """Rows of a quantized matrix, or of that at a place of the first axis, as `Packed.rows`."""
+        matrix = self.packed[name].rows(self._stored, lo, hi, place)
+        if isinstance(matrix, Codes):
+            return matrix
+        return RawTensor("F32", matrix.shape, np.ascontiguousarray(matrix).view(np.uint32))
+
+    def _stored(self, entry: TensorEntry, lo: int, hi: int) -> NDArray[Any]:
+        """As `packed.Read`; a tensor without axes has one of one place."""
+        first, *others = entry.shape or (1,)
+        out = np.empty((hi - lo, *others), STORED[entry.dtype])
+        self._read(entry, lo * (entry.nbytes // first), out)
+        return out
 
     def part(self, name: str, lo: int = 0, hi: int | None = None) -> Bytes:
         """The bytes of a tensor of any dtype, or of places [lo, hi) of its first axis; the caller owns them.
@@ -89,9 +118,11 @@ class TensorReader:
         return out
 
     def advise(self, part: TensorRows, advice: int) -> int:
-        """Tell the kernel how `part` is used next (os.POSIX_FADV_*); returns its bytes. Raises as `rows`."""
-        entry = self._entry(part.name, part.shape)
-        row = part.shape[-1] * BITS[entry.dtype]().itemsize
+        """Tell the kernel how `part`, of a tensor of any dtype, is used next (os.POSIX_FADV_*); returns its
+        bytes. Raises as `part`."""
+        matrix = self.packed.get(part.name)
+        entry = self._index.tensors[part.name] if matrix is None else matrix.weight
+        row = entry.nbytes // (math.prod(entry.shape[:-1]) if matrix is None else part.rows)
         os.posix_fadvise(self._open(entry), entry.offset + part.first * row, part.rows * row, advice)
         return part.rows * row
 
@@ -102,7 +133,7 @@ class TensorReader:
             raise ModelError(f"{self._index.folder} has no tensor {name} of shape {list(shape)} in {kinds}")
         return entry
 
-    def _read(self, entry: TensorEntry, begin: int, out: Bits | Bytes) -> None:
+    def _read(self, entry: TensorEntry, begin: int, out: NDArray[Any]) -> None:
         """Fill `out` with a tensor's bytes from its byte `begin` on."""
         target = out.reshape(-1).view(np.uint8).data
         descriptor = self._open(entry)

@@ -2,23 +2,35 @@
 without repeating the keys, and of latents without expanding them.
 
 That function stays for every other kind, and for models outside an engine: it is wrapped once where its
-family's modules look it up, and acts as before unless a module was found to suit.
+family's modules look it up, and acts as before unless a module was found to suit: its calls are `recorded`
+in a forward of the model, and `suits` compares it with ours.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipeline.config import EXPANDED_KV_BYTES
 from pipeline.generic.caches import PerSequence
 
 EXPANDED_ROWS = 128  # new tokens from which expanding all latents costs less than multiplying by them
 KIND = "tandem_attention"  # attribute of a module: "grouped", "latent"; without one, the family's own
+NAME = "eager_attention_forward"  # of a family's own function
+
+# Of the random calls that compare ours with the family's: (new tokens, tokens before them), and factors of
+# queries. Sinks and soft caps show in large scores, sinks most of all beside few keys.
+SIZES = ((1, 0), (1, 1), (1, 30), (5, 0), (5, 30))
+FACTORS = (1.0, 30.0)
+SAME = 1e-3  # of the largest number: what float32's rounding may change
+HIDDEN = 0.3  # of the tokens before a query, by the mask
 
 
 class Latents(NamedTuple):
@@ -36,19 +48,21 @@ class Latents(NamedTuple):
 def wrap(module: nn.Module) -> None:
     """Let the attention function that a module's forward looks up be ours."""
     modeling = sys.modules[type(module).__module__]
-    own = getattr(modeling, "eager_attention_forward", None)
+    own = getattr(modeling, NAME, None)
     if own is not None and not hasattr(own, "tandem"):
-        modeling.eager_attention_forward = _wrapped(own)  # type: ignore[attr-defined]
+        setattr(modeling, NAME, _wrapped(own))
 
 
 def _wrapped(own: Callable[..., Any]) -> Callable[..., Any]:
+    scored = _in_blocks(own)
+
     def attention(
         module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any = None, **kwargs: Any
     ) -> Any:
         kind = getattr(module, KIND, None)
         if kind is None and type(key) is not PerSequence:
             return own(module, query, key, value, attention_mask, **kwargs)
-        one = KINDS.get(kind, own)
+        one = KINDS.get(kind, scored)
         if type(key) is not PerSequence:
             return one(module, query, key, value, attention_mask, **kwargs)
         masks = attention_mask or [None] * len(key)
@@ -59,6 +73,24 @@ def _wrapped(own: Callable[..., Any]) -> Callable[..., Any]:
         return torch.cat(parts, 1), None
 
     attention.tandem = True  # type: ignore[attr-defined]
+    return attention
+
+
+def _in_blocks(one: Callable[..., Any]) -> Callable[..., Any]:
+    """An attention function called for so many queries at a time that their scores have a bounded size."""
+
+    def attention(module: nn.Module, query: Tensor, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        _, heads, count, _ = query.shape
+        step = max(1, EXPANDED_KV_BYTES // (4 * heads * key.shape[-2]))
+        if count <= step:
+            return one(module, query, key, value, mask, **kwargs)
+        parts = []
+        for lo in range(0, count, step):
+            hi = min(lo + step, count)
+            part = mask if mask is None or mask.shape[-2] != count else mask[..., lo:hi, :]
+            parts.append(one(module, query[:, :, lo:hi], key, value, part, **kwargs)[0])
+        return torch.cat(parts, 1), None
+
     return attention
 
 
@@ -81,7 +113,11 @@ def grouped(
         rows = query.reshape(1, key.shape[1], -1, query.shape[-1])
         y = attend(rows, key, value, attn_mask=mask, scale=scaling).reshape(1, 1, heads, -1)
     else:
-        y = attend(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True).transpose(1, 2)
+        width = value.shape[-1]
+        if width < key.shape[-1]:  # only of equal widths torch computes block by block, without all scores
+            value = functional.pad(value, (0, key.shape[-1] - width))
+        y = attend(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+        y = y[..., :width].transpose(1, 2)
     return y.float().contiguous(), None
 
 
@@ -99,19 +135,49 @@ def latent(
 
         q . (W_k c) = (W_k^T q) . c        sum_i a_i (W_v c_i) = W_v (sum_i a_i c_i)
     """
+    return (_expanded if query.shape[2] >= EXPANDED_ROWS else _absorbed)(
+        module, query, key, value, attention_mask, scaling=scaling
+    )
+
+
+def _expanded(
+    module: Any, query: Tensor, key: Latents, value: Any, mask: Tensor | None, scaling: float
+) -> tuple[Tensor, None]:
+    """By heads, a few at a time: keys and values of all of them would take far more memory than the
+    cache."""
     c, rotated = key
-    if query.shape[2] >= EXPANDED_ROWS:
-        k, v = vars(module)["tandem_expand"](c.float(), rotated.float())
-        return grouped(module, query, k, v, attention_mask, scaling)
-    heads, rank, rope = query.shape[1], c.shape[-1], rotated.shape[-1]
-    expansion = module.kv_b_proj.stored.view(heads, -1, rank)
-    nope = query.shape[-1] - rope
+    expansion, nope = _expansion(module, query, key)
+    _, numbers, rank = expansion.shape
+    count = c.shape[2]
+    step = max(1, EXPANDED_KV_BYTES // (4 * (numbers + rotated.shape[-1]) * count))
+    parts = []
+    for some, q in zip(torch.split(expansion, step), torch.split(query, step, 1), strict=True):
+        both = functional.linear(c[0, 0].to(expansion.dtype), some.reshape(-1, rank)).float()
+        both = both.view(count, len(some), numbers).transpose(0, 1)[None]
+        k = torch.cat((both[..., :nope], rotated.float().expand(-1, len(some), -1, -1)), -1)
+        parts.append(grouped(module, q, k, both[..., nope:], mask, scaling)[0])
+    return torch.cat(parts, 2), None
+
+
+def _expansion(module: Any, query: Tensor, key: Latents) -> tuple[Tensor, int]:
+    """The matrix [heads, nope + value, rank] that makes keys and values of latents, and nope."""
+    stored: Tensor = module.kv_b_proj.stored
+    expansion = stored.view(query.shape[1], -1, key.latents.shape[-1])
+    return expansion, query.shape[-1] - key.rotated.shape[-1]
+
+
+@_in_blocks
+def _absorbed(
+    module: Any, query: Tensor, key: Latents, value: Any, mask: Tensor | None, scaling: float
+) -> tuple[Tensor, None]:
+    c, rotated = key
+    expansion, nope = _expansion(module, query, key)
     w_k, w_v = expansion[:, :nope], expansion[:, nope:]
     c, rotated, query = (part.to(expansion.dtype) for part in (c, rotated, query))
     scores = (query[..., :nope] @ w_k) @ c.transpose(2, 3) + query[..., nope:] @ rotated.transpose(2, 3)
     scores = scores.float() * scaling
-    if attention_mask is not None:
-        scores += attention_mask
+    if mask is not None:
+        scores += mask
     of_latents = scores.softmax(-1).to(c.dtype) @ c  # [1, heads, T, rank]
     return (of_latents @ w_v.transpose(1, 2)).transpose(1, 2).float().contiguous(), None
 
@@ -122,7 +188,6 @@ KINDS: dict[str | None, Callable[..., Any]] = {"grouped": grouped, "latent": lat
 def keep_latents(module: nn.Module) -> None:
     """Let a module with latent attention give `latent` the latents in place of keys and values."""
     own: Any = module.expand_kv
-    vars(module)["tandem_expand"] = own
 
     def expand(latents: Any, rotated: Any) -> Any:
         if getattr(module, KIND, None) is None:
@@ -133,6 +198,110 @@ def keep_latents(module: nn.Module) -> None:
         return Latents(latents, rotated), None
 
     vars(module)["expand_kv"] = expand
+
+
+class Call(NamedTuple):
+    """A module's call of its family's function."""
+
+    own: Callable[..., Any]
+    query: torch.Size  # [1, heads, T, width]
+    key: torch.Size
+    value: torch.Size
+    mask: Tensor | None
+    named: dict[str, Any]  # scaling, sinks, and what else this family has
+
+
+Calls = dict[nn.Module, list[Call]]
+
+
+@contextmanager
+def recorded(decoder: nn.Module) -> Iterator[Calls]:
+    """Within it the decoder's calls of attention are kept, by module."""
+    calls: Calls = {}
+    owns: dict[Any, Callable[..., Any]] = {}
+    for name in {type(module).__module__ for module in decoder.modules()}:
+        if (own := getattr(sys.modules[name], NAME, None)) is not None:
+            owns[sys.modules[name]] = own
+            setattr(sys.modules[name], NAME, _recording(own, calls))
+    try:
+        yield calls
+    finally:
+        for modeling, own in owns.items():
+            setattr(modeling, NAME, own)
+
+
+def _recording(own: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **named: Any
+    ) -> Any:
+        call = Call(own, query.shape, key.shape, value.shape, attention_mask, named)
+        calls.setdefault(module, []).append(call)
+        return own(module, query, key, value, attention_mask, **named)
+
+    return attention
+
+
+def suits(module: nn.Module, calls: Sequence[Call], device: torch.device) -> bool:
+    """Whether ours computes what the family's function does in such calls of the module, found by comparing
+    them in float32 on random numbers. Both of ours must suit a module with latents: many tokens are
+    expanded."""
+    random = torch.Generator().manual_seed(0)
+    linear: Any = getattr(module, "kv_b_proj", None)
+    if hasattr(module, "expand_kv"):
+        module.kv_b_proj = _InFloat32(linear)
+    try:
+        return all(_same(module, call, random, device) for call in calls)
+    except Exception:  # whatever a function does with arguments of other sizes
+        return False
+    finally:
+        if hasattr(module, "expand_kv"):
+            module.kv_b_proj = linear
+
+
+class _InFloat32(nn.Module):
+    """In place of an expansion of latents that is stored in another dtype."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.stored, self._bias = linear.stored.float(), linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.stored, self._bias)
+
+
+def _same(module: Any, call: Call, random: torch.Generator, device: torch.device) -> bool:
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random).to(device)
+
+    for (count, before), factor in itertools.product(SIZES, FACTORS):
+        tokens, query = before + count, factor * draw(1, call.query[1], count, call.query[3])
+        ways: list[tuple[Callable[..., Any], Any, Any]] = []
+        if hasattr(module, "expand_kv"):
+            outputs, rank = module.kv_b_proj.stored.shape
+            rope = call.key[3] + call.value[3] - outputs // call.key[1]
+            latents = Latents(draw(1, 1, tokens, rank), draw(1, 1, tokens, rope))
+            key, value = type(module).expand_kv(module, *latents)
+            ways.append((latent, latents, None))
+        else:
+            key, value = (draw(1, shape[1], tokens, shape[3]) for shape in (call.key, call.value))
+        mask = None if call.mask is None else _mask(call.mask, count, tokens, random)
+        wanted, *_ = call.own(module, query, key, value, mask, **call.named)
+        for ours, k, v in (*ways, (grouped, key, value)):
+            found, _ = ours(module, query, k, v, mask, **call.named)
+            close = found.shape == wanted.shape and (found - wanted).abs().max() <= SAME * wanted.abs().max()
+            if not close:
+                return False
+    return True
+
+
+def _mask(like: Tensor, count: int, tokens: int, random: torch.Generator) -> Tensor:
+    """A random causal mask [1, 1, count, tokens], of the dtype of another one."""
+    places = torch.arange(tokens) - (tokens - count) - torch.arange(count)[:, None]
+    seen = (places == 0) | (places < 0) & (torch.rand(places.shape, generator=random) > HIDDEN)
+    if like.is_floating_point():
+        blocked = torch.finfo(like.dtype).min
+        seen = torch.zeros(seen.shape, dtype=like.dtype).masked_fill(~seen, blocked)
+    return seen[None, None].to(like.device)
 
 
 def _for_each(expand: Callable[..., Any], latents: Any, rotated: Any) -> Any:

@@ -33,8 +33,6 @@ from pipeline.generic.trial import Trial, observe
 from pipeline.models.facts import ModelFacts
 from pipeline.policies.view import Router
 
-LENGTH_DEPENDENT = ("dynamic", "longrope")
-
 
 class GenericBackbone:
     """A model's weights outside its routed experts, on a device: an AnyBackbone."""
@@ -84,7 +82,6 @@ class GenericBackbone:
         self._probe: Probe = self.router
         # whether a step may have several sequences, and whether a prompt may come in parts
         self.several, self.chunks = trial.run()
-        self.several &= not _rope_depends_on_length(self._decoder)
         if self.dtype != torch.float32:
             trial.cache_in(self.dtype, self._raw_layers())
         linears = [m for m in self._decoder.modules() if isinstance(m, OwnLinear)]
@@ -158,16 +155,6 @@ class GenericBackbone:
                 if isinstance(index, int) and hasattr(module, attention.KIND):
                     ours.add(index)
         return frozenset(ours)
-
-
-def _rope_depends_on_length(decoder: nn.Module) -> bool:
-    """Whether the rotary embedding of a step depends on its longest sequence."""
-    kinds = (getattr(module, "rope_type", None) for module in decoder.modules())
-    return any(
-        kind in LENGTH_DEPENDENT
-        for found in kinds
-        for kind in (found.values() if isinstance(found, dict) else (found,))
-    )
 
 
 class _Output:

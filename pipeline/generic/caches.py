@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 
 from pipeline.backbone.batch import TokenSpan
 from pipeline.backbone.kv_cache import SequenceKV
+from pipeline.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,17 @@ def kept_by(cache: Cache, tokens: int) -> list[LayerKept]:
         convolutions, recurrent = (_states(layer, n) for n in ("conv_states", "recurrent_states"))
         kept.append(LayerKept(streams, (*convolutions, *recurrent), len(convolutions)))
     return kept
+
+
+def check_layers(cache: Cache) -> None:
+    """Raise ModelError for a cache whose layers keep tokens in a way of their own, which a few tokens would
+    not show."""
+    for layer in {type(layer) for layer in cache.layers}:
+        own = (c for c in layer.__mro__ if c.__module__.startswith("transformers.models."))
+        if any({"update", "get_mask_sizes", "lazy_initialization"} & vars(c).keys() for c in own):
+            raise ModelError(
+                f"{layer.__name__} keeps the cache in a way of its own: this family cannot run here"
+            )
 
 
 def _stream_order(name: str) -> int:
@@ -171,6 +183,12 @@ class StepCache(Cache):  # type: ignore[misc]
         self.visible: Sequence[Rows] = ()
         self.turn = 0
         self._kept = kept
+        self._dtypes = {  # of convolutions' states, by layer and state
+            (n, i): state.dtype
+            for n, layer in enumerate(like.layers)
+            for i, state in getattr(layer, "conv_states", {}).items()
+            if isinstance(state, Tensor)
+        }
 
     def _layer(self, index: int, like: Any, kept: LayerKept) -> Any:
         streams = isinstance(like, CacheLayerMixin)
@@ -221,8 +239,9 @@ class StepCache(Cache):  # type: ignore[misc]
         return found if new.dim() == 4 else found[0]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """A copy, since kernels change it in place."""
-        return self._state(layer_idx, state_idx, copied=True)
+        """A copy, since kernels change it in place. What a family keeps so may also be token ids."""
+        state = self._state(layer_idx, state_idx, copied=True)
+        return None if state is None else state.to(self._dtypes[layer_idx, state_idx])
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self._state(layer_idx, self._kept[layer_idx].convolutions + state_idx, self.copies)

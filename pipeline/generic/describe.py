@@ -20,18 +20,19 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipeline.checkpoint.converted import check_headers
 from pipeline.checkpoint.decoder import MATRICES, ROUTERS, TOKENS, decoder_of, experts_of, run, without_memory
 from pipeline.checkpoint.found_math import found_math
 from pipeline.errors import ModelError
-from pipeline.generic.caches import kept_by
-from pipeline.models.config_keys import Config
+from pipeline.generic.caches import check_layers, kept_by
+from pipeline.models.config_keys import Config, shown
 from pipeline.models.facts import Group, ModelFacts, pack
 from shm.expert_math import ExpertMath
 
 MEMORY = 24 << 30  # bytes of addresses that the process may use: a config can describe any number of modules
+RESERVED = 3  # tokens that a trial does not take
 DEFAULT_POSITIONS = 1 << 17  # of a model whose config gives no limit
 
 
@@ -40,7 +41,10 @@ def describe(model: PreTrainedModel) -> ModelFacts:
     decoder = model.get_decoder()
     head, text = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
     _check_hooks(model, decoder)
+    if text.vocab_size <= RESERVED:
+        raise ModelError(f"config.json: a vocabulary of {text.vocab_size} tokens makes no sense")
     cache, used = run(decoder)
+    check_layers(cache)
     kept = kept_by(cache, TOKENS)
     kinds = {_kind(module) for module in used.values()}
     if len(kinds) > 1:
@@ -57,7 +61,7 @@ def describe(model: PreTrainedModel) -> ModelFacts:
         top_k=top_k,
         math=math,
         vocabulary=text.vocab_size,
-        max_positions=getattr(text, "max_position_embeddings", None) or DEFAULT_POSITIONS,
+        max_positions=_positions(text),
         tied_embeddings=head is not None and head.weight is decoder.get_input_embeddings().weight,
         kv_streams=tuple(layer.streams for layer in kept),
         state_shapes=tuple(layer.states for layer in kept),
@@ -65,6 +69,19 @@ def describe(model: PreTrainedModel) -> ModelFacts:
         latent=any(hasattr(module, "kv_b_proj") for module in decoder.modules()),
         left_aside=_left_aside(model),
     )
+
+
+def _positions(text: PreTrainedConfig) -> int:
+    """The positions that a model has, of one with frequencies for short and for long texts those of short
+    ones: keys that are cached for one kind are wrong in the other."""
+    positions = getattr(text, "max_position_embeddings", None) or DEFAULT_POSITIONS
+    if not isinstance(positions, int) or positions < 1:
+        raise ModelError(f"config.json: {shown(positions)} positions make no sense")
+    ropes = getattr(text, "rope_parameters", None) or {}
+    for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
+        if rope.get("rope_type") == "longrope":
+            positions = min(positions, rope["original_max_position_embeddings"])
+    return positions
 
 
 def _check_hooks(model: PreTrainedModel, decoder: nn.Module) -> None:

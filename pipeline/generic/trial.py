@@ -50,6 +50,7 @@ class Observed:
     kept: list[LayerKept]
     routers: list[Seen]
     siblings: list[Siblings]  # by layer
+    attention: attention.Calls
 
 
 def output_of(x: Tensor) -> Tensor:
@@ -63,11 +64,11 @@ def observe(skeleton: Skeleton, vocabulary: int) -> Observed:
     tokens = [(5 * i + 3) % (vocabulary - 3) + 3 for i in range(TOKENS)]
     watched = [_Watched(layer) for layer in skeleton.layers]
     cache = new_cache(skeleton.decoder)
-    check_layers(cache)
     ids = torch.tensor([tokens], device=next(skeleton.decoder.parameters()).device)
     try:
         positions = torch.arange(TOKENS, device=ids.device)[None]
-        out = skeleton.decoder(input_ids=ids, position_ids=positions, cache=cache, use_cache=True)
+        with attention.recorded(skeleton.decoder) as calls:
+            out = skeleton.decoder(input_ids=ids, position_ids=positions, cache=cache, use_cache=True)
     finally:
         for layer in watched:
             layer.restore()
@@ -81,6 +82,7 @@ def observe(skeleton: Skeleton, vocabulary: int) -> Observed:
         kept_by(cache, TOKENS),
         [layer.seen() for layer in watched],
         [layer.siblings for layer in watched],
+        calls,
     )
 
 
@@ -90,17 +92,6 @@ def new_cache(decoder: nn.Module) -> Cache:
     own = [c for c in vars(modeling).values() if isinstance(c, type) and issubclass(c, DynamicCache)]
     own = [c for c in own if c.__module__ == modeling.__name__]
     return own[0]() if own else DynamicCache(config=decoder.config)
-
-
-def check_layers(cache: Cache) -> None:
-    """Raise ModelError for a cache whose layers keep tokens in a way of their own, which a few tokens would
-    not show."""
-    for layer in {type(layer) for layer in cache.layers}:
-        own = (c for c in layer.__mro__ if c.__module__.startswith("transformers.models."))
-        if any({"update", "get_mask_sizes", "lazy_initialization"} & vars(c).keys() for c in own):
-            raise ModelError(
-                f"{layer.__name__} keeps the cache in a way of its own: this family cannot run here"
-            )
 
 
 class _Watched:
@@ -171,8 +162,7 @@ class Trial:
         gives."""
         mixers = self._packing.mixers.values()
         kinds = [*dict.fromkeys(map(type, mixers))]
-        modules = [m for mixer in mixers for m in mixer.modules()]
-        self._choose_attention(modules)
+        self._choose_attention()
         self._packing.rows = set(kinds)
         several = self._same(DECODING)
         if not several:
@@ -214,16 +204,16 @@ class Trial:
             cache.copies |= not all(torch.equal(old, new) for old, new in pairs)
             kv.advance(count)
 
-    def _choose_attention(self, modules: Sequence[nn.Module]) -> None:
-        """Use our attention where that gives the same: all kinds of modules at once, or one by one."""
-        candidates = [(m, "latent" if hasattr(m, "expand_kv") else "grouped") for m in modules]
-        for kind in dict.fromkeys(type(m) for m, _ in candidates):
-            chosen = [(m, name) for m, name in candidates if type(m) is kind and _may_attend(m)]
-            for module, name in chosen:
-                setattr(module, attention.KIND, name)
-            if chosen and not self._same(ALONE):
-                for module, _ in chosen:
-                    delattr(module, attention.KIND)
+    @torch.inference_mode()
+    def _choose_attention(self) -> None:
+        """Use our attention in the modules that it suits, unless it is not all that they do with keys."""
+        calls = self._observed.attention
+        ours = [module for module in calls if attention.suits(module, calls[module], self._device)]
+        for module in ours:
+            setattr(module, attention.KIND, "latent" if hasattr(module, "expand_kv") else "grouped")
+        if ours and not self._same(ALONE):
+            for module in ours:
+                delattr(module, attention.KIND)
 
     def _same(self, plan: Sequence[tuple[int, ...]], tolerance: float | None = None) -> bool:
         try:
@@ -263,11 +253,6 @@ class Trial:
 
     def _sequence(self) -> SequenceKV:
         return sequence(self._observed.kept, TOKENS, self._dtype, self._device)
-
-
-def _may_attend(module: nn.Module) -> bool:
-    modeling: Any = sys.modules[type(module).__module__]
-    return hasattr(modeling, "eager_attention_forward") and hasattr(module, "scaling")
 
 
 def sequence(

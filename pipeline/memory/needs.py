@@ -43,7 +43,7 @@ HIDDEN_COPIES = 8  # float32 hidden states of a step that exist at once, about
 MASK_BYTES = 5  # for a row and a token that it may attend to: a bool, and torch's float copy of it
 SCORE_COPIES = 4  # of the scores of attention: themselves, masked, their softmax, and that in 16 bits
 RECURRENT_COPIES = 8  # of the queries, keys and values of a recurrent layer's rows, about
-EXPANDED_COPIES = 4  # of the keys and values that latent attention expands
+EXPANDED_COPIES = 4  # of the keys and values that latent attention expands, or of a generic family's scores
 STAGING_TILES = 4  # slots beside the cache's: two to stream through, two so that neither side waits
 STAGING_SHARE = 1 / 32  # of a GPU's free memory, at most, for more staging slots than the fewest
 CHUNK_MAX = 1024  # rows of a step, where --chunk does not say otherwise
@@ -94,7 +94,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     # The widest state is a convolution's, of a number for each of its channels.
     widest = max((max(shape) for states in facts.state_shapes for shape in states), default=0)
     activations += RECURRENT_COPIES * 4 * rows * widest
-    if facts.latent:
+    if facts.latent or not is_own(source.config):
         activations += EXPANDED_COPIES * EXPANDED_KV_BYTES
     # Each weight is read as float32, whatever its dtype in memory, before activations are allocated.
     largest = 4 * max(math.prod(group.shape) for group in facts.backbone)

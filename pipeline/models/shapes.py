@@ -18,6 +18,7 @@ from pipeline.models.config_keys import Config
 from protocol.files import read_json
 
 PREFIX = "shape:"
+GGUF = ".gguf"
 LAYERS = "num_hidden_layers"
 TEXT = "text_config"  # of a model that also sees or hears
 QUANTIZED = "quantization_config"  # says how weights are stored, and there are none
@@ -27,6 +28,11 @@ SHAPES: dict[str, dict[str, Any]] = json.loads((Path(assets.__file__).parent / "
 def is_shape(model: str | Path) -> bool:
     """Returns whether `--model` names a shape instead of a folder."""
     return str(model).startswith(PREFIX)
+
+
+def is_gguf(model: str | Path) -> bool:
+    """Returns whether `--model` names a GGUF file, or the first of its parts, instead of a folder."""
+    return str(model).lower().endswith(GGUF) and not is_shape(model)
 
 
 def short_name(model: str | Path) -> str:

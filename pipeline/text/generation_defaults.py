@@ -1,4 +1,5 @@
-"""Sampling settings: their limits, and a model's recommended ones, from its generation_config.json."""
+"""Sampling settings: their limits, and a model's recommended ones, from its generation_config.json or GGUF
+file."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from typing import Any
 from pipeline.checkpoint.index import read_fields
 from pipeline.errors import ModelError, RequestError
 from pipeline.models.config_keys import MAX_FLOAT, MAX_INT, shown
+from pipeline.models.shapes import is_gguf
+from pipeline.text.gguf_text import GgufText
 from protocol.messages import Sampling, Shaping
 
 MOST_PENALTY = 100
@@ -56,12 +59,15 @@ def validate_shaping(shaping: Shaping, logprobs: int) -> None:
 
 
 def sampling_defaults(model_dir: Path) -> Sampling:
-    """Returns a model's sampling settings, greedy without the file. Raises ModelError where it is damaged or
+    """Returns a model's sampling settings, greedy where it has none. Raises ModelError where it is damaged or
     a value is invalid."""
-    path = model_dir / "generation_config.json"
-    if not path.exists():
+    path = model_dir if is_gguf(model_dir) else model_dir / "generation_config.json"
+    if is_gguf(path):
+        config = GgufText(path).sampling()
+    elif path.exists():
+        config = read_fields(path)
+    else:
         return Sampling()
-    config = read_fields(path)
     names = ("repetition_penalty", *(DRAWING if config.get("do_sample") else ()))
     given: dict[str, Any] = {name: config[name] for name in names if config.get(name) is not None}
     for name, value in given.items():

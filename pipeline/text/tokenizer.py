@@ -1,4 +1,5 @@
-"""A model's tokenizer, as the text process loads it, and what its files say without being loaded."""
+"""A model's tokenizer, as the text process loads it, and what its files say without being loaded. A model is
+a folder, or a GGUF file, which has all of this in its metadata."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from typing import Any
 from pipeline.checkpoint.index import check_place, read_fields
 from pipeline.errors import ModelError, RequestError
 from pipeline.models.config_keys import MAX_INT
+from pipeline.models.shapes import is_gguf
 from pipeline.text.chat_format import ENDS, TemplateKind
 from pipeline.text.chat_history import as_template_reads
 from pipeline.text.detokenizer import Detokenizer
+from pipeline.text.gguf_text import GgufText, unsaid_ends
 from protocol.files import read_small
 from protocol.messages import ChatMessage
 
@@ -42,13 +45,18 @@ RESERVED = {
 
 
 def has_tokenizer(model_dir: Path) -> bool:
-    """Returns whether a model's directory has a tokenizer; its files may be unusable."""
+    """Returns whether a model has a tokenizer, which may be unusable. Raises ModelError for a damaged GGUF
+    file."""
+    if is_gguf(model_dir):
+        return GgufText(model_dir).has_tokenizer
     return any((model_dir / name).is_file() for name in TOKENIZER_FILES)
 
 
 def chat_templates(model_dir: Path) -> dict[str, str]:
     """Returns the chat templates in a model's files by name, without loading the tokenizer; the one for
     conversations is "default". Raises ModelError where a file cannot be read."""
+    if is_gguf(model_dir):
+        return GgufText(model_dir).templates()
     check_files(model_dir)
     single, folder = model_dir / "chat_template.jinja", model_dir / "additional_chat_templates"
     paths = {path.stem: path for path in folder.glob("*.jinja")}
@@ -81,8 +89,10 @@ def read_template(model_dir: Path) -> TemplateKind:
 
 
 def eos_ids(model_dir: Path) -> frozenset[int]:
-    """Returns the ids that end an answer, from generation_config.json, else config.json; empty where neither
-    has any. Raises ModelError where a file is damaged."""
+    """Returns the ids that end an answer, from the GGUF file, or generation_config.json, else config.json;
+    empty where neither has any. Raises ModelError where a file is damaged."""
+    if is_gguf(model_dir):
+        return GgufText(model_dir).eos_ids()
     for name in ("generation_config.json", "config.json"):
         path = model_dir / name
         if not path.exists():
@@ -110,6 +120,8 @@ class Tokenizer:
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
         special = {token.content: number for number, token in added if token.special}
         eos |= {special[end] for end in ENDS if end in special and end in self._template}
+        if is_gguf(model_dir):
+            eos |= {special[end] for end in unsaid_ends(self._template) if end in special}
         marks = {special[mark] for mark in TemplateKind.of_text(self._template).marks if mark in special}
         try:
             self.decoder = Detokenizer(tokenizer.backend_tokenizer, eos, marks)
@@ -118,13 +130,13 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer | None:
-        """Returns the tokenizer of a model's directory, None where it has none. Reads local files only and
-        runs no code from them. Raises ModelError where the files are unusable."""
+        """Returns the tokenizer of a model, None where it has none. Reads local files only and runs no code
+        from them. Raises ModelError where the files are unusable."""
         check_files(model_dir)
         if not has_tokenizer(model_dir):
             return None
         try:
-            tokenizer = _read(model_dir)
+            tokenizer = GgufText(model_dir, tokens=True).load() if is_gguf(model_dir) else _read(model_dir)
             if tokenizer.chat_template is None:
                 tokenizer.chat_template = chat_templates(model_dir) or None
         except (KeyboardInterrupt, SystemExit):

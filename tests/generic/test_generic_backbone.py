@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.gemma4 import modeling_gemma4
 
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import SequenceKV
@@ -22,25 +23,18 @@ from pipeline.checkpoint.model_source import OwnMatrix
 from pipeline.checkpoint.reader import numbers_of
 from pipeline.device.cpu import CpuDevice
 from pipeline.errors import ModelError, PolicyError, StepFailed
+from pipeline.generic import attention
 from pipeline.generic.backbone import GenericBackbone
 from pipeline.generic.describe import describe
 from pipeline.generic.modules import OwnLinear
-from pipeline.generic.trial import new_cache, sequence
+from pipeline.generic.trial import TOKENS, new_cache, sequence
 from shm.codes import Codes, rounded
-from tests.tiny_families import family_names, tiny_model
+from tests.tiny_families import FAMILIES, REFUSED, tiny_model
 
 SAMPLE = (
     "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "gemma4", "nemotron_h", "granitemoehybrid",
     "lfm2_moe",
 )  # fmt: skip
-NO_DECODERS = {"diffusion_gemma", "openai_privacy_filter"}
-REFUSED = {
-    "deepseek_v4": "its caches keep compressed parts of what a sequence had",
-    "muse_spark": "normalises each expert's whole output",
-    "qwen4_exp": "its cache keeps token ids",
-    "unlimited_ocr": "its windows depend on the prompt's length",
-}
-NOT_MADE = {"qwen3_omni_moe"}  # by tiny_families: the part that speaks has no small sizes
 OWN_CHOICES = {"inkling", "kolibri1", "zaya"}  # no formula of ours
 CLOSE = 2e-3  # of the deviation of logits
 PROMPTS = [[(i * a + b) % 120 + 3 for i in range(n)] for a, b, n in ((5, 3, 30), (7, 11, 26), (3, 1, 20))]
@@ -190,12 +184,46 @@ def test_rounded_weights(family: str, dtype: str) -> None:
     assert errors < 0.05
 
 
-@pytest.mark.parametrize(
-    "family", sorted(REFUSED.keys() - {"muse_spark"})
-)  # tiny_families cannot make that one
+@pytest.mark.parametrize("family", ["deepseek_v4", "unlimited_ocr"])
 def test_refused(family: str) -> None:
-    with pytest.raises(ModelError, match="this family cannot run here"):
+    with pytest.raises(ModelError, match=REFUSED[family]):
         loaded(family)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_scores_and_expanded_latents_in_blocks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two queries of four heads at a time, and one head's keys."""
+    monkeypatch.setattr(attention, "EXPANDED_KV_BYTES", 2 * 4 * 4 * 32)
+    monkeypatch.setattr(attention, "EXPANDED_ROWS", 6)
+    with torch.inference_mode():
+        check(family)
+
+
+def test_attention_is_ours_where_it_computes_the_same() -> None:
+    """Module by module, even where rounded weights hide what sinks and biases of positions change."""
+    for family, layers in (("mimo_v2_flash", 6), ("inkling2", 6)):
+        _, backbone = loaded(family, "bf16")
+        modules = [m for m in backbone._decoder.modules() if hasattr(m, "scaling")]
+        assert len(modules) == layers
+        for module in modules:
+            plain = family == "mimo_v2_flash" and module.sinks is None
+            assert hasattr(module, attention.KIND) == plain
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [({"scaling": 0.3}, True), ({"scaling": 0.3, "softcap": 50.0}, False), ({}, False)],
+)
+def test_attention_functions_are_compared(changes: dict[str, Any], same: bool) -> None:
+    """A cap of scores far above those of random vectors; without a scaling, one by the family's own rule."""
+    module = nn.Module().eval()
+    module.num_key_value_groups, module.head_dim = 2, 9
+    shape = torch.Size((1, 2, TOKENS, 16))
+    mask = torch.zeros(1, 1, TOKENS, TOKENS)
+    call = attention.Call(
+        modeling_gemma4.eager_attention_forward, torch.Size((1, 4, TOKENS, 16)), shape, shape, mask, changes
+    )
+    assert attention.suits(module, [call], torch.device("cpu")) == same
 
 
 def test_routers_of_other_layers() -> None:
@@ -219,9 +247,7 @@ def test_policies_that_need_more_than_own_choices_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", [f for f in family_names() if f not in {*NO_DECODERS, *REFUSED, *NOT_MADE}]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str) -> None:
     with torch.inference_mode():
         backbone = check(family)

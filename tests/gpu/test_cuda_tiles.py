@@ -11,7 +11,7 @@ import pytest
 import torch
 from device_layers import host, made, on_device, on_host, same
 from kernel_runs import plain_expert
-from quantized_cases import BLOCKS
+from quantized_cases import BLOCKS, QUANTIZED, any_matrix
 
 from pipeline.device.cuda import CudaDevice
 from pipeline.device.cuda_kernels import FewRows
@@ -25,7 +25,8 @@ from workers.kernels.matrix import HostMatrix
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-SHAPES = [(4096, 7), (2048, 3), (300, 2), (1, 1)]  # hidden, groups of a tile's channels
+LARGE = (4096, 7)  # hidden, records of a tile's channels
+SHAPES = [(2048, 3), (300, 2), (1, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +36,14 @@ def device() -> Iterator[CudaDevice]:
     device.close()
 
 
-@pytest.mark.parametrize("format", BLOCKS)
-@pytest.mark.parametrize(("hidden", "groups"), SHAPES)
-def test_layers_have_the_bits_of_the_host(device: CudaDevice, format: str, hidden: int, groups: int) -> None:
+@pytest.mark.parametrize(
+    ("hidden", "groups", "format"),
+    [
+        *((*LARGE, format) for format in QUANTIZED),
+        *((*shape, format) for shape in SHAPES for format in BLOCKS),
+    ],
+)
+def test_layers_have_the_bits_of_the_host(device: CudaDevice, hidden: int, groups: int, format: str) -> None:
     for number in (1, 2, 3, 4, 5, 8, 9, 31, 33, 64, 200):
         layer = made(format, hidden, groups, 3, number, 5, "random", "normal", "normal", seed=number)
         kernel = device.expert_kernel(layer.layout)
@@ -132,8 +138,7 @@ def test_up_matrices_have_the_bits_of_the_host(device: CudaDevice, name: str) ->
 def test_matrices_have_the_bits_of_the_host(device: CudaDevice, format: str, shape: tuple[int, int]) -> None:
     form, random = format_named(format), np.random.default_rng(3)
     assert isinstance(form, BlockFormat)
-    data = np.empty(form.matrix_bytes(*shape), np.uint8)
-    form.encode_matrix(random.standard_normal(shape).astype(np.float32), data)
+    data = any_matrix(random, form, *shape, "random", "normal")
     matrix = device.quantized_matrix(form, data, shape)
     on_host = HostMatrix(host("fused"), None, form, shape, data)
     for rows in (1, 2, 5, 33, 100):

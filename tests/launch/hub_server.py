@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+LARGE = (".safetensors", ".gguf")
 BRANCH = "fedcba9876543210fedcba9876543210fedcba98"  # of the branch `other`
 
 
@@ -22,6 +23,7 @@ class Repository:
     sizes: dict[str, int] = field(
         default_factory=dict
     )  # in the list of files, where they differ from the true ones
+    gguf: dict[str, Any] | None = None  # what the Hub says of GGUF files
     commits: dict[str, str] = field(default_factory=lambda: {"main": COMMIT, "other": BRANCH})
 
 
@@ -106,10 +108,12 @@ class _Handler(BaseHTTPRequestHandler):
         for file, content in repository.files.items():
             size = repository.sizes.get(file, len(content))
             entry: dict[str, Any] = {"rfilename": file, "size": size, "blobId": _hash(content)[:40]}
-            if file.endswith(".safetensors"):
+            if file.endswith(LARGE):
                 entry["lfs"] = {"size": size, "sha256": _hash(content), "pointerSize": 134}
             siblings.append(entry)
         about = {"_id": "0", "id": name, "modelId": name, "sha": commit, "siblings": siblings, "tags": []}
+        if repository.gguf is not None:
+            about["gguf"] = repository.gguf
         self._send(200, json.dumps(about).encode(), {"Content-Type": "application/json"})
 
     def _file(self, name: str, revision: str, file: str) -> None:
@@ -122,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "EntryNotFound")
         else:
             content = repository.files[file]
-            etag = _hash(content) if file.endswith(".safetensors") else _hash(content)[:40]
+            etag = _hash(content) if file.endswith(LARGE) else _hash(content)[:40]
             self._send(200, content, {"X-Repo-Commit": commit, "ETag": f'"{etag}"'}, file)
 
     def _refuse(self, status: int, code: str) -> None:

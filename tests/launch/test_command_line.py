@@ -33,7 +33,7 @@ Complaint = Callable[..., str]
     [
         ("generate", ["--prompt", "--prompt-tokens", "needs a prompt"]),
         ("generate --connect hello", ["needs a prompt", "'hello' is taken as the engine's name"]),
-        ("generate hello --model some/model.gguf", ["--model", "GGUF", "safetensors"]),
+        ("generate hello --model some/model.gguf", ["some/model.gguf does not exist"]),
         ("generate --prompt a --prompt-tokens 1", ["--prompt-tokens", "--prompt", "give one"]),
         ("generate --prompt a --policy fidler", ["fidler", "fiddler"]),
         ("generate --prompt a --policy random --set fiddler.seed=1", ["random", "fiddler"]),

@@ -54,8 +54,12 @@ from protocol.messages import Generate
         (not_empty, {"a": "a"}, [""]),
         (
             model_path,
-            {"shape:mixtral-8x7b": Path("shape:mixtral-8x7b"), "./a": Path("a"), "a/b": Path("a/b")},
-            ["a.gguf", "a.GGUF"],
+            {
+                "shape:mixtral-8x7b": Path("shape:mixtral-8x7b"),
+                "./a": Path("a"),
+                "a/b:Q8_0": Path("a/b:Q8_0"),
+            },
+            [],
         ),
     ],
 )

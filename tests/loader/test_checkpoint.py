@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from pipeline.checkpoint.index import CheckpointIndex, TensorEntry, fingerprint, read_shard
+from pipeline.checkpoint.headers import TensorEntry, read_shard
+from pipeline.checkpoint.index import CheckpointIndex, fingerprint
 from pipeline.checkpoint.reader import TensorReader
 from pipeline.errors import ModelError
 

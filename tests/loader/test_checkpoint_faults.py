@@ -204,10 +204,17 @@ def test_weights_of_another_kind_are_refused_unread(tmp_path, name):
     assert f"has {name or 'no weights'}, and neither {SINGLE} nor {INDEX}" in text
 
 
-@pytest.mark.parametrize(("key", "method"), [("quantization_config", "awq"), ("compression_config", "fp8")])
-def test_quantized_checkpoint_is_refused(tmp_path, key, method):
+@pytest.mark.parametrize(
+    ("key", "method", "said"),
+    [
+        ("quantization_config", "hqq", "hqq"),
+        ("compression_config", "fp8", "an old version of compressed-tensors"),
+    ],
+)
+def test_quantized_checkpoint_is_refused(tmp_path, key, method, said):
     text = refusal(configured(tmp_path, **{key: {"quant_method": method}}))
-    assert f"config.json has a {key} ({method}): of checkpoints that are quantized already only those" in text
+    assert f"config.json: quantized by {said}" in text
+    assert "of quantized checkpoints those of awq, gptq, " in text
     assert "--format" in text
     Checkpoint(configured(tmp_path, **{key: None}))
 

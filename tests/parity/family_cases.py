@@ -443,18 +443,22 @@ EDGES = [  # compared in the tests' process only, but for the first
 ]
 
 
-# Of these families the default suite compares all configurations in one process, but few engines.
-SAMPLED = ("glm4_moe", "minimax_m2", "glm4_moe_lite", "deepseek_v3")
-ENGINES = {  # family and place
-    *(("deepseek_v3", 0), ("minimax_m2", 0), ("glm4_moe", 1), ("glm4_moe_lite", 1)),
-    ("deepseek_v3", 3),
+# Of these families the default suite compares all configurations in one process, but starts engines of those
+# in these places only: other families have engines with the same kinds of layers.
+FEW_ENGINES = {
+    "glm4_moe": (1,),
+    "minimax_m2": (0,),
+    "glm4_moe_lite": (1,),
+    "deepseek_v3": (0, 3),
+    "qwen3_next": (0, 3),
+    "qwen3_5_moe_text": (1, 3),
 }
 
 
 def as_sampled(case: Case) -> tuple[pytest.MarkDecorator, ...]:
     """The marks of a test that starts engines of this case."""
-    rare = case.family in SAMPLED and (case.family, place(case)) not in ENGINES
-    return (pytest.mark.slow,) if rare else ()
+    few = FEW_ENGINES.get(case.family)
+    return () if few is None or place(case) in few else (pytest.mark.slow,)
 
 
 def place(case: Case) -> int:

@@ -16,11 +16,13 @@ from pipeline.backbone.batch import TokenSpan
 from pipeline.backbone.decoder_layer import AfterAttention
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
-from pipeline.checkpoint.model_source import Tensors
-from pipeline.checkpoint.open import Checkpoint
+from pipeline.checkpoint.encode import Rows
+from pipeline.checkpoint.gguf_model import GgufCheckpoint
+from pipeline.checkpoint.open import Checkpoint, open_model
+from pipeline.checkpoint.reader import numbers_of
 from pipeline.device.cpu import CpuDevice
 from pipeline.models.architecture import TensorRows
-from pipeline.models.registry import architecture_of, model_spec
+from pipeline.models.registry import model_spec
 
 CPU = torch.device("cpu")
 
@@ -37,19 +39,19 @@ class TorchDevice(CpuDevice):
 class InProcess:
     """Everything float32. A context manager: it may have threads."""
 
-    def __init__(self, folder: Path, compiled: bool) -> None:
+    def __init__(self, model: Path, compiled: bool) -> None:
         """`compiled`: single tokens use the host's kernels, as in engines with compiled kernels."""
-        source = Checkpoint(folder)
+        source = open_model(model)
+        assert isinstance(source, Checkpoint | GgufCheckpoint)
         self.spec = model_spec(source.config)
         self._device = CpuDevice() if compiled else TorchDevice()
         precision = Precision("f32", self._device)
         self._backbone = Backbone(source, self.spec, precision, self.spec.max_positions)
-        architecture = architecture_of(source.config)
         self._experts: dict[tuple[int, int], list[Tensor]] = {}
         with source.tensors() as tensors:
-            for layer, decoder_layer in enumerate(self.spec.moe_layers):
+            for layer in range(len(self.spec.moe_layers)):
                 for expert in range(self.spec.experts):
-                    parts = architecture.expert(self.spec, decoder_layer, expert, source.fused)
+                    parts = source.locate(layer, expert)
                     self._experts[layer, expert] = [_part_of(tensors, part) for part in parts]
 
     def __enter__(self) -> InProcess:
@@ -100,8 +102,7 @@ class InProcess:
         return torch.from_numpy(self.spec.math.activation(gate.numpy(), up.numpy()))
 
 
-def _part_of(tensors: Tensors, part: TensorRows) -> Tensor:
+def _part_of(reader: Rows, part: TensorRows) -> Tensor:
     """A matrix of an expert, or its bias, float32."""
-    whole = tensors.float32(part.name, part.shape)
-    rows = whole.reshape(-1, whole.shape[-1])[part.first : part.first + part.rows, part.start :: part.step]
+    rows = numbers_of(reader.rows(part.stored, 0, part.rows))[:, part.start :: part.step]
     return torch.from_numpy(rows.T if part.transposed else rows)

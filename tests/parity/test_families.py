@@ -36,8 +36,7 @@ SETTINGS = [
     EngineConfig(workers=1, tile=None, expert_cache=0.25),
     EngineConfig(workers=3, tile=20, expert_cache=1.0),
 ]
-ALIKE = ("qwen3_next", "qwen3_5_moe_text")  # the first has an engine with one worker, the other with three
-ENGINES = [case for case in CASES if place(case) < (1 if case.family in ALIKE else 2)]
+ENGINES = [case for case in CASES if place(case) < 2]
 
 
 @pytest.mark.parametrize(

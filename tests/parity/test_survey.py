@@ -6,19 +6,24 @@ All families are `make survey`; a sample of them is in every run of the tests.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from comparison import check_policies, exactly
+from comparison import ALONE, Tokens, check_policies, exactly, within
 from exact_presets import costs
 from oracle import EXACT, Oracle
-from tiny_families import family_names, tiny_config, tiny_model
+from rounding import Rounding
+from tiny_families import FAMILIES, described, tiny_config, tiny_model
 
+from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig
+from pipeline.models import facts
 
-LENGTHS = (30, 30)  # tokens of the texts
+pytestmark = pytest.mark.survey
+TEXTS = ((5, 3), (7, 11))  # of the texts, how tokens follow from places
 CHUNK = 12  # so that a prefill takes several chunks
 NEW = 8  # tokens of a greedy continuation
 POLICIES = [(name, dict[str, str]()) for name in ("all-host", "on-demand", "fiddler", "layerwise")]
@@ -26,38 +31,38 @@ SAMPLE = (
     *("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next"),
     *("gemma4", "nemotron_h", "granitemoehybrid", "ernie4_5_vl_moe"),
 )
-REFUSED = {
-    "diffusion_gemma": "no decoder that generates token by token",
-    "openai_privacy_filter": "no decoder that generates token by token",
-    "muse_spark": "each expert's whole output is normalised, which is no sum of tiles",
-    "deepseek_v4": "its caches keep compressed parts of what a sequence had",
-    "qwen4_exp": "it numbers tokens across the model's layers",
-    "unlimited_ocr": "its cache has layers of its own kind",
-    "qwen3_omni_moe": "a model of speech, which has no tiny one here",
-}
 # Sparse attention chooses this many tokens or blocks. Of equal scores the choice depends on the chunks, so
 # that transformers' own forward in chunks gives something else: here all tokens are chosen.
-CHOSEN = ("index_topk", "index_topk_blocks")
+CHOSEN = ("index_topk", "index_topk_blocks", "indexer_budget")
 ENLARGING = {"bailing_hybrid"}  # with random weights, of rounding: by more than EXACT
 WHOLE_PROMPTS = {"jamba"}  # whose layers forget, in transformers, what came before several tokens
+SINKS = "mimo_v2_flash"  # a family whose windows have them, on the generic backbone
+BF16_NOISE, BF16_SEEDS = 2**-9, 8  # as in test_family_formats.py
 
 
-SETTINGS = [(family, workers) for family in family_names() if family not in REFUSED for workers in (0, 2)]
-SAMPLED = {(family, 2 * (number % 2)) for number, family in enumerate(SAMPLE)}
+def text(factor: int, first: int, length: int = 30) -> Tokens:
+    return tuple((i * factor + first) % 120 + 3 for i in range(length))
+
+
+def save(family: str, folder: Path) -> None:
+    """A checkpoint of it, which is described here: a process for that would import transformers again."""
+    fields = tiny_config(family).get_text_config(decoder=True).to_dict()
+    tiny_model(family, **{key: 64 for key in CHOSEN if fields.get(key)}).save_pretrained(folder)
+    open_model(folder)
+
+
+@pytest.fixture(autouse=True)
+def _described_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "_ask", described)
 
 
 @pytest.mark.parametrize(
-    ("family", "workers"),
-    [pytest.param(*s, marks=() if s in SAMPLED else pytest.mark.slow) for s in SETTINGS],
+    "family", [pytest.param(f, marks=() if f in SAMPLE else pytest.mark.slow) for f in FAMILIES]
 )
 @pytest.mark.timeout(300)
-async def test_a_family_equals_transformers(family: str, workers: int, start_engine, tmp_path: Path) -> None:
-    fields = tiny_config(family).get_text_config(decoder=True).to_dict()
-    tiny_model(family, **{key: 64 for key in CHOSEN if fields.get(key)}).save_pretrained(tmp_path)
-    texts = [
-        tuple((i * a + b) % 120 + 3 for i in range(n))
-        for n, a, b in zip(LENGTHS, (5, 7), (3, 11), strict=True)
-    ]
+async def test_a_family_equals_transformers(family: str, start_engine, tmp_path: Path) -> None:
+    save(family, tmp_path)
+    texts = [text(*numbers) for numbers in TEXTS]
     oracle = Oracle(tmp_path, torch.float32)
     expected = oracle.batch(texts)
     bound = EXACT
@@ -70,11 +75,35 @@ async def test_a_family_equals_transformers(family: str, workers: int, start_eng
         model=tmp_path,
         format="f32",
         backbone_dtype="f32",
-        workers=workers,
         tile=16,
         expert_cache=0.3,
         chunk=64 if family in WHOLE_PROMPTS else CHUNK,
         costs=costs(tmp_path),
     )
+    for workers in (0, 2):
+        async with start_engine(replace(config, workers=workers)) as (_, client):
+            await check_policies(client, POLICIES, texts, check, texts[0], greedy, 2 * bound, alone=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_sinks_in_bf16_are_as_close_as_transformers_bf16(start_engine, tmp_path: Path) -> None:
+    """By the rule of rounding.py, from transformers' bfloat16 with noise of bfloat16's size."""
+    save(SINKS, tmp_path)
+    oracle, rounded = Oracle(tmp_path, torch.float32), Oracle(tmp_path, torch.bfloat16)
+    texts = [text(factor, factor + 2) for factor in range(1, 3 * ALONE + 1)]
+    exact = oracle.batch(texts)
+    theirs = Rounding.of(rounded.noisy(texts, BF16_NOISE, BF16_SEEDS), exact, factor=1.0)
+    check, greedy = within(theirs, exact), oracle.greedy(texts[0], NEW)
+    config = EngineConfig(
+        model=tmp_path,
+        format="bf16",
+        backbone_dtype="bf16",
+        workers=2,
+        tile=16,
+        expert_cache=0.3,
+        chunk=CHUNK,
+        costs=costs(tmp_path),
+    )
     async with start_engine(config) as (_, client):
-        await check_policies(client, POLICIES, texts, check, texts[0], greedy, 2 * bound, alone=0)
+        await check_policies(client, POLICIES[:2], texts, check, texts[0], greedy, 2 * theirs.tail)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,15 +12,13 @@ from families import Case, Options, save
 from mover_parts import attached_again
 from safetensors.numpy import load_file
 from thread_engine import TOKEN, Placed, engine_in_threads, prefilled
-from tiny_families import tiny_model
+from tiny_families import described, tiny_model
 from torch import Tensor
 
 from pipeline.arrays import FloatArray
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.protocol import LayerCall
-from pipeline.checkpoint.decoder import decoder_of, without_memory
-from pipeline.generic.describe import describe
 from pipeline.models import facts
 from pipeline.policies.view import Ahead, Gated, Routing, Signals, View
 from shm.store import Store
@@ -135,11 +132,6 @@ class ByHand:
         if self.family == "gemma4":
             weights = weights * self.tensors[f"{self.layers[layer]}.router.per_expert_scale"][experts]
         return dict(zip(experts, weights.tolist(), strict=True))
-
-
-def described(asked: bytes) -> bytes:
-    # as the child process answers, which would import transformers again
-    return facts.pack(describe(without_memory(*decoder_of(msgspec.json.decode(asked)["config"]))))
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")

@@ -8,10 +8,10 @@ from decoding import decode
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from quantized_cases import Case
+from quantized_cases import Case, records
 
 from shm.expert_math import SWIGLU, ExpertMath
-from shm.layout import Bytes, ExpertShape, Float32, StoreLayout, format_named
+from shm.layout import BlockFormat, Bytes, ExpertShape, Float32, StoreLayout, format_named
 from workers.kernels.c_types import Geometry
 from workers.kernels.native import Kernel, Library, Team
 from workers.kernels.reference import ReferenceKernel
@@ -27,6 +27,18 @@ def quick(examples: int) -> settings:
 
 def bits(array: Float32) -> NDArray[np.uint32]:
     return np.ascontiguousarray(array).view(np.uint32)
+
+
+def any_matrix(
+    random: np.random.Generator, format: BlockFormat, n: int, k: int, codes: str, head: str
+) -> Bytes:
+    """A matrix of any records, uint8 [matrix_bytes]."""
+    out = np.zeros(format.matrix_bytes(n, k), np.uint8)
+    size = format.blocks_bytes(n, k)
+    out[:size] = records(random, format, size // format.record_bytes, codes, head).reshape(-1)
+    if format.factors:
+        format.factors_of(out)[0] = random.uniform(0.001, 2)
+    return out
 
 
 def plain_expert(

@@ -117,7 +117,8 @@ def put_heads(format: BlockFormat, records: Bytes, scales: Float32, zeros: Float
         case Scales.E8M0:
             records[:, :32] = (np.frexp(scales)[1] + 126).clip(0, 254)
         case Scales.E4M3:
-            nearest = np.abs(np.abs(scales)[..., None] - e4m3(np.arange(127))).argmin(axis=-1)
+            numbers = e4m3(np.arange(127))
+            nearest = np.searchsorted((numbers[1:] + numbers[:-1]) / 2, np.abs(scales))
             records[:, :32] = nearest + np.where(scales < 0, 128, 0)
         case _:
             records[:, :32].view("<f2")[:] = scales
@@ -130,18 +131,6 @@ def e4m3(bits: NDArray[Any]) -> Float64:
     sign, exponent, mantissa = bits >> 7, bits >> 3 & 15, bits & 7
     size = np.where(exponent > 0, 8 + mantissa, mantissa) * 2.0 ** (np.maximum(exponent, 1) - 10)
     return np.where(sign, -size, size)
-
-
-def any_matrix(
-    random: np.random.Generator, format: BlockFormat, n: int, k: int, codes: str, head: str
-) -> Bytes:
-    """A matrix of any records, uint8 [matrix_bytes]."""
-    out = np.zeros(format.matrix_bytes(n, k), np.uint8)
-    size = format.blocks_bytes(n, k)
-    out[:size] = records(random, format, size // format.record_bytes, codes, head).reshape(-1)
-    if format.factors:
-        format.factors_of(out)[0] = random.uniform(0.001, 2)
-    return out
 
 
 def states(random: np.random.Generator, kind: str, rows: int, hidden: int) -> Float32:

@@ -17,8 +17,8 @@ import pytest
 from c_libraries import c_libraries
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from kernel_runs import kernel_of, plain_kind
-from quantized_cases import BLOCKS, KINDS, any_matrix, make_case
+from kernel_runs import any_matrix, kernel_of, plain_kind
+from quantized_cases import BLOCKS, KINDS, make_case
 
 from shm.layout import BlockFormat, format_named
 from workers.kernels.matrix import HostMatrix

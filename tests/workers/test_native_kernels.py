@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kernel_runs import bits, kernel_of, plain_kind, quick, reference, run, seeds
+from kernel_runs import any_matrix, bits, kernel_of, plain_kind, quick, reference, run, seeds
 from quantized_cases import (
     BLOCKS,
     KINDS,
@@ -19,7 +19,6 @@ from quantized_cases import (
     UNIT,
     Case,
     Matrix,
-    any_matrix,
     cases,
     expected,
     int8_codes,
@@ -114,11 +113,10 @@ def test_a_product_is_exact_but_for_the_rounding_of_each_group(
         dot = codes[:, part].astype(np.float64) @ matrix.centred[:, part].T
         factor = steps[:, g].astype(np.float64)[:, None] * matrix.scale[:, g * group]
         exact += factor * dot
-        # dot - zero * sum, the two scales, their product and its addition to the sum: each rounded once; so are
-        # a matrix's factor and its product with the sum
-        bound += UNIT * (steps.shape[1] + 4 + 2 * format.factors) * np.abs(factor * dot) + TINY * (
-            np.abs(dot) + 2
-        )
+        # dot - zero * sum, the two scales, their product and its addition to the sum: each rounded once; so
+        # are a matrix's factor and its product with the sum
+        roundings = steps.shape[1] + 4 + 2 * format.factors
+        bound += UNIT * roundings * np.abs(factor * dot) + TINY * (np.abs(dot) + 2)
     assert found.shape == (rows, n)
     assert (np.abs(found - exact) <= bound).all()
 

@@ -153,8 +153,8 @@ class Geometry:
 
     @property
     def _factors(self) -> int:
-        """Where the matrices' factors are, in bytes from the beginning of a tile, or of a matrix; 0: there are
-        none."""
+        """Where the matrices' factors are, in bytes from the beginning of a tile, or of a matrix; 0: there
+        are none."""
         if self._blocks is None or not self._blocks.factors:
             return 0
         if not self.channels:

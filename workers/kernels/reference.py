@@ -40,7 +40,8 @@ def dequantize(format: BlockFormat, data: Tensor, n: int, k: int, factors: Tenso
     if format.bits < 8:
         fields = range(0, 8, format.bits)
         codes = torch.cat([codes >> shift & ((1 << format.bits) - 1) for shift in fields], dim=3)
-    q = codes.permute(0, 4, 1, 2, 3, 5).flatten(2).unflatten(2, (-1, format.group))
+    q = codes.permute(0, 4, 1, 2, 3, 5).flatten(2)
+    q = q.view(*q.shape[:2], -1, format.group)
     values = _numbers(format, head, q, factors)  # [blocks, 16, groups, inputs of a group]
     return values.flatten(2).flatten(0, 1)[:n]
 
@@ -62,7 +63,7 @@ def _numbers(format: BlockFormat, head: Tensor, q: Tensor, factors: Tensor | Non
         scale = torch.from_numpy(kind.scales).to(q.device)[head.int()]
         if factors is not None:
             scale = scale * factors.view(-1, 1, 1)
-        return numbers * each(scale.unflatten(2, (-1, LANES)).flatten(1, 2))
+        return numbers * each(scale.view(len(scale), -1, LANES))
     if kind.zeros:
         numbers = numbers - each(head[..., 32:].view(torch.bfloat16))
     return numbers * each(head[..., :32].view(torch.float16))

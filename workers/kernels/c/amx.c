@@ -1,7 +1,7 @@
 /* AMX: products of many rows by matrix units, on the same bytes and with the same integer sums as the vectors of
  * avx512.c, which compute everything else. A tile is 16 rows of 64 bytes. Of one group of inputs, tile A has 16 rows'
- * codes, 64 inputs each or a smaller group's; tile B the same inputs of a block's 16 outputs, four beside each other, as they lie in an int8
- * record; C is their integer product [16 rows, 16 outputs]. bf16 at the end. */
+ * codes, 64 inputs each or all of a smaller group; tile B the same inputs of a block's 16 outputs, four beside each other,
+ * as they lie in an int8 record; C is their integer product [16 rows, 16 outputs]. bf16 at the end. */
 #include "kernels.h"
 
 #define tandem_supported vectors_supported

@@ -3,8 +3,8 @@
  *     block_of(block, groups, group, codes, factors, bits, scales, rows, y)
  *
  * which computes one block of 16 outputs of INT2 (in groups of 64), INT4 or INT8 for `rows` (1 to ROWS) rows into
- * y [rows, 16], without unit_of(scales); `bits`, `scales` and `rows` are constants. codes and factors are packed: for each group the rows' codes, one
- * row after the other, and the rows' factors. And
+ * y [rows, 16], without unit_of(scales); `bits`, `scales` and `rows` are constants. codes and factors are packed: for
+ * each group the rows' codes, one row after the other, and the rows' factors. And
  *
  *     BYTE_DOTS(sum, bytes, codes, bits)
  *

@@ -13,9 +13,9 @@
  *
  *     y += (activation scale * weight scale) * (dot - zero * sum)
  *
- * where dot is the exact integer product of the codes. E2M1 codes are taken as 12 more than twice their values, 0 to 24.
- * What that and E4M3 scales leave out, and a matrix's factor, multiplies y at the end (`unit_of`). Groups are added in their order and rows do not mix: a
- * row's result depends neither on how many rows there are nor on how many threads.
+ * where dot is the exact integer product of the codes. E2M1 codes are taken as 12 more than twice their values, 0 to 24;
+ * what multiplies y in the end for that, and a matrix's factor, is in records.h and blocks.h. Groups are added in their
+ * order and rows do not mix: a row's result depends neither on how many rows there are nor on how many threads.
  *
  * bf16. Inputs are rounded to bf16; products are added in float32, as in the formats float32 and FP8, which round nothing.
  */
@@ -35,8 +35,8 @@ enum { TALL_ROWS = 16 };
 
 enum { INT2 = 2, INT4 = 4, INT8 = 8, BF16 = 16, FLOAT32 = 32, FP8 = 64 }; /* which format: bits of a weight, FP8 has 8 */
 
-/* Scales of an integer format. OWN: bf16 and zeros in bf16, of INT8 float32 and no zeros. F16: and no zeros; F16_ZEROS:
- * beside zeros in bf16. E8M0, E4M3: of two groups in each record, whose codes are E2M1. */
+/* Scales of an integer format. OWN: bf16 beside zeros in bf16, or float32 of INT8. F16: binary16; F16_ZEROS: the same
+ * beside zeros in bf16. E8M0, E4M3: in each record those of two groups, whose codes are E2M1. */
 enum { SCALES_OWN, SCALES_F16, SCALES_F16_ZEROS, SCALES_E8M0, SCALES_E4M3 };
 
 /* Prefetches memory that is read once, into the second cache. Other hints halve the pace on some processors; where this
@@ -56,7 +56,7 @@ struct expert_math {
 
 struct weights {
     int64_t bits;
-    int64_t scales;
+    int64_t scales;   /* OWN for bf16, float32 and FP8 */
     int64_t group;    /* inputs that share a scale; 1 for bf16, float32 and FP8 */
     int64_t inputs;   /* of a matrix; H of tiles */
     int64_t outputs;  /* of a matrix; H of tiles */

@@ -44,8 +44,8 @@ INLINE bytes doubled_e2m1(bytes codes) {
     return (size ^ negative) - negative;
 }
 
-/* dot[r] += the products of `inputs`, at most SPAN, of four outputs. A weight of INT8 is 16 times its upper four bits and its lower
- * four, which have sums of their own. */
+/* dot[r] += the products of `inputs`, at most SPAN, of four outputs. A weight of INT8 is 16 times its upper four bits and
+ * its lower four, which have sums of their own. */
 INLINE void span(const uint8_t *data, const spread_t *codes, const int bits, const int e2m1, const int inputs,
                  const int rows, ints *dot) {
     const int width = bits == INT2 ? 2 : 4;                          /* bits that are taken together */

@@ -1,0 +1,175 @@
+"""Reads the tensors of GGUF files, whole by their names in a checkpoint of Hugging Face, or by rows.
+
+Tensors of Q4_0, Q8_0 and MXFP4 are read as codes, those of floats as their bits, and all others as numbers,
+by the gguf package. A row is whole blocks, so rows are read alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from pipeline.checkpoint.gguf_names import Source
+from pipeline.checkpoint.index import BITS, CheckpointIndex
+from pipeline.checkpoint.reader import Bits, RawTensor, TensorReader, numbers_of
+from pipeline.models.architecture import TensorRows
+from shm.codes import Codes
+from shm.huge import private
+from shm.layout import Bytes, Float32
+
+DEQUANTIZED = (
+    *("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "IQ4_NL", "IQ4_XS"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
+)
+CHUNK = 1 << 21  # numbers that are dequantized at a time
+
+
+def _blocks(data: Bytes, dtype: str) -> Bytes:
+    """[rows, blocks, bytes of a block] of [rows, bytes]."""
+    size = GGML_QUANT_SIZES[GGMLQuantizationType[dtype]][1]
+    return data.reshape(len(data), data.shape[1] // size, size)
+
+
+def _nibbles(packed: Bytes) -> Bytes:
+    """Codes [rows, k] of [rows, blocks, 16]: a block's first 16 are low halves of its bytes."""
+    codes = np.empty((*packed.shape[:2], 2, 16), np.uint8)
+    np.bitwise_and(packed, 15, out=codes[:, :, 0])
+    np.right_shift(packed, 4, out=codes[:, :, 1])
+    return codes.reshape(len(packed), 32 * packed.shape[1])
+
+
+def _q4_0(data: Bytes) -> Codes:
+    blocks = _blocks(data, "Q4_0")
+    return Codes("q4_0", _nibbles(blocks[..., 2:]), blocks[..., :2].copy().view(np.uint16)[..., 0])
+
+
+def _q8_0(data: Bytes) -> Codes:
+    """int8 of the file, plus 128."""
+    blocks = _blocks(data, "Q8_0")
+    codes = (blocks[..., 2:] ^ np.uint8(0x80)).reshape(len(data), 32 * blocks.shape[1])
+    return Codes("q8_0", codes, blocks[..., :2].copy().view(np.uint16)[..., 0])
+
+
+def _mxfp4(data: Bytes) -> Codes:
+    blocks = _blocks(data, "MXFP4")
+    return Codes("mxfp4", _nibbles(blocks[..., 1:]), blocks[..., 0].copy())
+
+
+# Types that are read as codes: of rows [n, bytes]. The formats that keep them have the same names.
+CODED: dict[str, Callable[[Bytes], Codes]] = {"Q4_0": _q4_0, "Q8_0": _q8_0, "MXFP4": _mxfp4}
+READ = (*BITS, *CODED, *DEQUANTIZED)
+
+
+class GgufReader:
+    """Reads the tensors of one model, in any number of threads. A context manager."""
+
+    def __init__(self, index: CheckpointIndex, sources: Callable[[str, tuple[int, ...]], Source]) -> None:
+        """`index`: by the files' names, of matrices [all rows, a row]. `sources`: where a tensor of the
+        checkpoint, of this name and shape, is; raises ModelError."""
+        self._reader = TensorReader(index)
+        self._tensors = index.tensors
+        self._sources = sources
+
+    @property
+    def bytes_read(self) -> int:
+        return self._reader.bytes_read
+
+    def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
+        """A tensor's numbers, exact. Raises ModelError as `stacked`."""
+        return numbers_of(self._whole(self._sources(name, shape), shape)).reshape(shape)
+
+    def stacked(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor | Codes:
+        """Tensors stacked by rows, as the files have them; their numbers where kinds differ. Raises
+        ModelError."""
+        return _stacked([self._whole(self._sources(name, shape), shape) for name, shape in tensors])
+
+    def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor | Codes:
+        """As TensorReader.rows, of a tensor by its name in the file."""
+        if not 0 <= lo <= hi <= part.rows:
+            raise ValueError(f"no rows {lo} to {hi} in {part}")
+        return self._rows(part.name, part.first + lo, part.first + hi)
+
+    def advise(self, part: TensorRows, advice: int) -> int:
+        """As TensorReader.advise."""
+        return self._reader.advise(part, advice)
+
+    def __enter__(self) -> GgufReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.close()
+
+    def _whole(self, source: Source, shape: tuple[int, ...]) -> RawTensor | Codes:
+        """A tensor of this shape; codes only of a matrix."""
+        parts = [self._rows(name, 0, self._tensors[name].shape[0]) for name, _ in source.parts]
+        if source.made is not None and len(parts) > 1:
+            of_parts = zip(parts, source.parts, strict=True)
+            return _raw(source.made(*(numbers_of(part).reshape(size) for part, (_, size) in of_parts)))
+        whole = _stacked(parts)
+        if isinstance(whole, Codes) and (len(shape) != 2 or source.made is not None):
+            whole = _raw(whole.values())
+        if isinstance(whole, Codes):
+            return _ordered_codes(whole, source)
+        bits = whole.bits.reshape(shape)
+        bits = bits if source.rows is None else bits[source.rows]
+        bits = bits if source.columns is None else bits[:, source.columns]
+        whole = RawTensor(whole.dtype, shape, bits)
+        return whole if source.made is None else _raw(source.made(numbers_of(whole)))
+
+    def _rows(self, name: str, lo: int, hi: int) -> RawTensor | Codes:
+        """Rows [lo, hi) of a tensor of the file; the caller owns them."""
+        entry = self._tensors[name]
+        shape, row = (hi - lo, entry.shape[1]), entry.nbytes // entry.shape[0]
+        if entry.dtype in BITS:
+            bits: Bits = self._reader.part(name, lo, hi).view(BITS[entry.dtype])
+            return RawTensor(entry.dtype, shape, bits.reshape(shape))
+        if entry.dtype in CODED:
+            return CODED[entry.dtype](self._reader.part(name, lo, hi).reshape(hi - lo, row))
+        numbers = private(4 * math.prod(shape)).view(np.float32).reshape(shape)
+        step = max(1, CHUNK // entry.shape[1])
+        for first in range(lo, hi, step):
+            last = min(first + step, hi)
+            blocks = self._reader.part(name, first, last).reshape(last - first, row)
+            with np.errstate(all="ignore"):  # infinite or not a number: whoever reads them refuses them
+                numbers[first - lo : last - lo] = dequantize(blocks, GGMLQuantizationType[entry.dtype])
+        return _raw(numbers)
+
+
+def _stacked(parts: Sequence[RawTensor | Codes]) -> RawTensor | Codes:
+    """Stacked by rows: as they are where all are of one kind, else their numbers."""
+    if len(parts) == 1:
+        return parts[0]
+    coded = [part for part in parts if isinstance(part, Codes)]
+    if len(coded) == len(parts) and len({part.format for part in coded}) == 1:
+        codes, scales = (
+            np.concatenate([getattr(part, name) for part in coded]) for name in ("codes", "scales")
+        )
+        return Codes(coded[0].format, codes, scales)
+    raw = [part for part in parts if isinstance(part, RawTensor)]
+    if len(raw) == len(parts) and len({part.dtype for part in raw}) == 1:
+        bits = np.concatenate([part.bits for part in raw])
+        return RawTensor(raw[0].dtype, bits.shape, bits)
+    return _raw(np.concatenate([numbers_of(part) for part in parts]))
+
+
+def _raw(numbers: Float32) -> RawTensor:
+    numbers = np.ascontiguousarray(numbers)
+    return RawTensor("F32", numbers.shape, numbers.view(np.uint32))
+
+
+def _ordered_codes(codes: Codes, source: Source) -> RawTensor | Codes:
+    """A matrix in the order of its checkpoint: columns keep their scales where whole groups are moved."""
+    if source.rows is not None:
+        codes = codes[source.rows]
+    if source.columns is None:
+        return codes
+    group = codes.kind.group
+    first = source.columns[::group]
+    groups = (first[:, None] + np.arange(group)).reshape(-1)
+    if (first % group).any() or not np.array_equal(groups, source.columns):
+        return _raw(codes.values()[:, source.columns])
+    return Codes(codes.format, codes.codes[:, groups], codes.scales[:, first // group])

@@ -1,0 +1,273 @@
+"""GGUF files equal the checkpoints that they were converted from: floats the checkpoint itself, other types a
+checkpoint of the numbers that they mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from comparison import check_policies, exactly, within
+from families import Case, Options, drawn_texts, save, texts
+from family_cases import TIED, WHOLE_GROUPS, partly, scaled, yarn
+from gguf import GGMLQuantizationType as Type
+from gguf_files import Kind, plain, read_checkpoint, rounded, write_gguf
+from in_process import InProcess
+from oracle import EXACT, Oracle
+from quantized_oracle import QuantizedOracle
+
+from pipeline.checkpoint.gguf_model import GgufCheckpoint
+from pipeline.config import EngineConfig
+from pipeline.errors import ModelError
+
+NORMED: Options = {"norm_topk_prob": True}
+HALF, SHORT = {"dtype": torch.float16}, {"dtype": torch.bfloat16}
+CASES = [
+    Case("mixtral", "heads", {"head_dim": 10}),
+    Case("mixtral", "tied", TIED | scaled("linear"), **HALF),
+    Case("qwen2_moe", "one-key", {"num_key_value_heads": 1}),
+    Case("qwen3_moe", "yarn", NORMED | {"head_dim": 16} | yarn(beta_fast=3.0, beta_slow=0.4), **SHORT),
+    Case("qwen3_moe", "biases", NORMED | {"attention_bias": True, "num_experts_per_tok": 1}),
+    Case("olmoe", "clipped", {"clip_qkv": 0.5}, **HALF),
+    Case("qwen3_next", "three", NORMED | {"linear_num_value_heads": 6} | partly(0.5)),
+    Case("qwen3_next", "alone", NORMED | {"linear_num_value_heads": 2}, **SHORT),
+    Case("qwen3_5_moe_text", "three", {"linear_num_value_heads": 6}),
+    Case("qwen3_5_moe_text", "alone", {"linear_num_value_heads": 2} | partly(0.5), **HALF),
+    Case("gpt_oss", "yarn", yarn(beta_fast=3.0, beta_slow=0.4, truncate=False)),
+    Case("gpt_oss", "plain", {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}, **SHORT),
+    Case("glm4_moe", "plain", NORMED | partly(0.5) | {"routed_scaling_factor": 1.8}),
+    Case(
+        "glm4_moe",
+        "more",
+        {"use_qk_norm": True, "attention_bias": True, "norm_topk_prob": False, "first_k_dense_replace": 2},
+        **HALF,
+    ),
+    Case("minimax_m2", "partly", partly(0.5)),
+    Case("minimax_m2", "whole", {"head_dim": 16}, **SHORT),
+    Case(
+        "deepseek_v2",
+        "groups",
+        {"topk_method": "group_limited_greedy", "routed_scaling_factor": 3.0, "first_k_dense_replace": 1}
+        | yarn(mscale=0.7, mscale_all_dim=0.7),
+    ),
+    Case("deepseek_v2", "lite", {"topk_method": "greedy", "n_group": 1, "topk_group": 1}, **HALF),
+    Case(
+        "deepseek_v3",
+        "queries",
+        NORMED
+        | {"q_lora_rank": 16, "routed_scaling_factor": 2.827, "n_shared_experts": 2}
+        | yarn(mscale=1.0, mscale_all_dim=1.0),
+    ),
+    Case("deepseek_v3", "plain", {"norm_topk_prob": False, "n_group": 1, "topk_group": 1}, **SHORT),
+    Case("glm4_moe_lite", "plain", NORMED),
+]
+TYPES = {torch.float32: Type.F32, torch.float16: Type.F16, torch.bfloat16: Type.BF16}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_file_equals_its_checkpoint(case: Case, tmp_path: Path) -> None:
+    save(case, tmp_path / "checkpoint")
+    path = write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf", plain(TYPES[case.dtype]))
+    oracle, tokens = Oracle(tmp_path / "checkpoint", torch.float32), texts(case)[1]
+    with InProcess(path, compiled=True) as ours:
+        error = np.abs(ours.logprobs(tokens, [15, *[1] * 5, 40]) - oracle.logprobs(tokens)).max()
+    assert error < EXACT
+
+
+def of_experts(kind: Type, others: Type) -> Kind:
+    """Experts in one type, other matrices in another, and the expansions of latents in F16, since llama.cpp
+    has one of them transposed."""
+
+    def of(name: str, shape: tuple[int, ...]) -> Type:
+        if "attn_k_b" in name or "attn_v_b" in name or "attn_kv_b" in name:
+            return Type.F16
+        return plain(kind if "_exps" in name else others)(name, shape)
+
+    return of
+
+
+WIDE: Options = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32}
+BLOCKS = [
+    ({"family": "mixtral", "options": WIDE}, Type.Q4_0, Type.Q8_0),
+    ({"family": "gpt_oss", "options": WIDE}, Type.MXFP4, Type.Q8_0),
+    ({"family": "qwen3_moe", "options": NORMED | WIDE | {"moe_intermediate_size": 32}}, Type.Q5_1, Type.Q4_1),
+    (
+        {
+            "family": "qwen3_5_moe_text",
+            "options": WIDE
+            | {"moe_intermediate_size": 32, "linear_num_value_heads": 6, "linear_value_head_dim": 32},
+        },
+        Type.Q8_0,
+        Type.Q4_0,
+    ),
+    (
+        {"family": "deepseek_v3", "options": NORMED | {"hidden_size": 128, "moe_intermediate_size": 64}},
+        Type.Q5_0,
+        Type.Q8_0,
+    ),
+]
+
+
+@pytest.mark.parametrize(("made", "experts", "others"), BLOCKS, ids=[made["family"] for made, *_ in BLOCKS])
+def test_blocks_equal_a_checkpoint_of_their_numbers(
+    made: dict[str, Options], experts: Type, others: Type, tmp_path: Path
+) -> None:
+    """Also in several files, and with all codes permuted, as their rows and columns are."""
+    case, kind = Case(**made, name="blocks"), of_experts(experts, others)
+    save(case, tmp_path / "checkpoint")
+    path = write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf", kind, split_tensors=20)
+    assert path.name.startswith("model-00001-of-")
+    rounded(tmp_path / "checkpoint", tmp_path / "rounded", kind)
+    oracle, tokens = Oracle(tmp_path / "rounded", torch.float32), texts(case)[1]
+    with InProcess(path, compiled=True) as ours:
+        error = np.abs(ours.logprobs(tokens, [15, *[1] * 5, 40]) - oracle.logprobs(tokens)).max()
+    assert error < EXACT
+    own = {Type.Q4_0: "q4_0", Type.Q8_0: "q8_0", Type.MXFP4: "mxfp4"}.get(experts)
+    source = GgufCheckpoint(path)
+    assert source.own_format == own
+    assert source.quantized == experts.name
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q8_0, Type.MXFP4], ids=lambda kind: kind.name)
+async def test_an_engine_keeps_the_files_codes(kind: Type, start_engine, tmp_path: Path) -> None:
+    """By the rule of rounding.py: the same weights, activations rounded alike."""
+    case = WHOLE_GROUPS
+    save(case, tmp_path / "checkpoint")
+    path = write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf", of_experts(kind, Type.F32))
+    rounded(tmp_path / "checkpoint", tmp_path / "rounded", of_experts(kind, Type.F32))
+    format_name = kind.name.lower()
+    oracle = QuantizedOracle(tmp_path / "rounded", format_name, "f32")
+    many, prompt = drawn_texts(case, 14, 40), texts(case)[0]
+    exact = oracle.batch(many)
+    check = within(oracle.rounding(many, exact, 8), exact)
+    config = EngineConfig(model=path, format=format_name, backbone_dtype="f32", workers=2, tile=64, chunk=32)
+    async with start_engine(config) as (_, client):
+        await check_policies(client, [("all-host", {})], many, check, prompt, oracle.greedy(prompt, 10), 1e-2)
+
+
+async def test_an_engine_computes_from_a_file(start_engine, tmp_path: Path) -> None:
+    """Q6_K of blocks that no checkpoint had: the numbers are the package's."""
+    case = WHOLE_GROUPS
+    save(case, tmp_path / "checkpoint")
+    kind = of_experts(Type.Q6_K, Type.Q4_K)
+    path = write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf", kind)
+    source = GgufCheckpoint(path)
+    with source.tensors() as tensors:
+        part = source.locate(1, 2)[0]
+        found = tensors.rows(part, 0, part.rows)
+    theirs = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.1.ffn_gate_exps.weight")
+    numbers = gguf.quants.dequantize(theirs.data, theirs.tensor_type)
+    assert np.array_equal(found.bits.view(np.float32), numbers[2])
+    config = EngineConfig(model=path, format="f32", backbone_dtype="f32", workers=1, tile=64, chunk=32)
+    tokens = texts(case)[0]
+    with InProcess(path, compiled=True) as ours:
+        check = exactly([ours.logprobs(tokens, [15, 15])], EXACT)
+        async with start_engine(config) as (_, client):
+            rows = [block.logprobs async for block in client.score(token_ids=tokens, full=True)]
+    assert not check([np.concatenate(rows)])
+
+
+# --- files that are no such model ----------------------------------------------------------------------
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        GgufCheckpoint(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensors", "words"),
+    [
+        ({"general.architecture": "bert"}, {}, "the GGUF architecture 'bert' is not supported (only llama,"),
+        ({"llama.expert_count": 0}, {}, "no layer has experts"),
+        ({"llama.expert_count": None}, {}, "no layer has experts"),
+        ({"llama.block_count": None}, {}, "llama.block_count must be a number, it is None"),
+        ({"llama.block_count": 1 << 30}, {}, "tensors, and claims 1073741824 layers"),
+        ({"llama.embedding_length": "x"}, {}, "llama.embedding_length must be a number, it is 'x'"),
+        ({"llama.attention.head_count": 0}, {}, "num_attention_heads must be a positive int, it is 0"),
+        ({"llama.rope.scaling.type": "longrope"}, {}, "RoPE of type 'longrope' is not supported in GGUF"),
+        ({}, {"token_embd.weight": None}, "it lacks the tensor token_embd.weight"),
+        ({}, {"blk.1.attn_q.weight": None}, "it lacks the tensor blk.1.attn_q.weight: download it again"),
+        ({}, {"blk.1.attn_q.weight": (8, 8)}, "blk.1.attn_q.weight has the shape [8, 8]; the settings give"),
+        (
+            {},
+            {"blk.0.ffn_up_exps.weight": (5, 8, 8)},
+            "blk.0.ffn_up_exps.weight has the shape [5, 8, 8]; the",
+        ),
+        ({}, {"blk.0.attn_q.bias": (8,)}, "the tensor blk.0.attn_q.bias is not one of this architecture"),
+        ({}, {"rope_freqs.weight": (4,)}, "the tensor rope_freqs.weight is not one of this architecture"),
+    ],
+)
+def test_a_file_that_is_no_such_model_is_refused(
+    changes: Options, tensors: dict[str, tuple[int, ...] | None], words: str, tmp_path: Path
+) -> None:
+    save(Case("mixtral", "refused"), tmp_path / "checkpoint")
+    path = write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf")
+    assert words in refusal(rewritten(path, changes, tensors))
+
+
+def rewritten(path: Path, changes: Options, tensors: dict[str, tuple[int, ...] | None]) -> Path:
+    """The file with other settings and tensors; None: without it."""
+    reader, copy = gguf.GGUFReader(path), path.with_name("other.gguf")
+    settings = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    kinds = {key: field.types[0] for key, field in reader.fields.items()}
+    settings, number = settings | changes, gguf.GGUFValueType.UINT32
+    writer = gguf.GGUFWriter(copy, settings.pop("general.architecture"))
+    for key, value in settings.items():
+        if value is not None:
+            kind = gguf.GGUFValueType.STRING if isinstance(value, str) else kinds.get(key, number)
+            writer.add_key_value(key, value, kind)
+    shapes: dict[str, tuple[int, ...] | None] = {
+        t.name: tuple(t.shape.tolist()[::-1]) for t in reader.tensors
+    }
+    for name, shape in (shapes | tensors).items():
+        if shape is not None:
+            writer.add_tensor(name, np.zeros(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return copy
+
+
+def test_layers_that_predict_further_tokens_are_left_aside(tmp_path: Path) -> None:
+    case = Case("glm4_moe", "more", NORMED)
+    save(case, tmp_path / "checkpoint")
+    path = write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf")
+    more = {"blk.3.nextn.eh_proj.weight": (8, 8), "blk.3.attn_q.weight": (8, 8)}
+    counts: Options = {"glm4moe.block_count": 4, "glm4moe.nextn_predict_layers": 1}
+    assert GgufCheckpoint(rewritten(path, counts, more)).config["num_hidden_layers"] == 3
+
+
+def test_the_oldest_files_have_each_expert_alone(tmp_path: Path) -> None:
+    """blk.N.ffn_gate.E.weight, as of 2023."""
+    case = Case("mixtral", "oldest")
+    save(case, tmp_path / "checkpoint")
+    path = write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf")
+    _, tensors = read_checkpoint(tmp_path / "checkpoint")
+    reader, old = gguf.GGUFReader(path), tmp_path / "old.gguf"
+    writer = gguf.GGUFWriter(old, "llama")
+    for key, field in reader.fields.items():
+        if not key.startswith(("GGUF.", "general.architecture")):
+            writer.add_key_value(key, field.contents(), field.types[0])
+    for tensor in reader.tensors:
+        if "_exps" not in tensor.name:
+            writer.add_tensor(tensor.name, np.array(tensor.data))
+            continue
+        for number, expert in enumerate(np.array(tensor.data)):
+            writer.add_tensor(tensor.name.replace("_exps", f".{number}"), expert)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    source = GgufCheckpoint(old)
+    with source.tensors() as opened:
+        gate, up, down = (opened.rows(part, 0, part.rows) for part in source.locate(2, 4))
+    for name, found in (("w1", gate), ("w3", up), ("w2", down)):
+        expected = tensors[f"model.layers.2.block_sparse_moe.experts.4.{name}.weight"]
+        assert np.array_equal(found.bits.view(np.float32), expected.numpy())
