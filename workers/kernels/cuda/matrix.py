@@ -119,8 +119,12 @@ class CudaFp8Matrix:
         x = x.contiguous()
         if len(x) > FP8_ROWS:
             step = max(1, WIDENED // (self.inputs * BLOCK))  # blocks
-            parts = zip(self._codes[0].split(step * BLOCK), self._scales[0].split(step), strict=True)
-            return torch.cat([x @ widened(*part).mT for part in parts], dim=1)
+            codes, scales = self._codes[0], self._scales[0]
+            parts = [
+                x @ widened(codes[lo * BLOCK : (lo + step) * BLOCK], scales[lo : lo + step]).mT
+                for lo in range(0, len(scales), step)
+            ]
+            return torch.cat(parts, dim=1)
         y = torch.empty((len(x), self.outputs), dtype=torch.float32, device=x.device)
         if len(x):
             limit = limit_of(min(len(x), PLAIN_LIMITS[-1]), PLAIN_LIMITS)
