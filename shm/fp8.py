@@ -75,8 +75,8 @@ class FP8(MatrixFormat):
     def encode(
         self, gate: Float32 | None, up: Float32, down: Float32, out: Bytes, head: Bytes = NO_HEAD
     ) -> None:
-        matrices = there(gate, up, down)
-        sizes = len(up), up.shape[1], len(matrices)
+        matrices, (tile, hidden) = there(gate, up, down), up.shape
+        sizes = tile, hidden, len(matrices)
         self.clear_padding(out, *sizes)
         for w, codes, scales in zip(matrices, *self.parts(out, *sizes), strict=True):
             encode_rows(w, codes, scales)
