@@ -36,7 +36,7 @@ CASES = [
     Case("qwen3_5_moe_text", "three", {"linear_num_value_heads": 6}),
     Case("qwen3_5_moe_text", "alone", {"linear_num_value_heads": 2} | partly(0.5), **HALF),
     Case("gpt_oss", "yarn", yarn(beta_fast=3.0, beta_slow=0.4, truncate=False)),
-    Case("gpt_oss", "plain", {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}, **SHORT),
+    Case("gpt_oss", "no-stretch", partly(1.0), fused=True, **SHORT),
     Case("glm4_moe", "plain", NORMED | partly(0.5) | {"routed_scaling_factor": 1.8}),
     Case(
         "glm4_moe",
