@@ -138,7 +138,7 @@ def make_plan(model: Path, now: Situation) -> tuple[Plan, list[str]]:
     plan = now.plan(now.config, every)
     if plan is None:
         raise UsageError(refusal(source, now, every))
-    return plan, [*memory_lines(plan, now.machine), *reasons(plan, now, every, source)]
+    return plan, [*memory_lines(plan, now.machine), *reasons(plan, now, every)]
 
 
 def start_line(model: Path, plan: Plan, machine: Machine, backbone_dtype: str) -> str:
@@ -148,7 +148,8 @@ def start_line(model: Path, plan: Plan, machine: Machine, backbone_dtype: str) -
         if pool.name != SHM_FOLDER:
             size = byte_size(sum(size for part, size in pool.parts.items() if part != LEFT_FREE))
             needs.append(f"{pool.name} {size} of {byte_size(pool.free)}")
-    formats = f"experts {plan.needs.format}, rest {backbone_dtype}"
+    again = f" (a second rounding, of {plan.needs.rounded})" if plan.needs.rounded else ""
+    formats = f"experts {plan.needs.format}{again}, rest {backbone_dtype}"
     return f"{model_name(str(model))}: {formats}; {', '.join(needs)}"
 
 
@@ -161,7 +162,7 @@ def memory_lines(plan: Plan, machine: Machine) -> list[str]:
     ]
 
 
-def reasons(plan: Plan, now: Situation, every: Sequence[Needs], source: ModelSource) -> list[str]:
+def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
     """A line for each choice that differs from the default: what was chosen, and why; and one where quantized
     experts are quantized again."""
     asked, lines = now.config, []
@@ -172,9 +173,8 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs], source: ModelSou
         if not pool.short:
             why = f"with {names[position - 1]} fewer than {GOOD_CONTEXT} tokens of context would fit"
         lines.append(f"--format {plan.needs.format}: {why}")
-    stored, kept = source.quantized or source.own_format, plan.needs.format
-    if stored and kept not in (source.own_format, "f32", "bf16"):
-        lines.append(f"the experts are {stored} in the file, kept as {kept}: a second rounding")
+    if stored := plan.needs.rounded:
+        lines.append(f"the experts are {stored} in the file, kept as {plan.needs.format}: a second rounding")
     if asked.context is None and plan.context < choose_context(None, plan.needs.facts):
         why = "--kv-tokens is no larger" if plan.context == asked.kv_tokens else "more does not fit"
         lines.append(f"--context {plan.context}: {why}")

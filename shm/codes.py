@@ -67,6 +67,7 @@ CODE_FORMATS = {
     "int4-f16-g128": CodeFormat(128, _NIBBLES, bits=np.uint16, zeros=True),
     "fp8": CodeFormat(128, E4M3, bits=np.float32),
 }
+LARGEST_CODES = {name: float(np.nanmax(np.abs(kind.values))) for name, kind in CODE_FORMATS.items()}
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class Codes:
     def check(self) -> None:
         """Raises WeightsUnusable where a number could be infinite, not a number, or beyond 2^120."""
         with np.errstate(invalid="ignore", over="ignore"):
-            largest = np.abs(self.group_scales()).max(initial=0) * np.nanmax(np.abs(self.kind.values))
+            largest = np.abs(self.group_scales()).max(initial=0) * LARGEST_CODES[self.format]
         if not largest < LARGEST:
             raise WeightsUnusable(
                 "some scales are infinite, not a number, or beyond 1e36: they cannot be kept"

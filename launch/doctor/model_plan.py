@@ -59,7 +59,7 @@ class ModelPlan:
                 return chosen
             return now.plan(replace(now.config, format=needs.format), [needs]) or now.smallest(needs)
 
-        why = [refusal(source, now, allowed)] if chosen is None else reasons(chosen, now, allowed, source)
+        why = [refusal(source, now, allowed)] if chosen is None else reasons(chosen, now, allowed)
         return cls(source, now, [row(needs) for needs in each], chosen, why)
 
     @property

@@ -55,6 +55,7 @@ class Needs:
 
     format: FormatName
     backbone_dtype: BackboneDType
+    rounded: str  # how the file has the experts, where this format rounds them a second time; else empty
     store: int  # every expert
     present: int  # of the store, allocated in shared memory already
     heads: int  # of all experts, on a GPU; 0 on the host, which reads them in the store
@@ -80,6 +81,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     fingerprint = source.fingerprint(format, shape.tile)
     manifest = StoreManifest(fingerprint, shape, format, source.name)
     store = store_bytes(manifest)
+    stored = source.quantized or source.own_format or ""
     cuda = config.device == "cuda"
     slot, heads = manifest.layout.tile_bytes, manifest.layout.head_stride
     staging = staging_tiles(shape.tiles, facts.top_k, heads > 0)
@@ -104,6 +106,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     return Needs(
         format=format,
         backbone_dtype=backbone_dtype(source, config),
+        rounded="" if format in (source.own_format, "f32", "bf16") else stored,
         store=store,
         present=min(store, _allocated(store_name(fingerprint))),
         heads=shape.layers * shape.experts * heads if cuda else 0,

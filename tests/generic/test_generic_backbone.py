@@ -15,14 +15,18 @@ from torch import Tensor, nn
 
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import SequenceKV
-from pipeline.backbone.linear import Precision
+from pipeline.backbone.linear import Precision, QuantizedLinear
 from pipeline.backbone.protocol import LayerCall
 from pipeline.checkpoint.decoder import without_memory
+from pipeline.checkpoint.model_source import OwnMatrix
+from pipeline.checkpoint.reader import numbers_of
 from pipeline.device.cpu import CpuDevice
 from pipeline.errors import ModelError, PolicyError, StepFailed
 from pipeline.generic.backbone import GenericBackbone
 from pipeline.generic.describe import describe
+from pipeline.generic.modules import OwnLinear
 from pipeline.generic.trial import new_cache, sequence
+from shm.codes import Codes, rounded
 from tests.tiny_families import family_names, tiny_model
 
 SAMPLE = (
@@ -73,6 +77,29 @@ class Outside:
 @cache
 def device() -> CpuDevice:
     return CpuDevice()
+
+
+class CodesOf(dict[str, Tensor]):
+    """Parameters of a model whose file has matrices as codes."""
+
+    @property
+    def own(self) -> dict[str, OwnMatrix]:
+        return {
+            n: OwnMatrix("q8_0", tuple(w.shape)) for n, w in self.items() if is_matrix(n) and w.dim() == 2
+        }
+
+    def float32(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        return numbers_of(self.stacked([(name, shape)]))
+
+    def stacked(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> Codes:
+        ((name, shape),) = tensors
+        assert is_matrix(name)
+        assert self[name].shape == shape
+        return rounded(self[name].numpy(), "q8_0")
+
+
+def is_matrix(name: str) -> bool:
+    return name.endswith("_proj.weight")
 
 
 def loaded(family: str, dtype: str = "f32") -> tuple[Any, GenericBackbone]:
@@ -199,3 +226,21 @@ def test_every_family(family: str) -> None:
     with torch.inference_mode():
         backbone = check(family)
     assert bool(backbone.own_choices) == (family in OWN_CHOICES)
+
+
+def test_matrices_stay_as_the_file_has_quantized_them() -> None:
+    """All but an expansion of latents, which is multiplied otherwise, and what is not quantized."""
+    model = tiny_model("deepseek_v3")
+    state = CodesOf(model.state_dict())
+    facts = describe(without_memory(type(model), model.config))
+    precision = Precision("own", device(), None, state.own)
+    backbone = GenericBackbone(facts, type(model), model.config, state, precision)
+    linears = {n: m for n, m in backbone._model.named_modules() if isinstance(m, OwnLinear)}
+    quantized = {n for n, m in linears.items() if isinstance(m._matrix, QuantizedLinear)}
+    assert quantized == {n for n in linears if is_matrix(f"{n}.weight") and "kv_b" not in n} != {*linears}
+    for name in quantized:
+        x = torch.randn(3, linears[name].in_features)
+        weight = torch.from_numpy(rounded(state[f"{name}.weight"].numpy(), "q8_0").values())
+        wanted = x @ weight.T
+        found = linears[name](x) - (0 if linears[name].bias is None else linears[name].bias)
+        assert (found - wanted).abs().max() < 0.02 * wanted.abs().max()

@@ -26,6 +26,7 @@ from launch.planning import (
     reasons,
     refusal,
     situation,
+    start_line,
 )
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig, ResolvedConfig
@@ -144,7 +145,7 @@ def test_each_choice_other_than_the_default_has_a_reason() -> None:
         "memory: no experts (25.37 GB in int4 exist already), KV cache"
         in memory_lines(plan, there.machine)[0]
     )
-    assert reasons(plan, there, [attached], source) == []
+    assert reasons(plan, there, [attached]) == []
     assert "it needs 25.37 GB of /dev/shm" in refusal(source, there, [needed])
 
 
@@ -258,10 +259,13 @@ def test_a_quantized_model_keeps_its_format_where_it_fits() -> None:
     plan = there.plan(there.config, every)
     assert plan is not None
     assert plan.needs.format == "q8_0"
-    assert reasons(plan, there, every, source) == []
+    assert reasons(plan, there, every) == []
     less = now(Machine(34 * GB, 34 * GB), model=model)
     plan = less.plan(less.config, every)
     assert plan is not None
     assert plan.needs.format == "int4"
-    last = reasons(plan, less, every, source)[1]
+    last = reasons(plan, less, every)[1]
     assert last == "the experts are Q8_0 in the file, kept as int4: a second rounding"
+    assert "experts int4 (a second rounding, of Q8_0), rest bf16" in start_line(
+        model, plan, less.machine, "bf16"
+    )

@@ -27,6 +27,8 @@ def test_store_with_the_checkpoints_bits_is_not_worth_keeping(tmp_path, dtype, s
     tensors, formats = tiny_checkpoint.expert_tensors(dtype), ["bf16", "f32", "int8", "int4"]
     model = Checkpoint(tiny_checkpoint.write(tmp_path / "one", tensors))
     assert [name for name in formats if not model.worth_keeping(name)] == same
+    model.own_format = "int4-f16"  # of a quantized one
+    assert [name for name in (*formats, "int4-f16") if not model.worth_keeping(name)] == [*same, "int4-f16"]
     last = list(tensors)[-1]
     tensors[last] = tensors[last].to(torch.float32 if dtype != torch.float32 else torch.bfloat16)
     assert all(map(Checkpoint(tiny_checkpoint.write(tmp_path / "two", tensors)).worth_keeping, formats))

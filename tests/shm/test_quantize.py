@@ -14,6 +14,7 @@ from shm.blocks import Int2, Int4, Int8
 from shm.errors import NotCompiled, WeightsUnusable
 from shm.floe import QuantizedRows
 from shm.formats import Bytes, Float32
+from shm.layout import format_named
 from shm.quantize import STEPS, VERSION, encode_blocks, encode_rows, library
 
 NORM = 0.7
@@ -237,3 +238,26 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match="group"):
             encode_blocks(w, 4, group, target)
     assert not target.any()
+
+
+def half(w: Float32, **how: object) -> Bytes:
+    out = np.full(Int4(64).matrix_bytes(*w.shape), 0xAB, np.uint8)
+    encode_blocks(w, 4, 64, out, half=True, **how)
+    return out
+
+
+def test_scales_in_binary16() -> None:
+    """They are numpy's, also below the normal numbers, and with them the errors are as with bfloat16."""
+    random = np.random.default_rng(2)
+    w = random.standard_normal((160, 64)).astype(np.float32)
+    w *= 10.0 ** np.linspace(-7, 4, 160, dtype=np.float32)[:, None]
+    found = half(w, steps=0).reshape(10, -1)[:, :32].copy().view(np.float16).ravel()
+    low, high = np.minimum(w.min(axis=1), 0), np.maximum(w.max(axis=1), 0)
+    step = (high - low) / np.float32(15)
+    wanted = np.where(step < 2.0**-22, np.float32(0), step).astype(np.float16)
+    np.testing.assert_array_equal(found, wanted)
+    assert 0 < (wanted == 0).sum() < (wanted < 2.0**-14).sum() < 80
+    usual = (0.02 * random.standard_normal((48, 128))).astype(np.float32)
+    blocks, out = format_named("int4-f16"), half(usual)
+    off = np.abs(decode_matrix(blocks, out, *usual.shape).astype(np.float64) - usual) ** NORM
+    assert off.sum() < 1.005 * errors(usual, int4(usual, 64), 64).sum()
