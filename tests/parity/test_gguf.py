@@ -3,6 +3,7 @@ checkpoint of the numbers that they mean."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -19,6 +20,7 @@ from oracle import EXACT, Oracle
 from quantized_oracle import QuantizedOracle
 
 from pipeline.checkpoint.gguf_model import GgufCheckpoint
+from pipeline.checkpoint.reader import numbers_of
 from pipeline.config import EngineConfig
 from pipeline.errors import ModelError
 
@@ -244,30 +246,46 @@ def test_layers_that_predict_further_tokens_are_left_aside(tmp_path: Path) -> No
     assert GgufCheckpoint(rewritten(path, counts, more)).config["num_hidden_layers"] == 3
 
 
-def test_the_oldest_files_have_each_expert_alone(tmp_path: Path) -> None:
+def each_alone(name: str, experts: np.ndarray) -> dict[str, np.ndarray]:
     """blk.N.ffn_gate.E.weight, as of 2023."""
-    case = Case("mixtral", "oldest")
-    save(case, tmp_path / "checkpoint")
+    return {name.replace("_exps", f".{number}"): expert for number, expert in enumerate(experts)}
+
+
+def gates_above(name: str, experts: np.ndarray) -> dict[str, np.ndarray]:
+    """blk.N.ffn_gate_up_exps.weight, of which these are gates and zeros."""
+    if "ffn_up" in name:
+        return {}
+    both = np.concatenate([experts, np.zeros_like(experts)], axis=1)
+    return {name.replace("gate", "gate_up"): both} if "gate" in name else {name: experts}
+
+
+@pytest.mark.parametrize("form", [each_alone, gates_above])
+def test_experts_in_other_tensors(form: Callable[..., dict[str, np.ndarray]], tmp_path: Path) -> None:
+    save(Case("mixtral", "other"), tmp_path / "checkpoint")
     path = write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf")
     _, tensors = read_checkpoint(tmp_path / "checkpoint")
-    reader, old = gguf.GGUFReader(path), tmp_path / "old.gguf"
-    writer = gguf.GGUFWriter(old, "llama")
+    reader, other = gguf.GGUFReader(path), tmp_path / "other.gguf"
+    writer = gguf.GGUFWriter(other, "llama")
     for key, field in reader.fields.items():
         if not key.startswith(("GGUF.", "general.architecture")):
             writer.add_key_value(key, field.contents(), field.types[0])
     for tensor in reader.tensors:
-        if "_exps" not in tensor.name:
-            writer.add_tensor(tensor.name, np.array(tensor.data))
-            continue
-        for number, expert in enumerate(np.array(tensor.data)):
-            writer.add_tensor(tensor.name.replace("_exps", f".{number}"), expert)
+        data = np.array(tensor.data)
+        for name, part in (
+            form(tensor.name, data) if "_exps" in tensor.name else {tensor.name: data}
+        ).items():
+            writer.add_tensor(name, part)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    source = GgufCheckpoint(old)
+    source = GgufCheckpoint(other)
     with source.tensors() as opened:
-        gate, up, down = (opened.rows(part, 0, part.rows) for part in source.locate(2, 4))
-    for name, found in (("w1", gate), ("w3", up), ("w2", down)):
-        expected = tensors[f"model.layers.2.block_sparse_moe.experts.4.{name}.weight"]
-        assert np.array_equal(found.bits.view(np.float32), expected.numpy())
+        gate, up, down = (numbers_of(opened.rows(part, 0, part.rows)) for part in source.locate(2, 4))
+    w1, w3, w2 = (
+        tensors[f"model.layers.2.block_sparse_moe.experts.4.{name}.weight"].numpy()
+        for name in ("w1", "w3", "w2")
+    )
+    assert np.array_equal(gate, w1)
+    assert np.array_equal(up, w3 if form is each_alone else np.zeros_like(w3))
+    assert np.array_equal(down, w2)
