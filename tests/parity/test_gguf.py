@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from comparison import check_policies, exactly, within
+from comparison import check_policies, within
 from families import Case, Options, drawn_texts, save, texts
 from family_cases import TIED, WHOLE_GROUPS, partly, scaled, yarn
 from gguf import GGMLQuantizationType as Type
@@ -132,7 +132,14 @@ def test_blocks_equal_a_checkpoint_of_their_numbers(
     assert source.quantized == experts.name
 
 
-@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q8_0, Type.MXFP4], ids=lambda kind: kind.name)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Type.MXFP4, pytest.param(Type.Q4_0, marks=SLOW), pytest.param(Type.Q8_0, marks=SLOW)],
+    ids=lambda kind: kind.name,
+)
 async def test_an_engine_keeps_the_files_codes(kind: Type, start_engine, tmp_path: Path) -> None:
     """By the rule of rounding.py: the same weights, activations rounded alike."""
     case = WHOLE_GROUPS
@@ -162,13 +169,15 @@ async def test_an_engine_computes_from_a_file(start_engine, tmp_path: Path) -> N
     theirs = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.1.ffn_gate_exps.weight")
     numbers = gguf.quants.dequantize(theirs.data, theirs.tensor_type)
     assert np.array_equal(found.bits.view(np.float32), numbers[2])
-    config = EngineConfig(model=path, format="f32", backbone_dtype="f32", workers=1, tile=64, chunk=32)
     tokens = texts(case)[0]
     with InProcess(path, compiled=True) as ours:
-        check = exactly([ours.logprobs(tokens, [15, 15])], EXACT)
+        expected = ours.logprobs(tokens, [15, 15])
+    # `own`: matrices of Q4_K in int8, whose rounding is far less than what a wrong matrix would do.
+    for backbone, bound in (("f32", EXACT), ("own", float(expected.std()) / 20)):
+        config = EngineConfig(model=path, format="f32", backbone_dtype=backbone, workers=1, tile=64, chunk=32)
         async with start_engine(config) as (_, client):
             rows = [block.logprobs async for block in client.score(token_ids=tokens, full=True)]
-    assert not check([np.concatenate(rows)])
+        assert np.abs(np.concatenate(rows) - expected).mean() < bound
 
 
 # --- files that are no such model ----------------------------------------------------------------------
