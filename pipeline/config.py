@@ -23,7 +23,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 # Formats of expert tiles, see shm/layout.py: those of files keep a quantized model without loss; of those in
 # shm/floe.py single channels can be left out.
 OwnName = Literal["f32", "bf16", "int8", "int4", "int4-g128"]
-FileName = Literal["q4_0", "q8_0", "mxfp4", "nvfp4", "int4-f16", "int4-f16-g32", "int4-f16-g128"]
+FileName = Literal["q4_0", "q8_0", "mxfp4", "nvfp4", "fp8", "int4-f16", "int4-f16-g32", "int4-f16-g128"]
 DenseName = Literal[OwnName, FileName]
 FloeName = Literal[
     "floe", "floe-int8", "floe-int4", "floe-u4", "floe-u4-int8", "floe-u4-int4",
@@ -33,7 +33,7 @@ FormatName = Literal[DenseName, FloeName]
 ExchangeName = Literal["shm", "zmq"]
 GraphsName = Literal["auto", "off"]
 # own: bf16, and the matrices that the file has quantized as they are there.
-BackboneDType = Literal["f32", "bf16", "int8", "int4", "own"]
+BackboneDType = Literal["f32", "bf16", "fp8", "int8", "int4", "own"]
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ import numpy as np
 
 from shm.codes import CODE_FORMATS, Codes, largest_factor, rounded
 from shm.expert_math import ExpertMath
-from shm.formats import LINE, NO_HEAD, Bytes, Float32, TileFormat, round_to_bf16, there, whole_lines
+from shm.formats import LINE, NO_HEAD, Bytes, Float32, MatrixFormat, round_to_bf16, there, whole_lines
 from shm.quantize import HEAD_BYTES, LANES, encode_blocks
 
 __all__ = ["HEAD_BYTES", "LANES", "BlockFormat", "FileFormat", "Int2", "Int4", "Int8", "Scales"]
@@ -82,7 +82,7 @@ class Scales(IntEnum):
     E4M3 = 4
 
 
-class BlockFormat(TileFormat):
+class BlockFormat(MatrixFormat):
     """Base of the quantized formats: matrices of records."""
 
     scales = Scales.OWN

@@ -13,8 +13,9 @@ to whole lines of 64 bytes, and so are they:
 
     | the tile's matrices | gate's biases [T], float32 (unless ungated) | up's biases [T], float32 |
 
-The quantized formats are in `shm/blocks.py`, those that are read by channel in `shm/floe.py`. The latter
-divide a tile: its head (all of up) and its body are in two places. Other formats have no heads.
+The quantized formats are in `shm/fp8.py` and `shm/blocks.py`, those that are read by channel in
+`shm/floe.py`. The latter divide a tile: its head (all of up) and its body are in two places. Other formats
+have no heads.
 
 Random weights cost no more than a copy: each tile is one of a few that were encoded from random numbers.
 """
@@ -105,6 +106,18 @@ class TileFormat(ABC):
             bodies, heads = _random_tiles(self, hidden, tile, scale, math)
         chosen = rng.integers(RANDOM_TILES)
         out[:], head[:] = bodies[chosen], heads[chosen]
+
+
+class MatrixFormat(TileFormat):
+    """Base of the quantized formats that keep single matrices, too: those of the backbone."""
+
+    @abstractmethod
+    def matrix_bytes(self, n: int, k: int) -> int:
+        """Bytes of a matrix of n outputs and k inputs."""
+
+    @abstractmethod
+    def encode_matrix(self, w: Float32, out: Bytes) -> None:
+        """Quantize w [n, k] (any strides) into out, uint8 [matrix_bytes(n, k)]. Raises WeightsUnusable."""
 
 
 class F32(TileFormat):

@@ -12,10 +12,10 @@ then up's biases (float32 [tiles * tile]) if it has any, and start on a page:
 
     layer:  | heads of expert 0 | heads of expert 1 | ... | tiles of expert 0 | tiles of expert 1 | ...
 
-Only a format class knows a tile's bytes: `shm/formats.py` draws those of the plain formats, `shm/blocks.py`
-those of the quantized ones, `shm/floe.py` those that are read by channel. A format has two consumers, the
-host kernels and the device; both read those bytes. Adding a format is adding its class to FORMATS and its
-kernel to `workers/kernels`.
+Only a format class knows a tile's bytes: `shm/formats.py` draws those of the plain formats, `shm/fp8.py` and
+`shm/blocks.py` those of the quantized ones, `shm/floe.py` those that are read by channel. A format has two
+consumers, the host kernels and the device; both read those bytes. Adding a format is adding its class to
+FORMATS and its kernel to `workers/kernels`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ from shm.blocks import FILE_FORMATS, BlockFormat, FileFormat, Int4, Int8
 from shm.errors import UnknownFormat
 from shm.expert_math import SWIGLU, ExpertMath, math_of
 from shm.floe import FLOE_FORMATS, FloeFormat
-from shm.formats import BF16, F32, NO_HEAD, Bytes, Float32, TileFormat, there
+from shm.formats import BF16, F32, NO_HEAD, Bytes, Float32, MatrixFormat, TileFormat, there
+from shm.fp8 import FP8
 
 __all__ = [  # beside what is defined here
     "BF16",
+    "FP8",
     "NO_HEAD",
     "BlockFormat",
     "Bytes",
@@ -42,6 +44,7 @@ __all__ = [  # beside what is defined here
     "Float32",
     "FloeFormat",
     "Int4",
+    "MatrixFormat",
     "TileFormat",
 ]
 
@@ -96,7 +99,7 @@ def shape_of(plain: Mapping[str, Any]) -> ExpertShape:
 
 
 DENSE: dict[str, TileFormat] = {  # no heads
-    f.name: f for f in (F32(), BF16(), Int8(), Int4(64), Int4(128), *FILE_FORMATS)
+    f.name: f for f in (F32(), BF16(), FP8(), Int8(), Int4(64), Int4(128), *FILE_FORMATS)
 }
 FORMATS: dict[str, TileFormat] = DENSE | {f.name: f for f in FLOE_FORMATS}
 

@@ -75,7 +75,8 @@ BUILD = "from setuptools import setup; setup()"  # as pyproject.toml says
 LINK = "pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current"
 CARD = f"name,driver_version,{LINK},memory.total,memory.free"
 HOST = "lscpu; free -b; df -B1 /dev/shm /tmp; ulimit -a; uname -a"
-SMALLEST = tests("tests/gpu/test_cuda_tiles.py", "-k", "layers_have and 1-1-int4")  # one format, one shape
+# One format, one shape.
+SMALLEST = tests("tests/gpu/test_cuda_tiles.py", "-k", "layers_have and 1-1-int4 and not int4-")
 STEPS = "tests/gpu/test_cuda_steps.py"
 WHOLE = tests(STEPS, "tests/gpu/test_cuda_quantized.py", "tests/gpu/test_channels_on_gpu.py")
 CALIBRATE = "calibrate --device cuda --text pipeline/assets/heldout/python.txt --calibrate-tokens 1024"

@@ -25,7 +25,20 @@ from workers.kernels.cuda.compiler import OPTIONS, Nvrtc, Program
 
 # After the formats: the workers' partial sums; attention over a KV cache of either type.
 ATTENTION = {"attention-bf16": torch.bfloat16, "attention-f32": torch.float32}
-FORMATS = ("int4", "int4-g128", "int8", "bf16", "sums", *ATTENTION)
+FORMATS = (
+    "int4",
+    "int4-g128",
+    "int8",
+    "q4_0",
+    "q8_0",
+    "mxfp4",
+    "nvfp4",
+    "int4-f16",
+    "bf16",
+    "fp8",
+    "sums",
+    *ATTENTION,
+)
 ARCHITECTURES = (80, 86, 89, 90, 120)
 ENTRY = re.compile(
     r"Compiling entry function '(\w+)' for 'sm_(\d+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores,"

@@ -16,16 +16,17 @@ from pipeline.checkpoint.model_source import OwnMatrix
 from pipeline.checkpoint.reader import RawTensor, numbers_of
 from pipeline.device.base import Device
 from pipeline.errors import ModelError
-from shm.blocks import BlockFormat, FileFormat, Int8
+from shm.blocks import Int8
 from shm.codes import Codes
 from shm.errors import WeightsUnusable
-from shm.layout import FORMATS, Float32
-from workers.kernels.cuda.matrix import CudaMatrix
+from shm.fp8 import FP8, in_blocks
+from shm.layout import FORMATS, Float32, MatrixFormat
+from workers.kernels.cuda.matrix import DeviceMatrix
 from workers.kernels.layer import Projection
 from workers.kernels.matrix import HostMatrix, quantized
 from workers.kernels.reference import DTYPES
 
-MIXED = Int8()  # keeps matrices of several formats, or factors, that are stacked
+MIXED = Int8()  # keeps matrices of several formats, factors or grids of blocks, that are stacked
 NOTHING: Mapping[str, OwnMatrix] = MappingProxyType({})
 FEW_ROWS = 16  # of a dense matrix's products on the host that C computes: more are faster by torch
 
@@ -81,7 +82,7 @@ class BiasedLinear:
 class QuantizedLinear:
     """A matrix of a quantized format, multiplied by the expert kernels of the host or the device."""
 
-    matrix: HostMatrix | CudaMatrix
+    matrix: HostMatrix | DeviceMatrix
 
     def __call__(self, x: Tensor) -> Tensor:
         if isinstance(self.matrix, HostMatrix):
@@ -102,16 +103,16 @@ class Precision:
         cache: BackboneCache | None = None,
         own: Mapping[str, OwnMatrix] = NOTHING,
     ) -> None:
-        """`name`: f32, bf16, int8, int4 or own, for which `own` are the matrices that the file has quantized;
-        `cache` keeps those that are quantized here. Raises UsageError where the device cannot compute in
+        """`name`: f32, bf16, fp8, int8, int4 or own, for which `own` are the matrices that the file has
+        quantized; `cache` keeps those that are quantized here. Raises UsageError where the device cannot compute in
         it."""
         self.device, self._cache = device, cache
         self._own = own if name == "own" else None
         format = FORMATS.get(name)
-        self._format = format if isinstance(format, BlockFormat) else None
+        self._format = format if isinstance(format, MatrixFormat) else None
         formats = {matrix.format for matrix in own.values()} if name == "own" else {name}
         for used in (FORMATS[one] for one in formats):
-            if isinstance(used, BlockFormat):
+            if isinstance(used, MatrixFormat):
                 device.check_quantized(used)
         self.dtype = DTYPES.get(name, torch.bfloat16)  # of embeddings and of the KV cache
 
@@ -120,7 +121,7 @@ class Precision:
         """Returns whether any matrix may be."""
         return self._format is not None or bool(self._own)
 
-    def format_of(self, names: Sequence[str]) -> BlockFormat | None:
+    def format_of(self, names: Sequence[str]) -> MatrixFormat | None:
         """The format of a matrix that is stacked from tensors of these names; None: it is not quantized."""
         if self._own is None:
             return self._format
@@ -128,18 +129,18 @@ class Precision:
         if "" in kept:
             return None
         format = FORMATS[kept.pop()] if len(kept) == 1 else MIXED
-        assert isinstance(format, BlockFormat)
+        assert isinstance(format, MatrixFormat)
         return format
 
     def quantized_matrix(
         self,
-        format: BlockFormat,
+        format: MatrixFormat,
         name: str,
         shape: tuple[int, int],
         numbers: Callable[[], Float32 | Codes],
-    ) -> HostMatrix | CudaMatrix:
-        """A quantized matrix [outputs, inputs]: from the cache under `name`, or made from its `numbers`, in a
-        format of files only if they are codes of it. Raises ModelError, which has the `name`, where they
+    ) -> HostMatrix | DeviceMatrix:
+        """A quantized matrix [outputs, inputs]: from the cache under `name`, or made from its `numbers`, in
+        the file's own format only if they are codes of it. Raises ModelError, which has the `name`, where they
         cannot be quantized."""
         data = None
         if self._cache is not None:
@@ -147,7 +148,7 @@ class Precision:
         if data is None:
             try:
                 w = numbers()
-                if isinstance(format, FileFormat) and not isinstance(w, Codes):
+                if self._own is not None and not _is_kept(format, w):
                     format = MIXED
                 data = quantized(format, w)
             except WeightsUnusable as e:
@@ -157,6 +158,11 @@ class Precision:
         return self.device.quantized_matrix(format, data, shape)
 
 
-def codes_or_numbers(rows: RawTensor | Codes, format: BlockFormat) -> Float32 | Codes:
+def _is_kept(format: MatrixFormat, w: Float32 | Codes) -> bool:
+    """Returns whether a format keeps what a file has without loss."""
+    return isinstance(w, Codes) and w.format == format.name and (not isinstance(format, FP8) or in_blocks(w))
+
+
+def codes_or_numbers(rows: RawTensor | Codes, format: MatrixFormat) -> Float32 | Codes:
     """Codes of this format as they are, and all else as numbers."""
     return rows if isinstance(rows, Codes) and rows.format == format.name else numbers_of(rows)

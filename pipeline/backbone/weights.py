@@ -22,10 +22,9 @@ from pipeline.checkpoint.model_source import Tensors
 from pipeline.checkpoint.reader import RawTensor, to_float32
 from pipeline.errors import ModelError
 from pipeline.models.architecture import TensorSpec
-from shm.blocks import BlockFormat
 from shm.codes import Codes
-from shm.layout import Float32
-from workers.kernels.cuda.matrix import CudaMatrix
+from shm.layout import Float32, MatrixFormat
+from workers.kernels.cuda.matrix import DeviceMatrix
 from workers.kernels.matrix import HostMatrix
 
 RowOrder = Mapping[str, NDArray[np.int64]]  # role -> a permutation of its matrix's rows
@@ -68,7 +67,7 @@ class Weights:
         stacked = [(self._specs[role].name, self._specs[role].shape) for role in roles]
         return self._keep(tensor_of(self._tensors.stacked(stacked)), self._precision.dtype)
 
-    def format_of(self, *roles: str) -> BlockFormat | None:
+    def format_of(self, *roles: str) -> MatrixFormat | None:
         """The format of these roles' matrix; None where it is not quantized."""
         return self._precision.format_of([self._specs[role].name for role in roles])
 
@@ -91,8 +90,8 @@ class Weights:
         return BiasedLinear(linear, self._keep(torch.from_numpy(biases), torch.float32))
 
     def _quantized(
-        self, format: BlockFormat, roles: tuple[str, ...], order: RowOrder
-    ) -> HostMatrix | CudaMatrix:
+        self, format: MatrixFormat, roles: tuple[str, ...], order: RowOrder
+    ) -> HostMatrix | DeviceMatrix:
         specs = [self._specs[role] for role in roles]
         shape = (sum(spec.shape[0] for spec in specs), specs[0].shape[1])
 

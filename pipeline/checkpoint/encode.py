@@ -25,15 +25,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pipeline.checkpoint.reader import Bits, RawTensor, numbers_of
+from pipeline.checkpoint.reader import RawTensor, numbers_of
 from pipeline.errors import ModelError
 from pipeline.models.architecture import ExpertRows, TensorRows
 from shm.codes import Codes
 from shm.errors import WeightsUnusable
+from shm.fp8 import BLOCK, FP8, encode_rows, transposed
 from shm.layout import BlockFormat, Bytes, Float32, FloeFormat, StoreLayout
 from shm.store import StoreBuilder
 
@@ -156,6 +158,12 @@ def expert_chunks(
             partial(_encode_channels, reader, layout, layout.format, matrices, whole_down, lo, hi, out, heads)
             for lo, hi in _ranges(shape.padded, max(16, step // 16 * 16))
         ]
+    if isinstance(layout.format, FP8):
+        return chunks + [
+            partial(_encode_fp8, reader, layout, layout.format, matrices, whole_down, tile, lo, hi, out)
+            for tile in range(shape.tiles)
+            for lo, hi in _ranges(shape.tile, max(BLOCK, step // BLOCK * BLOCK))
+        ]
     return chunks + [
         partial(_encode_plain, reader, layout, wide, whole_down, tile, lo, hi, out)
         for tile in range(shape.tiles)
@@ -266,7 +274,7 @@ def _rows(reader: Rows, part: TensorRows, lo: int, hi: int) -> RawTensor | Codes
     return reader.rows(part, lo, max(lo, min(hi, part.height)))
 
 
-def _transposed(bits: Bits) -> Bits:
+def _transposed(bits: NDArray[Any]) -> NDArray[Any]:
     """[H, n] to contiguous [n, H]; of bit patterns, which are narrower than float32."""
     rows, columns = bits.shape
     transposed = np.empty((columns, rows), bits.dtype)
@@ -320,6 +328,42 @@ def _encode_plain(
     whole[:, lo:hi] = scratch.reshape(number, count, -1)
 
 
+def _encode_fp8(
+    reader: Rows,
+    layout: StoreLayout,
+    tile_format: FP8,
+    expert: ExpertRows,
+    down: Future[RawTensor | Codes],
+    tile: int,
+    lo: int,
+    hi: int,
+    out: Bytes,
+) -> None:
+    """Encode channels [lo, hi) of a tile, whole blocks of its matrices. `down`: as of _encode_plain."""
+    shape = layout.shape
+    first, last = (min(tile * shape.tile + at, shape.intermediate) for at in (lo, hi))
+    of_tile, sizes = out[tile * layout.tile_bytes :], (shape.tile, shape.hidden, shape.math.matrices)
+    tile_format.clear_padding(of_tile, *sizes)
+    places = zip(*tile_format.parts(of_tile, *sizes), strict=True)
+    rows = [
+        *(_rows(reader, part, first, last) for part in expert[:-1]),
+        _fp8_columns(down.result(), first, last),
+    ]
+    for part, one, (codes, scales) in zip(expert, rows, places, strict=True):
+        numbers = one if isinstance(one, Codes) else numbers_of(one)
+        with _naming(part):
+            encode_rows(numbers, codes[lo:hi], scales[lo // BLOCK : hi // BLOCK])
+
+
+def _fp8_columns(down: RawTensor | Codes, first: int, last: int) -> RawTensor | Codes:
+    """Channels [first, last) of down, transposed; codes of fp8 as such."""
+    if isinstance(down, Codes) and down.format == "fp8" and first % BLOCK == 0:
+        some = down.columns(first, last)
+        if (kept := transposed(some, _transposed(some.codes))) is not None:
+            return kept
+    return _transposed_columns(down, first, last)
+
+
 def _encode_channels(
     reader: Rows,
     layout: StoreLayout,
@@ -353,15 +397,19 @@ def _channels(
 ) -> list[RawTensor]:
     """Channels [first, last) of gate, where there is one, of up and of down, transposed: each [last - first,
     H]."""
-    whole = down.result()
+    columns = _transposed_columns(down.result(), first, last)
+    return [*(_as_numbers(_rows(reader, part, first, last)) for part in wide), columns]
+
+
+def _transposed_columns(whole: RawTensor | Codes, first: int, last: int) -> RawTensor:
+    """Columns [first, last) as rows of numbers."""
     if isinstance(whole, Codes):
         begin = first // whole.kind.group * whole.kind.group
         some = _as_numbers(whole.columns(begin, -(-last // whole.kind.group) * whole.kind.group))
         dtype, bits = some.dtype, some.bits[:, first - begin : last - begin]
     else:
         dtype, bits = whole.dtype, whole.bits[:, first:last]
-    columns = RawTensor(dtype, bits.T.shape, _transposed(bits))
-    return [*(_as_numbers(_rows(reader, part, first, last)) for part in wide), columns]
+    return RawTensor(dtype, bits.T.shape, _transposed(bits))
 
 
 def _as_numbers(rows: RawTensor | Codes) -> RawTensor:

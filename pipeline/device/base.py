@@ -17,14 +17,13 @@ if TYPE_CHECKING:
 
     from pipeline.arrays import FloatArray, IntArray
     from pipeline.device.cuda_graphs import CudaGraphs
-    from shm.blocks import BlockFormat
-    from shm.formats import Bytes
+    from shm.formats import Bytes, MatrixFormat
     from shm.layout import StoreLayout
     from shm.mask import Mask
     from shm.store import Store
     from workers.copiers import Copier, EmulatedLink
     from workers.kernels.cuda.attention import DecodeAttention
-    from workers.kernels.cuda.matrix import CudaMatrix
+    from workers.kernels.cuda.matrix import DeviceMatrix
     from workers.kernels.matrix import HostMatrix
     from workers.kernels.native import Library, Team
 
@@ -152,13 +151,13 @@ class Device(ABC):
         be used once the store is closed. `tick` is called after each layer."""
 
     @abstractmethod
-    def check_quantized(self, format: BlockFormat) -> None:
+    def check_quantized(self, format: MatrixFormat) -> None:
         """Raise UsageError unless a backbone quantized like this can be computed here."""
 
     @abstractmethod
     def quantized_matrix(
-        self, format: BlockFormat, data: Bytes, shape: tuple[int, int]
-    ) -> HostMatrix | CudaMatrix:
+        self, format: MatrixFormat, data: Bytes, shape: tuple[int, int]
+    ) -> HostMatrix | DeviceMatrix:
         """The matrix [outputs, inputs] of this shape in the format's bytes, where the device reads it."""
 
     def decode_attention(

@@ -25,9 +25,8 @@ from pipeline.device.base import (
 from pipeline.device.tile_sums import TileByTile
 from pipeline.errors import NoRoom
 from protocol.messages import AttachSlab
-from shm.blocks import BlockFormat
 from shm.floe import FloeFormat
-from shm.formats import Bytes
+from shm.formats import Bytes, MatrixFormat
 from shm.layout import StoreLayout
 from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes, unlink
 from shm.slab import Slab
@@ -139,10 +138,10 @@ class CpuDevice(Device):
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return [torch.from_numpy(heads_of(store, layer)) for layer in range(store.layout.shape.layers)]
 
-    def check_quantized(self, format: BlockFormat) -> None:
+    def check_quantized(self, format: MatrixFormat) -> None:
         """The host's kernels compute quantized backbones."""
 
-    def quantized_matrix(self, format: BlockFormat, data: Bytes, shape: tuple[int, int]) -> HostMatrix:
+    def quantized_matrix(self, format: MatrixFormat, data: Bytes, shape: tuple[int, int]) -> HostMatrix:
         return HostMatrix(self.library, self.team, format, shape, data)
 
     def prepare(self, multiply_adds: int) -> None:

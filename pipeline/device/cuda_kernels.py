@@ -19,7 +19,8 @@ from pipeline.errors import UsageError
 from shm.blocks import BlockFormat
 from shm.expert_math import SWIGLU, ExpertMath
 from shm.floe import FloeFormat
-from shm.formats import Bytes, TileFormat
+from shm.formats import Bytes, MatrixFormat, TileFormat
+from shm.fp8 import FP8
 from shm.layout import StoreLayout
 from workers.cuda import CudaError
 from workers.kernels.cuda import attention
@@ -27,7 +28,7 @@ from workers.kernels.cuda.attention import DecodeAttention
 from workers.kernels.cuda.compiler import Program
 from workers.kernels.cuda.experts import NO_LIMIT, CudaExperts
 from workers.kernels.cuda.launcher import CudaLauncher
-from workers.kernels.cuda.matrix import CudaChannels, CudaMatrix
+from workers.kernels.cuda.matrix import CudaChannels, CudaFp8Matrix, CudaMatrix, DeviceMatrix
 from workers.kernels.native import best
 from workers.kernels.reference import ReferenceChannels, ReferenceKernel
 
@@ -102,20 +103,24 @@ class KernelDevice(Device):
             log.warning(f"torch computes up matrices on the GPU, which takes many times as long: {e}")
             return ReferenceChannels(layout)
 
-    def check_quantized(self, format: BlockFormat) -> None:
-        program = self._program(format)
-        assert program is not None
+    def _matrix_launcher(self, format: MatrixFormat) -> CudaLauncher:
+        """Return the kernels of a backbone's matrices. Raises CudaError."""
+        return self.launcher(Program.of_matrices(format, best().variant != "portable"))
+
+    def check_quantized(self, format: MatrixFormat) -> None:
         try:
-            self.launcher(program)
+            self._matrix_launcher(format)
         except CudaError as e:
             raise UsageError(
                 f"--backbone-dtype {format.name} needs kernels that cannot be had here: {e}; use bf16"
             ) from None
 
-    def quantized_matrix(self, format: BlockFormat, data: Bytes, shape: tuple[int, int]) -> CudaMatrix:
-        program = self._program(format)
-        assert program is not None
-        return CudaMatrix(self.launcher(program), format, data, shape)
+    def quantized_matrix(self, format: MatrixFormat, data: Bytes, shape: tuple[int, int]) -> DeviceMatrix:
+        launcher = self._matrix_launcher(format)
+        if isinstance(format, FP8):
+            return CudaFp8Matrix(launcher, format, data, shape)
+        assert isinstance(format, BlockFormat)
+        return CudaMatrix(launcher, format, data, shape)
 
     def decode_attention(
         self, streams: Sequence[tuple[int, int]], dtype: torch.dtype, context: int

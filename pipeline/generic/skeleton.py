@@ -25,9 +25,10 @@ from pipeline.checkpoint.decoder import MATRICES, ROUTERS, experts_of
 from pipeline.checkpoint.model_source import Tensors
 from pipeline.errors import ModelError
 from pipeline.generic.modules import OwnEmbedding, OwnLinear
-from shm.blocks import BlockFormat, FileFormat
+from shm.blocks import FileFormat
 from shm.codes import Codes
-from shm.formats import Float32
+from shm.formats import Float32, MatrixFormat
+from shm.fp8 import FP8
 
 IMPLEMENTATION = "tandem"  # of experts
 LARGE = 1 << 24  # numbers of a tensor that gets no memory, not even virtual, while modules are made
@@ -166,9 +167,9 @@ class _Loader:
             else:
                 module._buffers[key] = buffer.to(self._precision.device.torch_device)
 
-    def _numbers(self, format: BlockFormat, name: str, like: Tensor) -> Float32 | Codes:
+    def _numbers(self, format: MatrixFormat, name: str, like: Tensor) -> Float32 | Codes:
         """A matrix, as codes where that is its format."""
-        if isinstance(format, FileFormat) and isinstance(self._weights, Tensors):
+        if isinstance(format, FileFormat | FP8) and isinstance(self._weights, Tensors):
             return codes_or_numbers(self._weights.stacked([(name, tuple(like.shape))]), format)
         numbers: Float32 = self._read(name, like).numpy()
         return numbers

@@ -30,7 +30,7 @@ from pipeline.device.base import CONTEXT_BYTES, SLOT_ALIGNMENT
 from pipeline.errors import UsageError
 from pipeline.models.facts import ModelFacts, expert_shape, facts_of, is_own
 from pipeline.models.registry import architecture_of, model_spec
-from shm.layout import FORMATS, BlockFormat, format_named
+from shm.layout import FORMATS, MatrixFormat, format_named
 from shm.manifest import StoreManifest, store_bytes
 from shm.segment import SHM_FOLDER
 from shm.store import store_name
@@ -155,7 +155,7 @@ def _own_bytes(source: ModelSource, facts: ModelFacts, config: EngineConfig) -> 
     total = backbone_bytes(source, facts, replace(config, backbone_dtype="bf16"))
     table = facts.vocabulary, facts.hidden
     for matrix in own_matrices(source, facts).values():
-        total += _block_format(matrix).matrix_bytes(*matrix.shape)
+        total += _matrix_format(matrix).matrix_bytes(*matrix.shape)
         if not (facts.tied_embeddings and matrix.shape == table):  # a plain table cannot serve as the head
             total -= plain_bytes(config) * math.prod(matrix.shape)
     return total
@@ -193,16 +193,16 @@ def backbone_format(source: ModelSource, config: EngineConfig) -> str:
     return numbers.most_common(1)[0][0] if numbers else "bf16"
 
 
-def _block_format(matrix: OwnMatrix) -> BlockFormat:
+def _matrix_format(matrix: OwnMatrix) -> MatrixFormat:
     found = FORMATS[matrix.format]
-    assert isinstance(found, BlockFormat)
+    assert isinstance(found, MatrixFormat)
     return found
 
 
 def quantized_bytes(facts: ModelFacts, config: EngineConfig) -> int:
     """Bytes of the matrices that are all quantized; 0 where they are not."""
     tile_format = FORMATS.get(config.backbone_dtype or "bf16")
-    if not isinstance(tile_format, BlockFormat):
+    if not isinstance(tile_format, MatrixFormat):
         return 0
     matrices = [group for group in facts.backbone if group.kind == "matrix"]
     total = sum(tile_format.matrix_bytes(*group.shape) * group.number for group in matrices)

@@ -44,7 +44,7 @@ from protocol.messages import Progress
 from shm.control import ControlSegment
 from shm.disk_cache import CacheRecord
 from shm.lane import LaneShape, library
-from shm.layout import FORMATS, BlockFormat
+from shm.layout import FORMATS, MatrixFormat
 from shm.segment import byte_size, engine_prefix, lock_pages
 from shm.store import Store
 from workers.kernels.native import VARIANTS, best, store_kernel
@@ -147,7 +147,7 @@ class EngineParts:
     def _load_backbone(self) -> AnyBackbone:
         """Load the backbone from the checkpoint, or the disk cache where quantizing again would take long."""
         dtype, cache = self.config.options.backbone_dtype, None
-        if isinstance(FORMATS.get(dtype), BlockFormat) and self.source.worth_keeping(dtype):
+        if isinstance(FORMATS.get(dtype), MatrixFormat) and self.source.worth_keeping(dtype):
             record = CacheRecord("backbone", self.source.name, dtype)
             cache = BackboneCache(self.config.cache, backbone_fingerprint(self.source, dtype), record)
         total = needs(self.source, self.config.options, self.config.options.format).backbone

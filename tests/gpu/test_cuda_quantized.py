@@ -22,7 +22,16 @@ TEXTS, SEEDS = 6, 6
 
 @pytest.mark.parametrize(
     ("experts", "backbone"),
-    [("int4", "f32"), ("int8", "f32"), ("int4-g128", "f32"), ("int4", "int4"), ("int8", "int8")],
+    [
+        ("int4", "f32"),
+        ("int8", "f32"),
+        ("int4-g128", "f32"),
+        ("q8_0", "f32"),
+        ("mxfp4", "f32"),
+        ("nvfp4", "f32"),
+        ("int4", "int4"),
+        ("int8", "int8"),
+    ],
 )
 async def test_quantized_engines_equal_transformers(experts, backbone, start_engine, tmp_path: Path) -> None:
     save(WHOLE_GROUPS, tmp_path)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from device_layers import host, made, on_device, on_host, same
 from kernel_runs import plain_expert
-from quantized_cases import QUANTIZED
+from quantized_cases import BLOCKS
 
 from pipeline.device.cuda import CudaDevice
 from pipeline.device.cuda_kernels import FewRows
@@ -35,7 +35,7 @@ def device() -> Iterator[CudaDevice]:
     device.close()
 
 
-@pytest.mark.parametrize("format", QUANTIZED)
+@pytest.mark.parametrize("format", BLOCKS)
 @pytest.mark.parametrize(("hidden", "groups"), SHAPES)
 def test_layers_have_the_bits_of_the_host(device: CudaDevice, format: str, hidden: int, groups: int) -> None:
     for number in (1, 2, 3, 4, 5, 8, 9, 31, 33, 64, 200):
@@ -90,7 +90,7 @@ def test_plain_tiles_are_near_the_exact_numbers(device: CudaDevice, hidden: int,
 
 @pytest.mark.parametrize("kind", ["zero", "huge", "tiny", "denormal", "spikes"])
 def test_extreme_numbers_have_the_bits_of_the_host(device: CudaDevice, kind: str) -> None:
-    for format in QUANTIZED:
+    for format in BLOCKS:
         layer = made(format, 200, 2, 2, 20, 3, "either", "mixed", kind, seed=1)
         computed = [cut for _, cut in layer.items]
         kernel = device.expert_kernel(layer.layout)
@@ -98,7 +98,7 @@ def test_extreme_numbers_have_the_bits_of_the_host(device: CudaDevice, kind: str
         same(found, on_host(host("fused"), layer, computed))
 
 
-@pytest.mark.parametrize("format", QUANTIZED)
+@pytest.mark.parametrize("format", BLOCKS)
 def test_torch_computes_nearly_the_same(device: CudaDevice, format: str) -> None:
     in_torch = CudaDevice(in_torch=True)
     layer = made(format, 512, 2, 2, 12, 4, "random", "normal", "normal", seed=2)
@@ -127,7 +127,7 @@ def test_up_matrices_have_the_bits_of_the_host(device: CudaDevice, name: str) ->
         same(u.cpu().numpy(), cpu.up(heads, inputs, np.array(rows, np.int32)))
 
 
-@pytest.mark.parametrize("format", QUANTIZED)
+@pytest.mark.parametrize("format", BLOCKS)
 @pytest.mark.parametrize("shape", [(5120, 4096), (151, 70), (1, 1)])
 def test_matrices_have_the_bits_of_the_host(device: CudaDevice, format: str, shape: tuple[int, int]) -> None:
     form, random = format_named(format), np.random.default_rng(3)

@@ -70,7 +70,7 @@ def made(
 ) -> Layer:
     random, format = np.random.default_rng(seed), format_named(name)
     assert isinstance(format, BlockFormat)
-    tile = groups * format.group
+    tile = groups * format.granularity
     layout = StoreLayout(ExpertShape(1, experts, hidden, tiles * tile, tile, math), format)
     codes, head, kind = kinds
     data = random_tiles(random, layout, experts * tiles, codes, head).reshape(experts, -1)

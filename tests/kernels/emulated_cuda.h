@@ -14,7 +14,6 @@
 #include <cstring>
 #include <functional>
 #include <map>
-#include <random>
 #include <setjmp.h>
 #include <string>
 #include <ucontext.h>
@@ -64,7 +63,12 @@ static jmp_buf scheduler;
 static ucontext_t origin;
 static unsigned running, moves; /* `moves`: whether a round of all fibers has changed anything */
 static position thread, block, size, grid;
-static std::mt19937 random_order;
+
+static uint32_t random_number() { /* a xorshift; <random> takes longer to compile than all kernels */
+    static uint32_t state = 1;
+    state ^= state << 13, state ^= state >> 17, state ^= state << 5;
+    return state;
+}
 
 static void give_way() {
     if (!_setjmp(fibers[running].state)) _longjmp(scheduler, 1);
@@ -100,7 +104,7 @@ static void run_block() {
     for (auto &warp : warps) warp.members = LANES_OF_WARP, warp.arrived = 0;
     for (auto &f : fibers) f.begun = f.ended = false, f.shared = 0;
     std::memset(shared.data(), 0xFF, shared.size());
-    for (unsigned i = size.x - 1; i > 0; i--) std::swap(order[i], order[random_order() % (i + 1)]);
+    for (unsigned i = size.x - 1; i > 0; i--) std::swap(order[i], order[random_number() % (i + 1)]);
     while (left) {
         moves = 0;
         for (unsigned at = 0; at < size.x; at++) {
@@ -239,10 +243,26 @@ DEVICE int __dp4a(int a, int b, int sum) {
     for (int k = 0; k < 4; k++) sum += (int8_t)(a >> 8 * k) * (int8_t)(b >> 8 * k);
     return sum;
 }
+DEVICE float half_number(uint32_t bits) {
+    uint32_t size = bits & 0x7FFF, exponent = size < 0x7C00 ? 112u << 23 : 224u << 23;
+    float number = size < 0x400 ? std::ldexp((float)size, -24) : __uint_as_float((size << 13) + exponent);
+    return bits & 0x8000 ? -number : number;
+}
+DEVICE uint32_t chosen_bytes(uint32_t low, uint32_t high, uint32_t choice) { /* PTX's prmt */
+    uint64_t both = (uint64_t)high << 32 | low;
+    uint32_t bytes = 0;
+    for (int k = 0; k < 4; k++) {
+        uint32_t name = choice >> 4 * k & 15, byte = (uint32_t)(both >> 8 * (name & 7)) & 255;
+        if (name & 8) byte = byte & 128 ? 255 : 0;
+        bytes |= byte << 8 * k;
+    }
+    return bytes;
+}
 template <class T> static T __ldg(const T *from) { return emulation::aligned(from); }
 DEVICE uint4 read_once(const uint4 *from) { return emulation::aligned(from); }
 DEVICE uint32_t read_once(const uint32_t *from) { return emulation::aligned(from); }
 DEVICE uint32_t read_once(const uint16_t *from) { return emulation::aligned(from); }
+DEVICE uint32_t read_once(const uint8_t *from) { return *from; }
 DEVICE float read_host(const float *from) { return emulation::aligned(from); }
 DEVICE float __fadd_rn(float a, float b) { return a + b; }
 DEVICE float __fsub_rn(float a, float b) { return a - b; }

@@ -15,8 +15,24 @@ from workers.cuda import CudaError
 from workers.kernels.cuda import compiler
 from workers.kernels.cuda.compiler import Program
 
-CASES = [*(("int4", one) for one in ARCHITECTURES), ("bf16", 90), ("bf16", 120), ("sums", 80), ("sums", 120)]
-CASES += [("attention-bf16", 80), ("attention-bf16", 90), ("attention-f32", 120)]
+CASES = [
+    *(("int4", one) for one in ARCHITECTURES),
+    ("bf16", 90),
+    ("bf16", 120),
+    ("fp8", 80),
+    ("fp8", 90),
+    ("sums", 80),
+    ("sums", 120),
+]
+CASES += [
+    ("attention-bf16", 80),
+    ("attention-bf16", 90),
+    ("attention-f32", 120),
+    ("mxfp4", 80),
+    ("nvfp4", 120),
+]
+LONG = [(name, one) for name in ("q4_0", "q8_0", "int4-f16", "mxfp4", "nvfp4") for one in (80, 90, 120)]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in LONG if case not in CASES]
 
 
 def program(name: str = "int4") -> Program:

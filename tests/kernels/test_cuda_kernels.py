@@ -13,7 +13,7 @@ from emulated_cuda import EmulatedLauncher, library
 from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_runs import quick
-from quantized_cases import CODES, HEADS, KINDS, QUANTIZED, ROWS, records
+from quantized_cases import BLOCKS, CODES, HEADS, KINDS, QUANTIZED, ROWS, records
 
 from shm.blocks import BlockFormat, Int2
 from shm.expert_math import SWIGLU, ExpertMath
@@ -23,9 +23,16 @@ from workers.kernels.cuda.experts import CudaExperts
 from workers.kernels.cuda.matrix import CudaMatrix
 from workers.kernels.matrix import HostMatrix
 
-FORMATS = tuple(
-    (name, sums) for name in QUANTIZED for sums in ("fused", "portable")
-)  # each compiled for itself
+# Each is compiled for itself, which takes a second.
+FORMATS = (
+    *((name, sums) for name in QUANTIZED for sums in ("fused", "portable")),
+    *((name, "fused") for name in ("q4_0", "q8_0", "mxfp4", "nvfp4")),
+)
+ALL_FORMATS = tuple(
+    pytest.param(name, sums, marks=[pytest.mark.slow] * ((name, sums) not in FORMATS))
+    for sums in ("fused", "portable")
+    for name in BLOCKS
+)
 
 
 def launcher(format: BlockFormat, name: str, math: ExpertMath = SWIGLU) -> EmulatedLauncher:
@@ -55,6 +62,9 @@ def emulated(
 @example(("int4", "portable"), 70, 2, 2, 40, 3, "random", "normal", "normal", 1)
 @example(("int4-g128", "fused"), 129, 1, 2, 33, 2, "random", "normal", "spikes", 2)
 @example(("int8", "fused"), 130, 1, 2, 9, 2, "random", "mixed", "normal", 3)
+@example(("q8_0", "fused"), 70, 2, 2, 40, 3, "random", "mixed", "normal", 4)
+@example(("mxfp4", "fused"), 95, 2, 3, 64, 3, "random", "mixed", "normal", 5)
+@example(("nvfp4", "fused"), 47, 2, 3, 64, 3, "random", "mixed", "normal", 6)
 def test_layers(format, hidden, groups, tiles, number, experts, codes, head, kind, seed) -> None:
     format, name = format
     layer = made(format, hidden, groups, tiles, number, experts, codes, head, kind, seed=seed)
@@ -71,7 +81,13 @@ def test_layers(format, hidden, groups, tiles, number, experts, codes, head, kin
 
 @pytest.mark.parametrize(
     ("kind", "format"),
-    [("biases", "int4-g128"), ("clamped", "int8"), ("all numbers", "int4"), ("relu2 biases", "int4")],
+    [
+        ("biases", "int4-g128"),
+        ("clamped", "int8"),
+        ("all numbers", "int4"),
+        ("relu2 biases", "int4"),
+        ("relu2 biases", "nvfp4"),
+    ],
 )
 def test_every_kind_of_experts(kind: str, format: str) -> None:
     for number in (1, 2, 7, 40):
@@ -83,15 +99,15 @@ def test_every_kind_of_experts(kind: str, format: str) -> None:
         same(found, on_host(host("fused"), layer, [2]))
 
 
-@pytest.mark.parametrize("format", QUANTIZED)
-def test_every_number_of_rows(format: str) -> None:
+@pytest.mark.parametrize(("format", "sums"), ALL_FORMATS)
+def test_every_number_of_rows(format: str, sums: str) -> None:
     """And a row's bits do not depend on the others."""
-    library = host("fused")
+    library = host(sums)
     for number in (1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 32, 33, 63, 64):
         layer = made(format, 192, 1, 2, number, 1, "random", "normal", "normal", seed=number)
         every = np.arange(number, dtype=np.int32)
         layer = Layer(layer.layout, layer.data, layer.x, ((0, 2),), (every,), (np.ones(number, np.float32),))
-        found = emulated(launcher(layer.format, "fused"), layer, [2], [2], number)
+        found = emulated(launcher(layer.format, sums), layer, [2], [2], number)
         same(found, on_host(library, layer, [2]))
 
 
@@ -119,7 +135,7 @@ def test_the_smallest_numbers_have_the_codes_of_the_host() -> None:
     assert found.any()
 
 
-MATRICES = (*map(format_named, QUANTIZED), Int2(64))
+MATRICES = (*(format_named(name) for name, sums in FORMATS if sums == "fused"), Int2(64))
 
 
 @quick(25)
@@ -132,7 +148,9 @@ MATRICES = (*map(format_named, QUANTIZED), Int2(64))
 )
 @example(MATRICES[0], 17, 65, 33, 0)
 @example(MATRICES[2], 1, 1, 1, 0)
-@example(MATRICES[3], 40, 200, 40, 0)
+@example(MATRICES[-1], 40, 200, 40, 0)
+@example(format_named("mxfp4"), 33, 97, 33, 0)
+@example(format_named("nvfp4"), 33, 49, 12, 0)
 def test_matrices(form, outputs, inputs, rows, seed) -> None:
     random, library = np.random.default_rng(seed), host("fused")
     data = np.empty(form.matrix_bytes(outputs, inputs), np.uint8)

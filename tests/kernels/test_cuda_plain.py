@@ -1,4 +1,4 @@
-"""The CUDA kernels of bf16, emulated on the host: near the exact numbers, and a row's bits do not depend on
+"""The CUDA kernels of bf16 and fp8, emulated on the host: near the exact numbers, and a row's bits do not depend on
 other rows, on the tiles' slots or on when they land."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ import brute_force
 import numpy as np
 import pytest
 import torch
+from decoding import decode_matrix
 from emulated_cuda import EmulatedLauncher, library
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -14,9 +15,12 @@ from kernel_runs import plain_kind, quick
 from numpy.typing import NDArray
 from quantized_cases import KINDS
 
+from shm.fp8 import FP8
 from shm.layout import Bytes, Float32, StoreLayout
 from workers.kernels.cuda.compiler import Program
 from workers.kernels.cuda.experts import FEW, CudaExperts
+from workers.kernels.cuda.matrix import FP8_ROWS, CudaFp8Matrix
+from workers.kernels.matrix import quantized
 
 
 def computed(layout: StoreLayout, data: Bytes, x: Float32, rows: NDArray[np.int32], parts: int) -> Float32:
@@ -53,22 +57,47 @@ def computed(layout: StoreLayout, data: Bytes, x: Float32, rows: NDArray[np.int3
 @example(hidden=264, tile=33, tiles=2, number=8, seed=0)
 @example(hidden=63, tile=7, tiles=1, number=3, seed=0)
 def test_experts(hidden: int, tile: int, tiles: int, number: int, seed: int) -> None:
-    check("swiglu", hidden, tile, tiles, number, seed)
+    check("bf16", "swiglu", hidden, tile, tiles, number, seed)
 
 
 @pytest.mark.parametrize("kind", ["all numbers", "relu2 biases"])
 def test_every_kind_of_experts(kind: str) -> None:
     for hidden, tile, number in ((264, 33, 8), (63, 7, 3), (128, 64, 1)):
-        check(kind, hidden, tile, 2, number, number)
+        check("bf16", kind, hidden, tile, 2, number, number)
 
 
-def check(kind: str, hidden: int, tile: int, tiles: int, number: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "hidden", "tile", "tiles", "number"),
+    [("swiglu", 272, 256, 1, 3), ("relu2 biases", 131, 128, 2, 2)],
+)
+def test_experts_in_fp8(kind: str, hidden: int, tile: int, tiles: int, number: int) -> None:
+    check("fp8", kind, hidden, tile, tiles, number, number)
+
+
+def check(name: str, kind: str, hidden: int, tile: int, tiles: int, number: int, seed: int) -> None:
     random, math = np.random.default_rng(seed), KINDS[kind]
-    layout, matrices, biases, data = plain_kind(random, math, hidden, tile, tiles)
+    layout, matrices, biases, data = plain_kind(random, math, hidden, tile, tiles, name)
     x = random.standard_normal((number + 2, hidden)).astype(np.float32)
     rows = np.sort(random.permutation(number + 2)[:number]).astype(np.int32)
     together = computed(layout, data, x, rows, 1)
-    assert brute_force.expert(*matrices, x[rows], "bf16", math, biases).agrees(together)
+    assert brute_force.expert(*matrices, x[rows], name, math, biases).agrees(together)
     np.testing.assert_array_equal(computed(layout, data, x, rows, tiles), together)
     alone = [computed(layout, data, x, rows[i : i + 1], 1) for i in range(number)]
     np.testing.assert_array_equal(np.concatenate(alone), together)
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "rows"), [(150, 272, 1), (137, 131, 11), (130, 16, 40)])
+def test_matrices_of_the_backbone_in_fp8(outputs: int, inputs: int, rows: int) -> None:
+    random, format = np.random.default_rng(rows), FP8()
+    w, x = (random.standard_normal(size).astype(np.float32) for size in ((outputs, inputs), (rows, inputs)))
+    data = quantized(format, w)
+    launcher = EmulatedLauncher(library(Program.of_matrices(format, fused=True)))
+    matrix = CudaFp8Matrix(launcher, format, data, (outputs, inputs))
+    found = matrix.product(torch.from_numpy(x)).numpy()
+    exact = x.astype(np.float64) @ decode_matrix(format, data, outputs, inputs).astype(np.float64).T
+    np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5 * inputs)
+    if rows <= FP8_ROWS:
+        alone = matrix.product(torch.from_numpy(x[-1:])).numpy()
+        np.testing.assert_array_equal(alone, found[-1:])
+    with pytest.raises(ValueError, match="are no matrix"):
+        CudaFp8Matrix(launcher, format, data[1:], (outputs, inputs))

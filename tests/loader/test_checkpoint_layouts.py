@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny_checkpoint
 import torch
+from decoding import fp8_codes
 from filled_store import Enough, Stop, filled, layout_of, new_store
 
 from pipeline.checkpoint import encode
@@ -280,6 +281,8 @@ def test_experts_with_biases_or_without_a_gate_are_encoded_as_the_layout_says(fo
 
 def as_codes(format_name: str, w: np.ndarray) -> Codes:
     """Numbers as a quantized file could have them."""
+    if format_name == "fp8":
+        return fp8_codes(w)
     group = CODE_FORMATS[format_name].group
     if not CODE_FORMATS[format_name].zeros:
         # Each matrix has another factor.
@@ -337,7 +340,7 @@ def test_codes_of_the_stores_format_come_without_loss_into_tiles(format_name, ma
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_other_codes_are_encoded_as_the_numbers_that_they_mean(format_name, monkeypatch):
     monkeypatch.setattr(encode, "CHUNK_NUMBERS", 3000)
-    stored = [name for name in ("q8_0", "int4-f16-g128", "nvfp4", "mxfp4") if name != format_name][:3]
+    stored = [name for name in ("q8_0", "int4-f16-g128", "fp8", "mxfp4", "nvfp4") if name != format_name][:3]
     layout, (gate, up, down), found = encoded_codes(format_name, stored, ExpertMath())
     wanted = [np.full(len(part), 255, np.uint8) for part in found]
     layout.encode_expert(gate, up, down, *wanted)

@@ -61,7 +61,7 @@ class QuantizedOracle(Oracle):
 def replace_experts(module: nn.Module, format: BlockFormat) -> None:
     every = list(zip(*matrices(module), strict=True))
     intermediate, hidden = every[0][0].shape
-    tile = -(-intermediate // format.group) * format.group
+    tile = -(-intermediate // format.granularity) * format.granularity
     layout = StoreLayout(ExpertShape(1, 1, hidden, intermediate, tile), format)
     kept = []
     for gate, up, down in every:

@@ -57,7 +57,7 @@ SMALLER = {
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("dtype", ["f32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "fp8", "int8", "int4"])
 @pytest.mark.parametrize("family", ["mixtral-8x7b", "phi-3.5-moe", "qwen1.5-moe-a2.7b", "deepseek-v2"])
 def test_backbone_has_the_planned_size(family: str, dtype: BackboneDType, tied: bool, monkeypatch) -> None:
     config = SHAPES[family]

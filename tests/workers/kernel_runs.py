@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from decoding import decode
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -40,7 +41,7 @@ def plain_expert(
 def plain_kind(
     random: np.random.Generator, math: ExpertMath, hidden: int, tile: int, tiles: int, name: str = "bf16"
 ) -> tuple[StoreLayout, tuple[Float32 | None, Float32, Float32], list[Float32], Bytes]:
-    """The same for any kind of experts, with their biases."""
+    """The same for any kind of experts, with their biases; of fp8 the numbers in the tiles."""
     layout = StoreLayout(ExpertShape(1, 1, hidden, tiles * tile, tile, math), format_named(name))
     wide = (tiles * tile, hidden)
     gate, up, down = (
@@ -50,7 +51,12 @@ def plain_kind(
     matrices = gate if math.gated else None, up, down
     data = np.zeros(layout.expert_stride, np.uint8)
     layout.encode_expert(*matrices, data, biases=biases)
-    return layout, matrices, biases, data[: tiles * layout.tile_bytes]
+    data = data[: tiles * layout.tile_bytes]
+    if name == "fp8":
+        kept = [decode(layout.format, one, hidden, tile, math=math) for one in data.reshape(tiles, -1)]
+        *wide, down = np.concatenate(kept, axis=1)
+        matrices = (wide[0] if math.gated else None, wide[-1], np.ascontiguousarray(down.T))
+    return layout, matrices, biases, data
 
 
 def kernel_of(library: Library, layout: StoreLayout, team: Team | None = None) -> Kernel:

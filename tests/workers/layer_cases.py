@@ -20,7 +20,7 @@ from attention_cases import (
 from decoding import decode_matrix
 from hypothesis import strategies as st
 
-from shm.blocks import BlockFormat
+from shm.formats import MatrixFormat
 from shm.layout import format_named
 from workers.kernels.c_types import Kept
 from workers.kernels.layer import (
@@ -125,7 +125,7 @@ class Layer:
     def matrix(self, name: str, outputs: int, inputs: int) -> None:
         w = numbers(self.random, outputs, inputs) * np.float32(inputs**-0.5)
         format = format_named(self.shape.format)
-        if isinstance(format, BlockFormat):
+        if isinstance(format, MatrixFormat):
             self.data[name] = quantized(format, w)
             self.plain[name] = decode_matrix(format, self.data[name], outputs, inputs).astype(np.float64)
         else:

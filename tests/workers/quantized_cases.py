@@ -8,11 +8,13 @@ steps may be rounded to the other one. `Inner` counts those, number by number, s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from shm.blocks import Scales
 from shm.expert_math import GELU_ALPHA, GELU_CUBIC, SWIGLU, ExpertMath, Glu, Relu2
 from shm.layout import BlockFormat, Bytes, ExpertShape, Float32, StoreLayout, format_named
 
@@ -20,6 +22,8 @@ Float64 = NDArray[np.float64]
 UNIT = 2.0**-24  # the most that float32 changes a number by rounding it, relative to it
 TINY = 2.0**-126  # the most that it loses where numbers become too small for it
 QUANTIZED = ("int8", "int4", "int4-g128")
+OF_FILES = ("q4_0", "q8_0", "mxfp4", "nvfp4", "int4-f16-g32", "int4-f16", "int4-f16-g128")
+BLOCKS = (*QUANTIZED, *OF_FILES)
 KINDS = {
     "swiglu": SWIGLU,
     "biases": ExpertMath(bias=True),
@@ -34,6 +38,9 @@ CODES = ("random", "zeros", "ones", "either")
 HEADS = ("normal", "zero", "huge", "tiny", "denormal", "mixed")
 ROWS = ("normal", "zero", "full", "huge", "tiny", "denormal", "spikes")
 SIZES = {"normal": 0.02, "zero": 0.0, "huge": 2.0**10, "tiny": 2.0**-60, "denormal": 2.0**-130}
+# Tiny scales of binary16 and of E4M3 are those that are denormal there.
+LIFTED = {Scales.F16: 2.0**40, Scales.F16_ZEROS: 2.0**40, Scales.E4M3: 2.0**52}
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 @dataclass(frozen=True)
@@ -64,11 +71,16 @@ class Case:
 
     def matrices(self, index: int) -> list[Matrix]:
         """Gate, unless ungated, up and down of a tile."""
-        shape, data, lo = self.layout.shape, self.tile(index), 0
+        shape, format, data, lo = self.layout.shape, self.format, self.tile(index), 0
+        number = shape.math.matrices
+        end = format.matrices_bytes(shape.hidden, shape.tile, number)
+        factors = format.factors_of(data[:end]) if format.factors else np.ones(number)
         made = []
-        for n, k in ((shape.tile, shape.hidden),) * (shape.math.matrices - 1) + ((shape.hidden, shape.tile),):
-            size = self.format.matrix_bytes(n, k)
-            made.append(Matrix.of(self.format, data[lo : lo + size], n))
+        for at, (n, k) in enumerate(
+            ((shape.tile, shape.hidden),) * (number - 1) + ((shape.hidden, shape.tile),)
+        ):
+            size = format.blocks_bytes(n, k)
+            made.append(Matrix.of(format, data[lo : lo + size], n, float(factors[at])))
             lo += size
         return made
 
@@ -84,14 +96,51 @@ def records(random: np.random.Generator, format: BlockFormat, number: int, codes
     out = random.integers(0, 256, (number, format.record_bytes), np.uint8)
     if codes != "random":
         values = {"zeros": [0], "ones": [255], "either": [0, 255]}[codes]
-        out[:, 64:] = random.choice(np.array(values, np.uint8), out[:, 64:].shape)
-    scales = heads(random, head, (number, 16))
-    if format.bits == 8:
-        out[:, :64].view("<f4")[:] = scales
-    else:
-        zeros = random.choice([0, 7.5, 15, -3, 100], (number, 16)) + random.uniform(0, 1, (number, 16))
-        both = np.concatenate((scales, zeros.astype(np.float32)), axis=1)
-        out[:, :64].view("<u2")[:] = both.view(np.uint32) >> 16
+        lines = out[:, format.record_head :]
+        lines[:] = random.choice(np.array(values, np.uint8), lines.shape)
+    scales = heads(random, head, (number, 16 * format.inputs // format.group))
+    zeros = random.choice([0, 7.5, 15, -3, 100], (number, 16)) + random.uniform(0, 1, (number, 16))
+    put_heads(format, out, scales, zeros.astype(np.float32))
+    return out
+
+
+def put_heads(format: BlockFormat, records: Bytes, scales: Float32, zeros: Float32) -> None:
+    """Write the heads of records [n, bytes]: scales [n, 16 for each group], as near as the format has them,
+    and zeros [n, 16] where it has some."""
+    if format.scales in LIFTED:
+        scales = np.where(np.abs(scales) < 2.0**-30, scales * LIFTED[format.scales], scales)
+    match format.scales:
+        case Scales.OWN if format.bits == 8:
+            records[:, :64].view("<f4")[:] = scales
+        case Scales.OWN:
+            records[:, :32].view("<u2")[:] = scales.view(np.uint32) >> 16
+        case Scales.E8M0:
+            records[:, :32] = (np.frexp(scales)[1] + 126).clip(0, 254)
+        case Scales.E4M3:
+            nearest = np.abs(np.abs(scales)[..., None] - e4m3(np.arange(127))).argmin(axis=-1)
+            records[:, :32] = nearest + np.where(scales < 0, 128, 0)
+        case _:
+            records[:, :32].view("<f2")[:] = scales
+    if format.scales in (Scales.OWN, Scales.F16_ZEROS) and format.bits != 8:
+        records[:, 32:64].view("<u2")[:] = zeros.view(np.uint32) >> 16
+
+
+def e4m3(bits: NDArray[Any]) -> Float64:
+    """The numbers of these bits."""
+    sign, exponent, mantissa = bits >> 7, bits >> 3 & 15, bits & 7
+    size = np.where(exponent > 0, 8 + mantissa, mantissa) * 2.0 ** (np.maximum(exponent, 1) - 10)
+    return np.where(sign, -size, size)
+
+
+def any_matrix(
+    random: np.random.Generator, format: BlockFormat, n: int, k: int, codes: str, head: str
+) -> Bytes:
+    """A matrix of any records, uint8 [matrix_bytes]."""
+    out = np.zeros(format.matrix_bytes(n, k), np.uint8)
+    size = format.blocks_bytes(n, k)
+    out[:size] = records(random, format, size // format.record_bytes, codes, head).reshape(-1)
+    if format.factors:
+        format.factors_of(out)[0] = random.uniform(0.001, 2)
     return out
 
 
@@ -115,11 +164,16 @@ def random_tiles(
     """So many tiles of any records, and of biases of about 1."""
     shape, format = layout.shape, layout.format
     assert isinstance(format, BlockFormat)
-    size = format.matrices_bytes(shape.hidden, shape.tile, shape.math.matrices)
+    matrices = shape.math.matrices
+    end = format.matrices_bytes(shape.hidden, shape.tile, matrices)
+    size = (matrices - 1) * format.blocks_bytes(shape.tile, shape.hidden)
+    size += format.blocks_bytes(shape.hidden, shape.tile)
     out = np.zeros((number, layout.tile_bytes), np.uint8)
     out[:, :size] = records(random, format, number * size // format.record_bytes, codes, head).reshape(
         number, -1
     )
+    for tile in out if format.factors else ():
+        format.factors_of(tile[:end])[:matrices] = random.uniform(0.001, 2, matrices)
     for tile in out if shape.math.bias else ():
         biases = format.biases(tile, shape.hidden, shape.tile, shape.math)
         biases[:] = random.standard_normal(biases.shape)
@@ -141,7 +195,7 @@ def make_case(
     random = np.random.default_rng(seed)
     format = format_named(name)
     assert isinstance(format, BlockFormat)
-    tile = groups * format.group
+    tile = groups * format.granularity
     layout = StoreLayout(ExpertShape(1, 1, hidden, tiles * tile, tile, math), format)
     data = random_tiles(random, layout, tiles, codes, head)
     x = states(random, kind, number, hidden)
@@ -153,7 +207,7 @@ def make_case(
 def cases(rows: int = 40, math: ExpertMath = SWIGLU) -> st.SearchStrategy[Case]:
     return st.builds(
         make_case,
-        st.sampled_from(QUANTIZED),
+        st.sampled_from(BLOCKS),
         hidden=st.integers(1, 300),
         groups=st.integers(1, 2),
         tiles=st.integers(1, 3),
@@ -166,36 +220,59 @@ def cases(rows: int = 40, math: ExpertMath = SWIGLU) -> st.SearchStrategy[Case]:
     )
 
 
-def int8_codes(x: Float32, group: int) -> tuple[NDArray[np.int8], Float32]:
-    """The contract's quantization: codes int8 [R, K in whole groups], steps float32 [R, groups]."""
-    padded = np.pad(x, ((0, 0), (0, -x.shape[1] % group))).reshape(len(x), -1, group)
+def int8_codes(x: Float32, format: BlockFormat) -> tuple[NDArray[np.int8], Float32]:
+    """The contract's quantization: codes int8 [R, K in whole records], steps float32 [R, groups]."""
+    padded = np.pad(x, ((0, 0), (0, -x.shape[1] % format.inputs))).reshape(len(x), -1, format.group)
     steps = np.abs(padded).max(axis=2) / np.float32(127)
     scaled = np.divide(padded, steps[..., None], out=np.zeros_like(padded), where=steps[..., None] > 0)
     codes = np.clip(np.rint(scaled), -127, 127).astype(np.int8)
     return codes.reshape(len(x), -1), steps
 
 
+def widened(head: Bytes) -> Float64:
+    """The numbers of bfloat16 in bytes."""
+    patterns = np.ascontiguousarray(head).view("<u2").astype(np.uint32) << 16
+    return patterns.view(np.float32).astype(np.float64)
+
+
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix's exact numbers, [N, K in whole groups]."""
+    """A matrix's exact numbers, [N, K in whole records]."""
 
     scale: Float64
-    centred: Float64  # q - zero
+    centred: Float64  # q - zero; of E2M1 twice the value of the code
 
     @classmethod
-    def of(cls, format: BlockFormat, data: Bytes, n: int) -> Matrix:
+    def of(cls, format: BlockFormat, data: Bytes, n: int, factor: float = 1.0) -> Matrix:
+        """`data`: its blocks."""
         blocks = data.reshape(-(-n // 16), -1, format.record_bytes)
-        rest = blocks[..., 64:].reshape(*blocks.shape[:2], -1, 16, 4)  # j, lane, b
+        head = blocks[..., : format.record_head].copy()
+        rest = blocks[..., format.record_head :].reshape(*blocks.shape[:2], -1, 16, 4)  # j, lane, b
         if format.bits == 8:
-            scale = blocks[..., :64].copy().view("<f4").astype(np.float64)
-            zero = np.full_like(scale, 128)
             q = rest.transpose(0, 3, 1, 2, 4)
         else:
-            head = blocks[..., :64].copy().view("<u2").astype(np.uint32) << 16
-            scale, zero = np.split(head.view(np.float32).astype(np.float64), 2, axis=-1)
             q = np.stack((rest & 15, rest >> 4), axis=3).transpose(0, 4, 1, 2, 3, 5)
-        q = q.reshape(*q.shape[:3], -1).astype(np.float64)  # [blocks, lane, groups, inputs]
-        centred = q - zero.transpose(0, 2, 1)[..., None]
+        q = q.reshape(*q.shape[:2], -1, format.group)  # [blocks, lane, groups, inputs]
+        in_groups = (len(blocks), -1, 16)
+        scale: NDArray[Any]
+        match format.scales:
+            case Scales.OWN if format.bits == 8:
+                scale = head.view("<f4")
+            case Scales.OWN:
+                scale = widened(head[..., :32])
+            case Scales.E8M0:
+                scale = np.ldexp(0.5, head.astype(int) - 127).reshape(in_groups)
+            case Scales.E4M3:
+                scale = 0.5 * e4m3(head.astype(int)).reshape(in_groups)
+            case _:
+                scale = head[..., :32].copy().view("<f2")
+        if format.scales in (Scales.E8M0, Scales.E4M3):
+            centred = 2 * E2M1[q]
+        elif format.scales == Scales.F16 or format.bits == 8:
+            centred = q.astype(np.float64) - 2 ** (format.bits - 1)
+        else:
+            centred = q - widened(head[..., 32:]).transpose(0, 2, 1)[..., None]
+        scale = scale.astype(np.float64) * factor
         spread = np.broadcast_to(scale.transpose(0, 2, 1)[..., None], centred.shape)
         size = (len(blocks) * 16, -1)
         return cls(spread.reshape(size)[:n], centred.reshape(size)[:n])
@@ -269,7 +346,7 @@ def between(
 def expected(case: Case) -> tuple[Float64, Float64]:
     """The sum of all tiles for `case.rows`, [n, H], and how far from it a kernel may be."""
     shape, group = case.layout.shape, case.format.group
-    exact, steps = int8_codes(case.x[case.rows], group)
+    exact, steps = int8_codes(case.x[case.rows], case.format)
     x, x_steps = exact.astype(np.float64), np.repeat(steps.astype(np.float64), group, axis=1)
     total = np.zeros((len(case.rows), shape.hidden))
     bound, size = np.zeros_like(total), np.zeros_like(total)

@@ -8,17 +8,19 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from attention_cases import as_cached, numbers, read
-from hypothesis import HealthCheck, given, settings
+from decoding import decode_matrix
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from kernel_runs import bits, seeds
 from layer_cases import Layer, Rows, Shape, shapes
 
+from shm.fp8 import FP8
 from shm.layout import DENSE
-from workers.kernels.matrix import HostMatrix
+from workers.kernels.matrix import HostMatrix, quantized
 from workers.kernels.native import Library, Team
 
 FEW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-ROUNDED = {"f32": 2e-4, "bf16": 0.03, "int8": 0.06, "int4": 0.06, "int4-g128": 0.06}  # activations' rounding
+ROUNDED = {"f32": 2e-4, "fp8": 2e-4, "bf16": 0.03, "int8": 0.06, "int4": 0.06, "int4-g128": 0.06}  # activations' rounding
 
 
 @pytest.fixture(params=[1, 3])
@@ -73,7 +75,7 @@ def test_formats_of_matrices(library, format) -> None:
 @FEW
 @given(
     seed=seeds,
-    shape=shapes(("bf16", "int8", "int4", "f32")),
+    shape=shapes(("bf16", "int8", "int4", "fp8", "f32")),
     positions=st.lists(st.integers(0, 200), min_size=1, max_size=16),
     data=st.data(),
 )
@@ -124,20 +126,26 @@ def test_positions_outside_the_cache_are_refused(library, latent) -> None:
         np.testing.assert_array_equal(cache, old)
 
 
-@pytest.mark.parametrize("number_bits", [16, 32])
+@pytest.mark.parametrize("name", ["bf16", "f32", "fp8"])
 @FEW
-@given(seed=seeds, rows=st.integers(0, 17), outputs=st.integers(1, 50), inputs=st.integers(1, 150))
-def test_products_with_a_dense_matrix(library, team, number_bits, seed, rows, outputs, inputs) -> None:
-    random = np.random.default_rng(seed)
-    w, x = as_cached(numbers(random, outputs, inputs), number_bits), numbers(random, rows, inputs)
-    format = DENSE["f32" if number_bits == 32 else "bf16"]
-    matrix = HostMatrix(library, team, format, (outputs, inputs), w.view(np.uint8).reshape(-1))
+@given(seed=seeds, rows=st.integers(0, 17), outputs=st.integers(1, 50), inputs=st.integers(1, 300))
+@example(seed=0, rows=7, outputs=270, inputs=300)
+def test_products_with_a_row_major_matrix(library, team, name, seed, rows, outputs, inputs) -> None:
+    random, format, number_bits = np.random.default_rng(seed), DENSE[name], 16 if name == "bf16" else 32
+    w, x = numbers(random, outputs, inputs), numbers(random, rows, inputs)
+    if isinstance(format, FP8):
+        data = quantized(format, w)
+        plain = decode_matrix(format, data, outputs, inputs).astype(np.float64)
+    else:
+        data = as_cached(w, number_bits).view(np.uint8).reshape(-1)
+        plain = read(as_cached(w, number_bits))
+    matrix = HostMatrix(library, team, format, (outputs, inputs), data)
     y = matrix.product(x)
-    exact = read(as_cached(x, number_bits)) @ read(w).T
+    exact = read(as_cached(x, number_bits)) @ plain.T
     np.testing.assert_allclose(y, exact, rtol=1e-4, atol=1e-4)
     for row in range(rows):
         np.testing.assert_array_equal(bits(matrix.product(x[row : row + 1])), bits(y[row : row + 1]))
     with pytest.raises(ValueError, match="activations"):
         matrix.product(numbers(random, 1, inputs + 1))
     with pytest.raises(ValueError, match="weights"):
-        HostMatrix(library, team, format, (outputs, inputs), w.view(np.uint8).reshape(-1)[1:])
+        HostMatrix(library, team, format, (outputs, inputs), data[1:])

@@ -18,14 +18,13 @@ from c_libraries import c_libraries
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from kernel_runs import kernel_of, plain_kind
-from quantized_cases import KINDS, make_case
+from quantized_cases import BLOCKS, KINDS, any_matrix, make_case
 
-from shm.layout import format_named
+from shm.layout import BlockFormat, format_named
 from workers.kernels.matrix import HostMatrix
 from workers.kernels.native import Library, load
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("int8", "int4", "int4-g128")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +65,7 @@ def emulated(vectors: Library, tmp_path_factory: pytest.TempPathFactory) -> Call
 @pytest.mark.parametrize("threads", [1, 3])
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    name=st.sampled_from(NAMES),
+    name=st.sampled_from(BLOCKS),
     rows=st.integers(1, 300),
     outputs=st.integers(1, 70),
     inputs=st.integers(1, 400),
@@ -77,8 +76,8 @@ def emulated(vectors: Library, tmp_path_factory: pytest.TempPathFactory) -> Call
 @example(name="int4-g128", rows=16, outputs=16, inputs=128, seed=0)
 def test_products(emulated, vectors, threads, name, rows, outputs, inputs, seed) -> None:
     form, random = format_named(name), np.random.default_rng(seed)
-    data = np.empty(form.matrix_bytes(outputs, inputs), np.uint8)
-    form.encode_matrix(random.standard_normal((outputs, inputs)).astype(np.float32), data)
+    assert isinstance(form, BlockFormat)
+    data = any_matrix(random, form, outputs, inputs, "random", "normal")
     x = random.standard_normal((rows, inputs)).astype(np.float32)
     found = []
     for library in (emulated(1), vectors):
@@ -90,7 +89,7 @@ def test_products(emulated, vectors, threads, name, rows, outputs, inputs, seed)
 
 
 @pytest.mark.parametrize("least", [1, 12, 40])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BLOCKS)
 def test_tiles_from_any_number_of_rows_on(emulated, vectors, name, least) -> None:
     """Every number of rows, from wherever matrix units take over."""
     units = emulated(least)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_runs import bits, kernel_of, quick, run, seeds
-from quantized_cases import QUANTIZED, Case, make_case, states
+from quantized_cases import BLOCKS, Case, make_case, states
 
 from shm.layout import ExpertShape, StoreLayout, format_named
 from workers.kernels import native
@@ -21,19 +21,20 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def any_case(name: str, rows: int, seed: int) -> Case:
-    if name != "bf16":
+    if name in BLOCKS:
         return make_case(name, 150, 1, 3, rows, "random", "normal", "normal", seed)
     random = np.random.default_rng(seed)
-    layout = StoreLayout(ExpertShape(1, 1, 75, 3 * 150, 150), format_named(name))
+    channels = 256 if name == "fp8" else 150
+    layout = StoreLayout(ExpertShape(1, 1, 75, 3 * channels, channels), format_named(name))
     data = np.empty(3 * layout.tile_bytes, np.uint8)
     for tile in range(3):
         part = data[tile * layout.tile_bytes : (tile + 1) * layout.tile_bytes]
-        layout.format.fill_random(random, 75, 150, 0.1, part)
+        layout.format.fill_random(random, 75, channels, 0.1, part)
     x = states(random, "normal", rows, 75)
     return Case(layout, data, x, random.permutation(rows).astype(np.int32))
 
 
-FORMATS = (*QUANTIZED, "bf16")
+FORMATS = (*BLOCKS, "bf16", "fp8")
 
 
 @quick(20)
@@ -139,7 +140,7 @@ def test_arrays_of_wrong_shape_or_type_are_refused(library: Library, name: str) 
         Quantized(np.asfortranarray(x.codes), x.factors),
         *(
             ()
-            if name == "bf16"
+            if name not in BLOCKS
             else (
                 Quantized(x.codes, x.factors[:-1]),
                 Quantized(x.codes, x.factors[:, :-1]),
@@ -155,7 +156,7 @@ def test_arrays_of_wrong_shape_or_type_are_refused(library: Library, name: str) 
             kernel.quantize(np.zeros(shape, np.float32))
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "int4-g128"])
+@pytest.mark.parametrize("name", BLOCKS)
 def test_variants_with_fused_additions_give_equal_bits_of_quantized_formats(name: str) -> None:
     found = [load(variant) for variant in VARIANTS if variant != "portable"]
     runs = [
@@ -166,7 +167,7 @@ def test_variants_with_fused_additions_give_equal_bits_of_quantized_formats(name
             np.testing.assert_array_equal(bits(other), bits(of_one[0]))
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", BLOCKS)
 def test_many_rows_of_many_outputs_have_the_bits_of_each(library: Library, name: str) -> None:
     """More outputs than a core's cache holds are summed in another order of memory."""
     case = make_case(name, 1100, 1, 2, 125, "random", "normal", "normal", 3)

@@ -12,17 +12,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_runs import bits, kernel_of, plain_kind, quick, reference, run, seeds
 from quantized_cases import (
+    BLOCKS,
     KINDS,
-    QUANTIZED,
+    OF_FILES,
     TINY,
     UNIT,
     Case,
     Matrix,
+    any_matrix,
     cases,
     expected,
     int8_codes,
     make_case,
-    records,
+    put_heads,
     states,
 )
 
@@ -41,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @quick(60)
 @given(
-    name=st.sampled_from(QUANTIZED),
+    name=st.sampled_from(BLOCKS),
     width=st.integers(1, 400),
     rows=st.integers(1, 9),
     kind=st.sampled_from(["normal", "zero", "full", "huge", "tiny", "denormal", "spikes", "middles"]),
@@ -49,23 +51,24 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 )
 def test_activations_have_the_codes_of_the_reference(library, name, width, rows, kind, seed) -> None:
     format, random = format_named(name), np.random.default_rng(seed)
+    assert isinstance(format, BlockFormat)
     if kind == "middles":  # between two codes: to the even one
         x = (random.integers(-254, 255, (rows, width)) / 2).astype(np.float32)
         x[:, 0] = 127
     else:
         x = states(random, kind, rows, width)
     found = library.kernel(Geometry(format, width, 16)).quantize(x)
-    codes, steps = int8_codes(x, format.granularity)
+    codes, steps = int8_codes(x, format)
     np.testing.assert_array_equal(found.codes, codes)
     np.testing.assert_array_equal(bits(found.factors[..., 0]), bits(steps))
-    sums = codes.reshape(rows, -1, format.granularity).sum(axis=2, dtype=np.int64)
+    sums = codes.reshape(rows, -1, format.group).sum(axis=2, dtype=np.int64)
     np.testing.assert_array_equal(found.factors[..., 1], sums)
-    stand_for = codes * np.repeat(steps, format.granularity, axis=1)
-    torch_x = int8_steps(torch.from_numpy(x), format.granularity).numpy()
+    stand_for = codes * np.repeat(steps, format.group, axis=1)
+    torch_x = int8_steps(torch.from_numpy(x), format.group, format.inputs).numpy()
     np.testing.assert_array_equal(bits(stand_for + 0), bits(torch_x + 0))  # + 0: no -0
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_non_finite_activations_give_non_finite_results(library: Library, name: str, poison: float) -> None:
     case = make_case(name, 70, 1, 1, 3, "random", "normal", "normal", 3)
@@ -82,7 +85,7 @@ def test_non_finite_activations_give_non_finite_results(library: Library, name: 
 
 @quick(60)
 @given(
-    name=st.sampled_from(QUANTIZED),
+    name=st.sampled_from(BLOCKS),
     shape=st.tuples(st.integers(1, 70), st.integers(1, 400)),
     rows=st.integers(1, 40),
     kinds=st.tuples(
@@ -98,42 +101,43 @@ def test_a_product_is_exact_but_for_the_rounding_of_each_group(
     random, format, (n, k) = np.random.default_rng(seed), format_named(name), shape
     assert isinstance(format, BlockFormat)
     group = format.group
-    number = format.matrix_bytes(n, k) // format.record_bytes
-    data = records(random, format, number, *kinds[:2]).reshape(-1)
+    data = any_matrix(random, format, n, k, *kinds[:2])
     x = states(random, kinds[2], rows, k)
     found = HostMatrix(library, None, format, (n, k), data).product(x)
 
-    codes, steps = int8_codes(x, group)
-    matrix = Matrix.of(format, data, n)
+    codes, steps = int8_codes(x, format)
+    factor = float(format.factors_of(data)[0]) if format.factors else 1.0
+    matrix = Matrix.of(format, data[: format.blocks_bytes(n, k)], n, factor)
     exact, bound = np.zeros((rows, n)), np.zeros((rows, n))
     for g in range(steps.shape[1]):
         part = slice(g * group, (g + 1) * group)
         dot = codes[:, part].astype(np.float64) @ matrix.centred[:, part].T
         factor = steps[:, g].astype(np.float64)[:, None] * matrix.scale[:, g * group]
         exact += factor * dot
-        # dot - zero * sum, the two scales, their product and its addition to the sum: each rounded once
-        bound += UNIT * (steps.shape[1] + 4) * np.abs(factor * dot) + TINY * (np.abs(dot) + 2)
+        # dot - zero * sum, the two scales, their product and its addition to the sum: each rounded once; so are
+        # a matrix's factor and its product with the sum
+        bound += UNIT * (steps.shape[1] + 4 + 2 * format.factors) * np.abs(factor * dot) + TINY * (np.abs(dot) + 2)
     assert found.shape == (rows, n)
     assert (np.abs(found - exact) <= bound).all()
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
-@pytest.mark.parametrize("code", [0, 255])
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("code", [0, 255, 0x77])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_largest_products_do_not_saturate(library: Library, name: str, code: int, sign: int) -> None:
     """The largest products there are, in whole numbers that float32 holds exactly."""
     format = format_named(name)
     assert isinstance(format, BlockFormat)
-    data = np.full((3, format.record_bytes), code, np.uint8)  # 16 outputs, 3 groups
-    if format.bits == 8:
-        data[:, :64].view("<f4")[:] = 1
-        weight = code - 128
-    else:
-        data[:, :64].view("<u2")[:, :16] = 0x3F80  # 1
-        data[:, :64].view("<u2")[:, 16:] = 0
-        weight = code & 15
-    width = 3 * format.group
-    matrix = HostMatrix(library, None, format, (16, width), data.reshape(-1))
+    width = 3 * format.inputs
+    data = np.full(format.matrix_bytes(16, width), code, np.uint8)
+    blocks = data[: format.blocks_bytes(16, width)]
+    ones = np.ones((3, 16 * format.inputs // format.group), np.float32)
+    put_heads(format, blocks.reshape(3, -1), ones, np.zeros((3, 16), np.float32))
+    if format.factors:
+        format.factors_of(data)[0] = 1
+    of_one = Matrix.of(format, blocks, 16)
+    weight = of_one.scale[0, 0] * of_one.centred[0, 0]
+    matrix = HostMatrix(library, None, format, (16, width), data)
     for rows in range(1, 10):
         found = matrix.product(np.full((rows, width), sign * 127, np.float32))
         np.testing.assert_array_equal(found, np.full((rows, 16), sign * 127 * weight * width))
@@ -171,8 +175,8 @@ def check_tiles(library: Library, case: Case) -> None:
 
 @quick(40)
 @given(
-    name=st.sampled_from(["f32", "bf16"]),
-    hidden=st.integers(1, 200),
+    name=st.sampled_from(["f32", "bf16", "fp8"]),
+    hidden=st.integers(1, 300),
     tile=st.integers(1, 50),
     tiles=st.integers(1, 3),
     rows=st.integers(1, 20),
@@ -185,7 +189,7 @@ def test_plain_tiles_equal_the_brute_force_and_the_reference(
 
 
 @pytest.mark.parametrize("kind", [name for name in KINDS if name != "swiglu"])
-@pytest.mark.parametrize("name", ["f32", "bf16"])
+@pytest.mark.parametrize("name", ["f32", "bf16", "fp8"])
 @pytest.mark.parametrize(("hidden", "tile", "rows"), [(37, 23, 1), (96, 48, 5), (130, 50, 40)])
 def test_plain_tiles_of_every_kind_of_experts_do(library, kind, name, hidden, tile, rows) -> None:
     check_plain(library, kind, name, hidden, tile, 3, rows, rows)
@@ -195,6 +199,7 @@ def check_plain(
     library: Library, kind: str, name: str, hidden: int, tile: int, tiles: int, rows: int, seed: int
 ) -> None:
     random, math = np.random.default_rng(seed), KINDS[kind]
+    tile = 128 + 128 * (tile % 2) if name == "fp8" else tile
     layout, matrices, biases, data = plain_kind(random, math, hidden, tile, tiles, name)
     x = random.standard_normal((rows, hidden)).astype(np.float32)
     chosen = random.permutation(rows).astype(np.int32)
@@ -203,6 +208,13 @@ def check_plain(
     exact = brute_force.expert(*matrices, x[chosen], name, math, biases)
     assert exact.agrees(found)
     assert exact.agrees(reference(layout, data, x, chosen))
+
+
+@pytest.mark.parametrize("name", OF_FILES)
+@pytest.mark.parametrize("rows", [1, 5, 16, 33])
+def test_tiles_of_large_experts_with_biases_do(library: Library, name: str, rows: int) -> None:
+    """gpt-oss's H is no multiple of 128."""
+    check_tiles(library, make_case(name, 2880, 1, 1, rows, "random", "normal", "spikes", 1, KINDS["clamped"]))
 
 
 def test_the_formula_with_swiglus_numbers_has_its_bits(library: Library) -> None:

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from shm.blocks import BlockFormat, Scales
 from shm.expert_math import SWIGLU, ExpertMath, Glu, Relu2
 from shm.floe import FloeFormat
-from shm.formats import BF16, LINE, Bytes, Float32, TileFormat, whole_lines
+from shm.formats import BF16, LINE, Bytes, Float32, MatrixFormat, TileFormat, whole_lines
+from shm.fp8 import FP8
 from shm.layout import StoreLayout
 
 
@@ -37,7 +38,7 @@ class Kept:
 
 
 POINTER, SIZE = ctypes.c_void_p, ctypes.c_int64
-BF16_BITS, FLOAT32_BITS = 16, 32
+BF16_BITS, FLOAT32_BITS, FP8_BITS = 16, 32, 64  # as C names the formats: fp8 has 8
 
 Codes = NDArray[np.int8] | Float32
 
@@ -68,8 +69,8 @@ class Weights(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Geometry:
-    """A matrix [outputs, inputs] of a quantized format, or tiles of `channels` with H = inputs = outputs.
-    Of a format whose gate and down lie by channel, `bits` and `group` are those of up."""
+    """A matrix [outputs, inputs] of any format without heads, or tiles of `channels` with H = inputs =
+    outputs. Of a format whose gate and down lie by channel, `bits` and `group` are those of up."""
 
     format: TileFormat
     inputs: int
@@ -92,6 +93,8 @@ class Geometry:
         blocks = self._blocks
         if blocks is not None:
             return blocks.bits
+        if isinstance(self.format, FP8):
+            return FP8_BITS
         return BF16_BITS if isinstance(self.format, BF16) else FLOAT32_BITS
 
     @property
@@ -144,9 +147,8 @@ class Geometry:
     @property
     def matrix_bytes(self) -> int:
         """Bytes of a matrix [outputs, inputs]."""
-        blocks = self._blocks
-        if blocks is not None:
-            return blocks.matrix_bytes(self.outputs, self.inputs)
+        if isinstance(self.format, MatrixFormat):
+            return self.format.matrix_bytes(self.outputs, self.inputs)
         return self.outputs * self.inputs * self.bits // 8
 
     @property
@@ -168,7 +170,7 @@ class Geometry:
 @dataclass(frozen=True)
 class Quantized:
     """Activations as a kernel reads them. Quantized formats: codes int8 [R, padded], factors float32
-    [R, groups, 2]; bf16, f32: codes float32 [R, inputs], factors empty."""
+    [R, groups, 2]; bf16, f32, fp8: codes float32 [R, inputs], factors empty."""
 
     codes: Codes
     factors: Float32

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
 from shm.blocks import LANES, BlockFormat
 from shm.codes import Codes
-from shm.formats import Bytes, Float32, TileFormat
+from shm.formats import Bytes, Float32, MatrixFormat, TileFormat
+from shm.fp8 import BLOCK, FP8, encode_rows
 from shm.huge import private
 from workers.kernels.c_types import POINTER, SIZE, Geometry, Kept, Matrix, check_weights, typed
 from workers.kernels.native import Library, Team, handle_of
@@ -70,25 +73,41 @@ class HostMatrix:
         self._product(handle_of(self._team), self._structure_address, x, rows, y, scratch, 0)
 
 
-def quantized(format: BlockFormat, w: Float32 | Codes) -> Bytes:
+def quantized(format: MatrixFormat, w: Float32 | Codes) -> Bytes:
     """w [outputs, inputs] in the format's bytes, encoded on all cores; its codes without loss. Raises
     WeightsUnusable."""
     if isinstance(w, Codes) and w.format != format.name:
         w = w.values()
+    out = private(format.matrix_bytes(*w.shape))
+    if isinstance(format, FP8):
+        parts = _fp8_parts(format, w, out)
+    else:
+        assert isinstance(format, BlockFormat)
+        parts = _block_parts(format, w, out)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for part in [pool.submit(part) for part in parts]:
+            part.result()
+    return out
+
+
+def _fp8_parts(format: FP8, w: Float32 | Codes, out: Bytes) -> Iterator[Callable[[], None]]:
     outputs, inputs = w.shape
-    out = private(format.matrix_bytes(outputs, inputs))
+    format.clear_padding(out, outputs, inputs)
+    (codes,), (scales,) = format.parts(out, outputs, inputs)
+    step = max(1, PART_NUMBERS // (inputs * BLOCK))  # blocks
+    for lo in range(0, len(scales), step):
+        rows = slice(lo * BLOCK, (lo + step) * BLOCK)
+        yield partial(encode_rows, w[rows], codes[rows], scales[lo : lo + step])
+
+
+def _block_parts(format: BlockFormat, w: Float32 | Codes, out: Bytes) -> Iterator[Callable[[], None]]:
+    outputs, inputs = w.shape
     blocks = out[: format.blocks_bytes(outputs, inputs)]
     factor = w.factor if isinstance(w, Codes) else format.factor_of(w)
-    rows = max(1, PART_NUMBERS // (inputs * LANES)) * LANES
-    size = format.blocks_bytes(rows, inputs)
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        parts = [
-            pool.submit(format.encode_part, w[lo : lo + rows], blocks[n * size : (n + 1) * size], factor)
-            for n, lo in enumerate(range(0, outputs, rows))
-        ]
-        for part in parts:
-            part.result()
     if format.factors:
         out[len(blocks) :] = 0
         format.factors_of(out)[0] = factor
-    return out
+    rows = max(1, PART_NUMBERS // (inputs * LANES)) * LANES
+    size = format.blocks_bytes(rows, inputs)
+    for n, lo in enumerate(range(0, outputs, rows)):
+        yield partial(format.encode_part, w[lo : lo + rows], blocks[n * size : (n + 1) * size], factor)

@@ -1,8 +1,8 @@
 """The reference kernel: every format in plain torch operations, on the CPU and on CUDA.
 
-Arithmetic of the plain formats (f32, bf16): matrix products in the format's own dtype. Of the quantized
-ones: activations, and what `activated` gives between the matrices, are rounded to int8 steps group by group,
-and products are summed in float32. Everything between tiles and experts is float32.
+Arithmetic of the plain formats (f32, bf16): matrix products in the format's own dtype; of fp8 in float32. Of
+the other quantized ones: activations, and what `activated` gives between the matrices, are rounded to int8
+steps group by group, and products are summed in float32. Everything between tiles and experts is float32.
 The order of the operations depends only on the tiles and rows, so the same call gives the same bits.
 
 Of formats whose gate and down lie by channel (`shm/floe.py`) activations are rounded to int8 steps in groups
@@ -12,6 +12,7 @@ y = sum of f(gate . x, u) * down, all in float32.
 
 from __future__ import annotations
 
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from shm.codes import CODE_FORMATS
 from shm.expert_math import SWIGLU, ExpertMath, Glu, Relu2
 from shm.floe import FloeFormat, RowFormat
 from shm.formats import LINE, whole_lines
+from shm.fp8 import BLOCK, FP8, blocks_in
 from shm.layout import StoreLayout
 from shm.mask import Mask, Tally
 from shm.quantize import ROW_GROUP, row_head_bytes
@@ -100,6 +102,27 @@ def row_numbers(format: RowFormat, rows: Tensor, k: int) -> Tensor:
     return ((q - zero.unsqueeze(-1)) * scale.unsqueeze(-1)).flatten(1)[:, :k]
 
 
+def fp8_numbers(data: Tensor, n: int, k: int, matrices: int = 1) -> Tensor:
+    """The numbers of a matrix in fp8, or of a tile with so many matrices: float32 [matrices, n, k]. data:
+    uint8 [matrix_bytes], or the tile's."""
+    return widened(*fp8_parts(data, n, k, matrices))
+
+
+def fp8_parts(data: Tensor, n: int, k: int, matrices: int = 1) -> tuple[Tensor, Tensor]:
+    """Views of the same bytes, as `FP8.parts`."""
+    size, blocks = matrices * n * k, (matrices, blocks_in(n), blocks_in(k))
+    start = whole_lines(size)
+    scales = data[start : start + 4 * prod(blocks)].view(torch.float32).view(blocks)
+    return data[:size].view(torch.float8_e4m3fn).view(matrices, n, k), scales
+
+
+def widened(codes: Tensor, scales: Tensor) -> Tensor:
+    """Numbers in fp8 [.., n, k] with their blocks' scales, float32."""
+    n, k = codes.shape[-2:]
+    of_rows = scales.repeat_interleave(BLOCK, dim=-2)[..., :n, :]
+    return codes.float() * of_rows.repeat_interleave(BLOCK, dim=-1)[..., :k]
+
+
 def int8_steps(x: Tensor, group: int, record: int = 0) -> Tensor:
     """Activations [R, K] rounded to int8 codes and back: float32 [R, K padded with 0 to whole groups, or to
     records of more inputs], each group of a row in steps of its largest magnitude / 127."""
@@ -137,6 +160,8 @@ def tile_numbers(layout: StoreLayout, tile: Tensor, head: Tensor | None = None) 
         records = tile.view(channels, -1)[:, : format.channel_bytes(hidden)].reshape(channels, 2, -1)
         gate, down = (row_numbers(format.rows, records[:, part], hidden) for part in range(2))
         return torch.stack((gate, dequantize(format.up, head, channels, hidden)[:, :hidden], down))
+    if isinstance(format, FP8):
+        return fp8_numbers(tile, channels, hidden, number)
     if not isinstance(format, BlockFormat):
         tile = tile[: format.matrices_bytes(hidden, channels, number)]
         return tile.view(DTYPES[format.name]).view(number, channels, hidden).float()
@@ -168,7 +193,7 @@ class ReferenceKernel:
         self._tile = layout.shape.tile
         self._hidden = layout.shape.hidden
         self._tile_bytes = layout.tile_bytes
-        self._plain = DTYPES.get(layout.format.name)
+        self._plain = DTYPES.get(layout.format.name, torch.float32)
         self._blocks = layout.format if isinstance(layout.format, BlockFormat) else None
 
     def activations(self, x: Tensor) -> Tensor:
@@ -194,6 +219,8 @@ class ReferenceKernel:
         wide = (number - 1) * self._tile
         if blocks is None:
             matrices = tile[: self._layout.format.matrices_bytes(self._hidden, self._tile, number)]
+            if isinstance(self._layout.format, FP8):
+                matrices = fp8_numbers(matrices, self._tile, self._hidden, number)
             rows = matrices.view(x.dtype).view(number * self._tile, self._hidden)
             return (self._inner(x, rows[:wide], tile) @ rows[wide:]).float()
         gate_up, down = tile_matrices(self._layout, tile)

@@ -45,7 +45,7 @@ static void quantize_row(const float *x, int64_t inputs, int64_t padded, int64_t
 void tandem_quantize(const struct weights *w, const float *x, int64_t rows, void *codes, float *factors) {
     int64_t padded = padded_inputs(w, w->inputs);
     if (w->bits == BF16) round_to_bf16(x, rows * w->inputs, codes);
-    if (w->bits == FLOAT32) memcpy(codes, x, (size_t)(rows * w->inputs) * sizeof *x);
+    if (w->bits > BF16) memcpy(codes, x, (size_t)(rows * w->inputs) * sizeof *x);
     if (w->bits >= BF16) return;
     for (int64_t r = 0; r < rows; r++)
         quantize_row(x + r * w->inputs, w->inputs, padded, w->group, (int8_t *)codes + r * padded,

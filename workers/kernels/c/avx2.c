@@ -53,6 +53,7 @@ INLINE __m256 eight_e4m3(const void *numbers) {
     __m128i wide = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)numbers)), 7);
     return _mm256_cvtph_ps(_mm_and_si128(wide, _mm_set1_epi16((int16_t)0xBFFF)));
 }
+#define WIDENED_E4M3 (vector)eight_e4m3
 
 /* Scales of half the outputs, of group `part` of a record, and zeros. */
 INLINE __m256 scales_of(const uint8_t *head, const int bits, const int scales, const int part, int half) {

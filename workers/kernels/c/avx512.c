@@ -57,6 +57,7 @@ INLINE __m512 sixteen_e4m3(const void *numbers) {
     __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)numbers)), 7);
     return _mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16((int16_t)0xBFFF)));
 }
+#define WIDENED_E4M3 (vector)sixteen_e4m3
 
 /* Scales of group `part` of a record, and its zeros. */
 INLINE __m512 scales_of(const uint8_t *head, const int bits, const int scales, const int part) {

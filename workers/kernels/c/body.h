@@ -35,7 +35,7 @@
 
 #include <string.h>
 
-int tandem_kernels_version(void) { return 21; }
+int tandem_kernels_version(void) { return 22; }
 
 enum { MOST_GROUP = 128 }; /* inputs that share a scale */
 enum { NEARBY = 1 << 19 }; /* bytes of outputs that a core's own cache holds, beside activations and weights */
@@ -117,7 +117,7 @@ static void compute_tiles(struct team *team, const struct weights *w, const uint
     int64_t channels = w->channels;
     if (w->bits >= BF16) {
         arrange_rows(w, x->codes, chosen, count, (char *)s.x.codes);
-        struct plain_tile tile = {.w = w, .tile = (const uint16_t *)tiles, .x = (const char *)s.x.codes, .count = count,
+        struct plain_tile tile = {.w = w, .tile = tiles, .x = (const char *)s.x.codes, .count = count,
                                  .gate = s.both, .up = s.both + count * channels, .inner = (float *)s.inner.codes,
                                  .part = s.part, .y = y};
         plain_tiles(team, tile, number);

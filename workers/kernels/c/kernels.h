@@ -17,7 +17,7 @@
  * What that and E4M3 scales leave out, and a matrix's factor, multiplies y at the end (`unit_of`). Groups are added in their order and rows do not mix: a
  * row's result depends neither on how many rows there are nor on how many threads.
  *
- * bf16. Inputs are rounded to bf16; products are added in float32, as in the format float32, which rounds nothing.
+ * bf16. Inputs are rounded to bf16; products are added in float32, as in the formats float32 and FP8, which round nothing.
  */
 #pragma once
 
@@ -33,7 +33,7 @@ enum { TALL_ROWS = 16 };
 #define UNIT_ROWS 12 /* of one product, from which matrix units compute it, in variants that have them; a test has others */
 #endif
 
-enum { INT2 = 2, INT4 = 4, INT8 = 8, BF16 = 16, FLOAT32 = 32 }; /* bits of a weight: which format */
+enum { INT2 = 2, INT4 = 4, INT8 = 8, BF16 = 16, FLOAT32 = 32, FP8 = 64 }; /* which format: bits of a weight, FP8 has 8 */
 
 /* Scales of an integer format. OWN: bf16 and zeros in bf16, of INT8 float32 and no zeros. F16: and no zeros; F16_ZEROS:
  * beside zeros in bf16. E8M0, E4M3: of two groups in each record, whose codes are E2M1. */
@@ -57,7 +57,7 @@ struct expert_math {
 struct weights {
     int64_t bits;
     int64_t scales;
-    int64_t group;    /* inputs that share a scale; 1 for bf16 and float32 */
+    int64_t group;    /* inputs that share a scale; 1 for bf16, float32 and FP8 */
     int64_t inputs;   /* of a matrix; H of tiles */
     int64_t outputs;  /* of a matrix; H of tiles */
     int64_t channels; /* T of one tile, in whole records; 0 for a matrix */
@@ -70,7 +70,7 @@ struct weights {
 };
 
 /* Integer formats: codes int8 [rows, padded], factors float32 [rows, padded / group, 2]; `padded` is the number
- * of inputs in whole records. bf16 and float32: codes float32 [rows, inputs], in bf16 rounded to it; no factors. */
+ * of inputs in whole records. Others: codes float32 [rows, inputs], in bf16 rounded to it; no factors. */
 struct activations {
     const void *codes;
     const float *factors;
@@ -166,7 +166,7 @@ uint64_t tandem_read(struct team *team, const uint8_t *memory, int64_t bytes);
 /* --- a decoder layer up to its routed experts, for single tokens of several sequences ----------------------- */
 
 struct matrix {
-    struct weights of; /* any format; FLOAT32 and BF16 are row-major [outputs, inputs] */
+    struct weights of; /* any format; FLOAT32, BF16 and FP8 are row-major [outputs, inputs] */
     const void *data;
     const float *bias; /* [outputs], or NULL */
 };

@@ -20,7 +20,7 @@ struct multiplication {
     const float *x;
     int64_t rows;
     float *y;
-    struct packed plain, packed; /* codes of x; packed for the blocks. Row-major: `plain` are x's numbers, rounded */
+    struct packed plain, packed; /* codes of x; packed for the blocks. BF16: `plain` are x's numbers, rounded */
 };
 
 /* Bytes; sets `m`'s pointers into the memory from `scratch` on. */
@@ -60,7 +60,8 @@ static void row_major(void *context, int64_t lo, int64_t hi) {
     const struct weights *w = &m->matrix->of;
     lo *= OUTPUTS_TAKEN, hi = least(hi * OUTPUTS_TAKEN, w->outputs);
     const void *x = w->bits == BF16 ? (const void *)m->plain.codes : m->x;
-    plain_products(w, m->matrix->data, lo, hi, x, m->rows, m->y, w->outputs);
+    const float *scales = w->bits == FP8 ? matrix_scales(w, m->matrix->data) : NULL;
+    plain_products(w, m->matrix->data, scales, lo, hi, x, m->rows, m->y, w->outputs);
 }
 
 void tandem_product(struct team *team, const struct matrix *matrix, const float *x, int64_t rows, float *y,
@@ -69,7 +70,7 @@ void tandem_product(struct team *team, const struct matrix *matrix, const float 
     struct multiplication m = {.matrix = matrix, .x = x, .rows = rows, .y = y};
     lay_out_product(&m, scratch);
     if (rows == 1 && w->bits < BF16) m.plain = m.packed; /* a single row's codes are in their order */
-    if (w->bits != FLOAT32) parallel_for(rows < ROWS_ALONE ? NULL : team, quantize_rows, &m, rows, WAKE_NS);
+    if (w->bits <= BF16) parallel_for(rows < ROWS_ALONE ? NULL : team, quantize_rows, &m, rows, WAKE_NS);
     if (w->bits >= BF16) {
         parallel_for(team, row_major, &m, (w->outputs + OUTPUTS_TAKEN - 1) / OUTPUTS_TAKEN, spin_ns);
     } else {

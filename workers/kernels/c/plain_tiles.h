@@ -1,6 +1,7 @@
-/* Tiles in bf16 or float32, row-major: gate rows [T, H], unless ungated, up rows [T, H], down's columns as rows [T, H].
- * float32, a format for comparison, has a plain loop for down. Matrix units, in variants that
- * have them, add in an order of their own: not the bits of vectors. Part of body.h. */
+/* Tiles in bf16, float32 or FP8, row-major: gate rows [T, H], unless ungated, up rows [T, H], down's columns as rows [T,
+ * H]; of FP8 then their scales, matrix after matrix. float32, a format for comparison, has a plain loop for down. Matrix
+ * units, in variants that have them, compute bf16 and add in an order of their own: not the bits of vectors. Part of
+ * body.h. */
 #pragma once
 
 #include "blocks.h"
@@ -76,11 +77,11 @@ enum { FROM_ROWS = 12 }; /* the least that a panel is made for: two readings by 
 
 struct plain_tile {
     const struct weights *w;
-    const uint16_t *tile; /* float32: of twice as many */
-    const char *x; /* bf16: arranged [count, H]; by units: for them */
+    const uint8_t *tile;
+    const char *x; /* bf16: arranged [count, H]; by units: for them. Others: float32 */
     int64_t count;
     float *gate, *up; /* [count, T] */
-    float *inner;     /* inner activations [count, T] rounded to bf16; by pairs [count, pairs] */
+    float *inner;     /* inner activations [count, T], of bf16 rounded to it; by pairs [count, pairs] */
     float *part;      /* a sum so far: of a thread's panel [count, COLUMNS]; few rows: of y */
     float *y;         /* [count, H] */
     int add;          /* y += this tile's outputs, and not = */
@@ -93,7 +94,7 @@ static int64_t pairs_of(int64_t channels) { return rounded_up(channels, 2 * UNIT
 
 /* Bytes of `x`, `inner` and `part`; matrix units take whole UNITs of rows. */
 static int64_t x_bytes(const struct weights *w, int64_t rows) {
-    if (w->bits == FLOAT32) return rows * w->inputs * 4;
+    if (w->bits != BF16) return rows * w->inputs * 4;
     return rounded_up(rows, UNIT) * arranged_bytes(rounded_up(w->inputs, 2 * UNIT));
 }
 static int64_t inner_bytes(const struct weights *w, int64_t rows) {
@@ -104,16 +105,28 @@ static int64_t part_bytes(const struct weights *w, int64_t rows) {
 }
 
 /* A matrix of the tile: the last is down, up is before it. */
-static const uint16_t *matrix_of(const struct plain_tile *p, int64_t number) {
-    return p->tile + number * p->w->channels * p->w->inputs * (p->w->bits / BF16);
+static const void *matrix_of(const struct plain_tile *p, int64_t number) {
+    return p->tile + number * p->w->channels * p->w->inputs * number_bytes(p->w->bits);
 }
-static const uint16_t *down_of(const struct plain_tile *p) { return matrix_of(p, wide_matrices(p->w)); }
+static const void *down_of(const struct plain_tile *p) { return matrix_of(p, wide_matrices(p->w)); }
+
+/* The scales of a matrix of the tile [T / SCALED, H / SCALED]; not FP8: unused. */
+static const float *scales_in(const struct plain_tile *p, int64_t number) {
+    int64_t blocks = p->w->channels / SCALED * blocks_of(p->w->inputs);
+    return (const float *)matrix_of(p, wide_matrices(p->w) + 1) + number * blocks;
+}
+
+/* LANES numbers from `h` on of a row of down. `kind`: FP8, with their scale times E4M3_UNIT, or BF16. */
+INLINE vector down_at(const void *row, int64_t h, const int kind, float scale) {
+    if (kind == BF16) return WIDENED((const uint16_t *)row + h);
+    return WIDENED_E4M3((const uint8_t *)row + h) * (scale - (vector){0});
+}
 
 static void gate_and_up(void *context, int64_t lo, int64_t hi) {
     const struct plain_tile *p = context;
     int64_t channels = p->w->channels, wide = wide_matrices(p->w);
-    if (wide > 1) plain_products(p->w, p->tile, lo, hi, p->x, p->count, p->gate, channels);
-    plain_products(p->w, matrix_of(p, wide - 1), lo, hi, p->x, p->count, p->up, channels);
+    if (wide > 1) plain_products(p->w, p->tile, scales_in(p, 0), lo, hi, p->x, p->count, p->gate, channels);
+    plain_products(p->w, matrix_of(p, wide - 1), scales_in(p, wide - 1), lo, hi, p->x, p->count, p->up, channels);
 }
 
 #ifdef MATRIX_UNITS
@@ -123,7 +136,7 @@ static void gate_and_up_by_units(void *context, int64_t lo, int64_t hi) {
     int64_t hidden = p->w->inputs, channels = p->w->channels, wide = wide_matrices(p->w);
     lo *= UNIT, hi = least(hi * UNIT, channels);
     bf16_units_begin();
-    if (wide > 1) products_by_units(p->tile, hidden, lo, hi, p->x, p->count, p->gate, channels);
+    if (wide > 1) products_by_units(matrix_of(p, 0), hidden, lo, hi, p->x, p->count, p->gate, channels);
     products_by_units(matrix_of(p, wide - 1), hidden, lo, hi, p->x, p->count, p->up, channels);
     units_end();
 }
@@ -148,8 +161,8 @@ static void activate_plain(void *context, int64_t lo, int64_t hi) {
     int64_t channels = p->w->channels, pairs = pairs_of(channels);
     for (int64_t r = lo; r < hi; r++) {
         float *gate = p->gate + r * channels;
-        activate_channels(p->w, (const uint8_t *)p->tile, 0, gate, p->up + r * channels, channels);
-        if (p->w->bits == FLOAT32)
+        activate_channels(p->w, p->tile, 0, gate, p->up + r * channels, channels);
+        if (p->w->bits != BF16)
             memcpy(p->inner + r * channels, gate, (size_t)channels * sizeof *gate);
         else
             round_to_bf16(gate, channels, p->pairs ? gate : p->inner + r * channels);
@@ -165,17 +178,19 @@ static void activate_plain(void *context, int64_t lo, int64_t hi) {
 
 /* part[r][h] += sum of inner[r][t] * down[t][h] for `number` (a constant) channels from t, h in [lo, hi), and `rows`
  * rows, prefetched `ahead` rows of down before their use. */
-INLINE void columns(const struct plain_tile *p, float *part, int64_t t, const int number, int64_t lo, int64_t hi,
-                    int64_t rows, int64_t ahead) {
-    int64_t hidden = p->w->inputs, channels = p->w->channels;
-    const uint16_t *down = down_of(p) + t * hidden;
+INLINE void columns(const struct plain_tile *p, const int kind, float *part, int64_t t, const int number, int64_t lo,
+                    int64_t hi, int64_t rows, int64_t ahead) {
+    int64_t hidden = p->w->inputs, channels = p->w->channels, row = hidden * number_bytes(kind);
+    const char *down = (const char *)down_of(p) + t * row;
+    const float *scales = scales_in(p, wide_matrices(p->w)) + t / SCALED * blocks_of(hidden);
     int64_t h = lo;
     for (; h + PAIR <= hi; h += PAIR) {
         vector low[TOGETHER], high[TOGETHER];
+        float scale = kind == FP8 ? scales[h / SCALED] * E4M3_UNIT : 1.0f;
         for (int i = 0; i < number; i++) {
-            const uint16_t *from = down + i * hidden + h;
-            PREFETCH(from + ahead * hidden);
-            low[i] = WIDENED(from), high[i] = WIDENED(from + LANES);
+            const char *from = down + i * row;
+            PREFETCH(from + h * number_bytes(kind) + ahead * row);
+            low[i] = down_at(from, h, kind, scale), high[i] = down_at(from, h + LANES, kind, scale);
         }
         for (int64_t r = 0; r < rows; r++) {
             const float *a = p->inner + r * channels + t;
@@ -193,31 +208,42 @@ INLINE void columns(const struct plain_tile *p, float *part, int64_t t, const in
     for (; h < hi; h++)
         for (int64_t r = 0; r < rows; r++) {
             vector sum = {t ? part[r * hidden + h] : 0.0f}, zero = {0};
-            for (int i = 0; i < number; i++)
-                sum = VFMA(widened(down[i * hidden + h]) - zero, p->inner[r * channels + t + i] - zero, sum);
+            for (int i = 0; i < number; i++) {
+                const char *from = down + i * row;
+                float weight = kind == FP8 ? e4m3_part(((const uint8_t *)from)[h]) * (scales[h / SCALED] * E4M3_UNIT)
+                                           : widened(((const uint16_t *)from)[h]);
+                sum = VFMA(weight - zero, p->inner[r * channels + t + i] - zero, sum);
+            }
             part[r * hidden + h] = sum[0];
         }
 }
 
-static void down_by_columns(void *context, int64_t lo, int64_t hi) {
-    const struct plain_tile *p = context;
+INLINE void down_columns(const struct plain_tile *p, const int kind, int64_t lo, int64_t hi) {
     float *part = p->add ? p->part : p->y;
     int64_t channels = p->w->channels, t = 0;
     lo *= PAIR, hi = least(hi * PAIR, p->w->inputs);
-    if (p->count == 1) {
-        int64_t ahead = AHEAD / (2 * p->w->inputs) + 1;
-        for (; t < channels; t++) columns(p, part, t, 1, lo, hi, 1, ahead);
+    if (p->count == 1 && kind == BF16) { /* FP8 is not read so fast that several streams would hold it up */
+        int64_t ahead = AHEAD / (number_bytes(kind) * p->w->inputs) + 1;
+        for (; t < channels; t++) columns(p, kind, part, t, 1, lo, hi, 1, ahead);
     }
-    for (; t + TOGETHER <= channels; t += TOGETHER) columns(p, part, t, TOGETHER, lo, hi, p->count, TOGETHER);
-    for (; t < channels; t++) columns(p, part, t, 1, lo, hi, p->count, TOGETHER);
+    for (; t + TOGETHER <= channels; t += TOGETHER) columns(p, kind, part, t, TOGETHER, lo, hi, p->count, TOGETHER);
+    for (; t < channels; t++) columns(p, kind, part, t, 1, lo, hi, p->count, TOGETHER);
     for (int64_t r = 0; p->add && r < p->count; r++)
         for (int64_t h = lo; h < hi; h++) p->y[r * p->w->inputs + h] += part[r * p->w->inputs + h];
+}
+
+static void down_by_columns(void *context, int64_t lo, int64_t hi) {
+    const struct plain_tile *p = context;
+    if (p->w->bits == FP8)
+        down_columns(p, FP8, lo, hi);
+    else
+        down_columns(p, BF16, lo, hi);
 }
 
 static void float32_down(void *context, int64_t lo, int64_t hi) {
     const struct plain_tile *p = context;
     int64_t hidden = p->w->inputs, channels = p->w->channels;
-    const float *down = (const float *)down_of(p);
+    const float *down = down_of(p);
     lo *= PAIR, hi = least(hi * PAIR, hidden);
     for (int64_t r = 0; r < p->count; r++) {
         float *restrict part = (p->add ? p->part : p->y) + r * hidden;
@@ -232,10 +258,27 @@ static void float32_down(void *context, int64_t lo, int64_t hi) {
 
 /* --- many rows: down is widened, or its rows paired, once for all of them -------------------------------------- */
 
-/* Of down's rows [t, t + number) and columns [h, h + COLUMNS): widened rows, or pairs of rows. Zero beyond H. */
+/* Of down's rows [t, t + number) and columns [h, h + COLUMNS), which share a scale: widened rows. Zero beyond H. */
+static void make_fp8_panel(const struct plain_tile *p, int64_t t, int64_t number, int64_t h, float *panel) {
+    int64_t hidden = p->w->inputs, width = least(COLUMNS, hidden - h);
+    const uint8_t *down = (const uint8_t *)down_of(p) + t * hidden + h;
+    const float *scales = scales_in(p, wide_matrices(p->w)) + t / SCALED * blocks_of(hidden);
+    float scale = scales[h / SCALED] * E4M3_UNIT;
+    uint8_t edge[COLUMNS] = {0};
+    for (int64_t i = 0; i < number; i++, down += hidden, panel += COLUMNS) {
+        PREFETCH(down + COLUMNS); /* of the next panel */
+        if (width < COLUMNS) memcpy(edge, down, (size_t)width);
+        for (int64_t c = 0; c < COLUMNS; c += LANES) {
+            vector wide = down_at(width < COLUMNS ? edge : down, c, FP8, scale);
+            memcpy(panel + c, &wide, sizeof wide);
+        }
+    }
+}
+
+/* The same of bf16, or pairs of rows. */
 static void make_panel(const struct plain_tile *p, int64_t t, int64_t number, int64_t h, float *panel) {
     int64_t hidden = p->w->inputs, width = least(COLUMNS, hidden - h), step = p->pairs ? 2 : 1;
-    const uint16_t *down = down_of(p) + t * hidden + h;
+    const uint16_t *down = (const uint16_t *)down_of(p) + t * hidden + h;
     uint16_t edge[2][COLUMNS] = {{0}};
     for (int64_t i = 0; i < number; i += step, panel += COLUMNS) {
         const uint16_t *upper = down + i * hidden, *lower = i + 1 < number ? upper + hidden : NULL;
@@ -285,7 +328,7 @@ static void down_by_panels(void *context, int64_t lo, int64_t hi) {
         for (int64_t t = 0; t < channels; t += DEEP * each) {
             int64_t number = least(DEEP * each, channels - t), depth = (number + each - 1) / each;
             int last = t + number == channels, whole = last && width == COLUMNS;
-            make_panel(p, t, number, h, panel);
+            (p->w->bits == FP8 ? make_fp8_panel : make_panel)(p, t, number, h, panel);
 #ifdef MATRIX_UNITS
             if (p->units) {
                 int64_t missing = rounded_up(depth, UNIT) - depth;
@@ -323,7 +366,7 @@ static void arrange_rows(const struct weights *w, const float *x, const int32_t 
     }
 #endif
     for (int64_t r = 0; r < count; r++)
-        if (w->bits == FLOAT32)
+        if (w->bits != BF16)
             memcpy(to + r * w->inputs * 4, x + chosen[r] * w->inputs, (size_t)w->inputs * sizeof *x);
         else
             arrange(x + chosen[r] * w->inputs, w->inputs, to + r * arranged_bytes(w->inputs));
@@ -332,11 +375,11 @@ static void arrange_rows(const struct weights *w, const float *x, const int32_t 
 /* `tile`: of what all tiles share. */
 static void plain_tiles(struct team *team, struct plain_tile tile, int64_t number) {
     int64_t count = tile.count, hidden = tile.w->inputs;
-    int plain = tile.w->bits == FLOAT32, many = !plain && count >= FROM_ROWS;
-    tile.units = !plain && by_units(count);
+    int plain = tile.w->bits == FLOAT32, bf16 = tile.w->bits == BF16, many = !plain && count >= FROM_ROWS;
+    tile.units = bf16 && by_units(count);
     many |= tile.units;
-    tile.pairs = tile.units || (many && HAS_PAIRS());
-    for (int64_t n = 0; n < number; n++, tile.tile += tile.w->tile_bytes / 2) {
+    tile.pairs = tile.units || (bf16 && many && HAS_PAIRS());
+    for (int64_t n = 0; n < number; n++, tile.tile += tile.w->tile_bytes) {
         int64_t spin_ns = n + 1 < number ? WAKE_NS : 0;
         tile.add = n > 0;
 #ifdef MATRIX_UNITS

@@ -1,8 +1,11 @@
-/* Products of rows of weights, row-major in bf16 or float32, with rows of x. Part of body.h.
+/* Products of rows of weights, row-major in bf16, float32 or FP8, with rows of x. Part of body.h.
  *
  * bf16 is taken in pairs, as the 32-bit words that they are on a little-endian machine: lane l of a vector adds the
  * products of numbers 2 l + 1 and 2 l of each PAIR, in this order, however many rows there are and with VDPBF16PS,
- * too. */
+ * too.
+ *
+ * FP8 has a scale for each block of SCALED rows and numbers: [rows / SCALED, numbers / SCALED], both rounded up. Products
+ * with x in float32 are added up over a block's numbers, and then scaled. */
 #pragma once
 
 #include "kernels.h"
@@ -10,6 +13,7 @@
 
 enum { PAIRS = 1 }; /* like BF16 or FLOAT32: bf16 by WITH_PAIRS */
 enum { TALL = 4 };  /* rows of weights that are taken together */
+enum { SCALED = 128 };
 enum { FEW = VECTOR_BYTES == 64 ? 6 : 2 }; /* most rows of x that one read of the weights is applied to */
 enum { MANY = 6 }; /* most rows that are multiplied by a matrix of float32 or pairs together */
 enum { STRIP_BYTES = 1 << 19 }; /* of x: they stay in a core's cache while all weights are multiplied */
@@ -18,6 +22,7 @@ enum { STRIP_BYTES = 1 << 19 }; /* of x: they stay in a core's cache while all w
  * faster than several; but each row's products are added one after the other, and narrow registers need several such
  * chains to keep pace with memory. */
 enum { ONE_TALL = VECTOR_BYTES < 64 ? TALL : 1 };
+enum { FP8_TALL = VECTOR_BYTES < 64 ? TALL : 2 }; /* the same of FP8, which takes longer to widen than to read */
 
 /* --- rows of x as products with bf16 take them ---------------------------------------------------------------- */
 
@@ -55,6 +60,12 @@ static void arrange(const float *x, int64_t inputs, char *to) {
     else
         arrange_as(x, 0, inputs, to);
 }
+
+enum { LINE = 64 }; /* bytes */
+
+static int64_t number_bytes(int64_t kind) { return kind == FP8 ? 1 : kind == FLOAT32 ? 4 : 2; }
+
+static int64_t blocks_of(int64_t numbers) { return (numbers + SCALED - 1) / SCALED; }
 
 /* --- products ------------------------------------------------------------------------------------------------- */
 
@@ -123,37 +134,94 @@ INLINE void products(const void *weights, const int kind, const int number, int6
         }
 }
 
-/* y[i] = row i . x for one row of x and ONE_TALL or 1 rows of weights. */
-INLINE void one_row_products(const struct weights *w, const void *weights, const int kind, int64_t number,
-                             const char *x, float *y) {
-    int64_t hidden = w->inputs, ahead = ONE_TALL > 1 ? ONE_TALL * hidden : AHEAD / (kind == FLOAT32 ? 4 : 2);
+/* The same of FP8 and x in float32; `scales` [number]: of each row's blocks. */
+INLINE void fp8_products(const uint8_t *weights, const float *const *scales, const int number, int64_t hidden,
+                         const char *x, int64_t step, const int rows, int64_t ahead, float *y, int64_t stride) {
+    vector sums[TALL][FEW], zero = {0};
+    for (int i = 0; i < number; i++)
+        for (int r = 0; r < rows; r++) sums[i][r] = zero;
+    int64_t h = 0, block = 0;
+    for (; block * SCALED < hidden; block++) {
+        int64_t end = least((block + 1) * SCALED, hidden);
+        vector parts[TALL][FEW];
+        for (int i = 0; i < number; i++)
+            for (int r = 0; r < rows; r++) parts[i][r] = zero;
+#define ADD_LANES(at)                                                                                            \
+    vector wide[TALL];                                                                                           \
+    for (int i = 0; i < number; i++) wide[i] = WIDENED_E4M3(weights + i * hidden + (at));                        \
+    for (int r = 0; r < rows; r++) {                                                                             \
+        vector one = loaded((const float *)(x + r * step) + (at));                                               \
+        for (int i = 0; i < number; i++) parts[i][r] = VFMA(wide[i], one, parts[i][r]);                          \
+    }
+        for (; h + LINE <= end; h += LINE) {
+            for (int i = 0; i < number; i++) PREFETCH(weights + i * hidden + h + ahead);
+            for (int v = 0; v < LINE; v += LANES) { ADD_LANES(h + v) }
+        }
+        for (; h + LANES <= end; h += LANES) { ADD_LANES(h) }
+        for (int i = 0; i < number; i++) {
+            vector scale = scales[i][block] * E4M3_UNIT - zero;
+            for (int r = 0; r < rows; r++) sums[i][r] = VFMA(parts[i][r], scale, sums[i][r]);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        if (number == TALL)
+            SUM_FOUR(sums[0][r], sums[1][r], sums[2][r], sums[3][r], y + r * stride);
+        else
+            for (int i = 0; i < number; i++) y[r * stride + i] = SUM(sums[i][r]);
+    for (int i = 0; h < hidden && i < number; i++)
+        for (int r = 0; r < rows; r++) {
+            float rest = 0.0f;
+            for (int64_t at = h; at < hidden; at++)
+                rest += e4m3_part(weights[i * hidden + at]) * ((const float *)(x + r * step))[at];
+            y[r * stride + i] += rest * (scales[i][block - 1] * E4M3_UNIT);
+        }
+}
+
+/* The same of rows of weights from `i` on, of any kind. */
+INLINE void products_from(const void *weights, const float *scales, const int kind, int64_t i, const int number,
+                          int64_t hidden, const char *x, int64_t step, const int rows, int64_t ahead, float *y,
+                          int64_t stride) {
+    if (kind == FP8) {
+        const float *of[TALL];
+        for (int k = 0; k < number; k++) of[k] = scales + (i + k) / SCALED * blocks_of(hidden);
+        fp8_products((const uint8_t *)weights + i * hidden, of, number, hidden, x, step, rows, ahead, y, stride);
+        return;
+    }
+    const char *from = (const char *)weights + i * hidden * (kind == FLOAT32 ? 4 : 2);
+    products(from, kind, number, hidden, x, step, rows, ahead, y, stride);
+}
+
+/* y[i] = row i . x for one row of x and ONE_TALL, FP8_TALL or 1 rows of weights. */
+INLINE void one_row_products(const struct weights *w, const void *weights, const float *scales, const int kind,
+                             int64_t i, int64_t number, const char *x, float *y) {
+    const int tall = kind == FP8 ? FP8_TALL : ONE_TALL;
+    int64_t hidden = w->inputs, ahead = tall > 1 ? tall * hidden : AHEAD / number_bytes(kind);
     if (number > 1)
-        products(weights, kind, ONE_TALL, hidden, x, 0, 1, ahead, y, 0);
+        products_from(weights, scales, kind, i, tall, hidden, x, 0, 1, ahead, y, 0);
     else
-        products(weights, kind, 1, hidden, x, 0, 1, ahead, y, 0);
+        products_from(weights, scales, kind, i, 1, hidden, x, 0, 1, ahead, y, 0);
 }
 
 /* y[r][i] = row i . x[r] for `count` rows of x and rows [lo, hi) of `weights` [.., inputs]; y has `stride` numbers a
  * row. `kind`: a constant. */
-INLINE void products_of(const struct weights *w, const void *weights, const int kind, int64_t lo, int64_t hi,
-                        const char *x, int64_t step, int64_t count, float *y, int64_t stride) {
-    int64_t hidden = w->inputs, tall = count > 1 ? TALL : ONE_TALL, strip = STRIP_BYTES / step / FEW * FEW;
+INLINE void products_of(const struct weights *w, const void *weights, const float *scales, const int kind, int64_t lo,
+                        int64_t hi, const char *x, int64_t step, int64_t count, float *y, int64_t stride) {
+    int64_t hidden = w->inputs, tall = count > 1 ? TALL : kind == FP8 ? FP8_TALL : ONE_TALL, strip = STRIP_BYTES / step / FEW * FEW;
     if (strip < FEW) strip = FEW;
     for (int64_t begin = 0; begin < count; begin += strip) {
         int64_t end = least(begin + strip, count);
         for (int64_t i = lo, taken; i < hi; i += taken) {
             taken = i + tall <= hi ? tall : 1;
-            const char *from = (const char *)weights + i * hidden * (kind == FLOAT32 ? 4 : 2);
             if (count == 1) {
-                one_row_products(w, from, kind, taken, x, y + i);
+                one_row_products(w, weights, scales, kind, i, taken, x, y + i);
                 continue;
             }
             for (int64_t first = begin; first < end; first += FEW) {
                 const char *few = x + first * step;
                 float *to = y + first * stride + i;
                 int64_t rows = least(FEW, end - first), ahead = first == begin ? taken * hidden : 0;
-#define CALL_TALL(n) products(from, kind, TALL, hidden, few, step, n, ahead, to, stride)
-#define CALL_ONE(n) products(from, kind, 1, hidden, few, step, n, ahead, to, stride)
+#define CALL_TALL(n) products_from(weights, scales, kind, i, TALL, hidden, few, step, n, ahead, to, stride)
+#define CALL_ONE(n) products_from(weights, scales, kind, i, 1, hidden, few, step, n, ahead, to, stride)
                 if (taken > 1)
                     BY_COUNT(rows, FEW, CALL_TALL)
                 else
@@ -195,22 +263,29 @@ static void bf16_products(const struct weights *w, const uint16_t *weights, int6
                           int64_t count, float *y, int64_t stride) {
     int64_t step = arranged_bytes(w->inputs);
     if (HAS_PAIRS())
-        products_of(w, weights, PAIRS, lo, hi, x, step, count, y, stride);
+        products_of(w, weights, NULL, PAIRS, lo, hi, x, step, count, y, stride);
     else
-        products_of(w, weights, BF16, lo, hi, x, step, count, y, stride);
+        products_of(w, weights, NULL, BF16, lo, hi, x, step, count, y, stride);
 }
 
 /* The same for float32, x [count, inputs]. */
 static void float32_products(const struct weights *w, const float *weights, int64_t lo, int64_t hi, const float *x,
                              int64_t count, float *y, int64_t stride) {
-    products_of(w, weights, FLOAT32, lo, hi, (const char *)x, w->inputs * 4, count, y, stride);
+    products_of(w, weights, NULL, FLOAT32, lo, hi, (const char *)x, w->inputs * 4, count, y, stride);
 }
 
-/* The same for either, by `bits`; bf16: x arranged. */
-static void plain_products(const struct weights *w, const void *weights, int64_t lo, int64_t hi, const void *x,
-                           int64_t count, float *y, int64_t stride) {
+/* Scales of a matrix in FP8, which begin on a line. */
+static const float *matrix_scales(const struct weights *w, const void *matrix) {
+    return (const float *)((const uint8_t *)matrix + rounded_up(w->outputs * w->inputs, LINE));
+}
+
+/* The same for any of them, by `bits`; bf16: x arranged. `scales`: of FP8. */
+static void plain_products(const struct weights *w, const void *weights, const float *scales, int64_t lo, int64_t hi,
+                           const void *x, int64_t count, float *y, int64_t stride) {
     if (w->bits == BF16)
         bf16_products(w, weights, lo, hi, x, count, y, stride);
+    else if (w->bits == FP8)
+        products_of(w, weights, scales, FP8, lo, hi, x, w->inputs * 4, count, y, stride);
     else
         float32_products(w, weights, lo, hi, x, count, y, stride);
 }

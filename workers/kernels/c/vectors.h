@@ -2,7 +2,7 @@
  * of gcc and clang, which become whatever the variant's processor has. A variant defines INLINE and VECTOR_BYTES (the
  * width of a register) first, and where it has a better instruction also VFMA(a, b, c) = a * b + c, SUM (of a
  * vector's lanes), SUM_FOUR (of four vectors, the same bits), BITS_OF (a comparison's lanes), PACKED (the lanes that
- * are chosen by bits, first), WIDENED (as many bf16 numbers as float32) and WITH_PAIRS (below). */
+ * are chosen by bits, first), WIDENED (as many bf16 numbers as float32), WIDENED_E4M3 and WITH_PAIRS (below). */
 #pragma once
 
 #include "kernels.h"
@@ -17,6 +17,7 @@ typedef float vector __attribute__((vector_size(LANES * 4)));
 typedef int32_t ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
+typedef int8_t quarters __attribute__((vector_size(LANES)));
 
 /* call(n) with n = `count`, 1 to `most` (at most 8, a constant), as a constant. */
 #define IF_COUNT(n, most, call)                                                                                  \
@@ -79,6 +80,25 @@ INLINE vector widened_vector(const uint16_t *from) {
     return (vector)(__builtin_convertvector(narrow, words) << 16);
 }
 #define WIDENED widened_vector
+#endif
+
+/* E4M3: 8 bits of a sign, an exponent and three of a mantissa. Divided by E4M3_UNIT, all of them are numbers of binary16
+ * with nearly the same bits. Exact; what stands for NaN, which no weights have, is as if it were a number. */
+enum { E4M3_UNIT = 256 };
+static float e4m3_part(uint8_t number) {
+    uint32_t bits = (uint32_t)(int8_t)number << 20 & 0x87F00000; /* of 2^-112 times as much */
+    float value;
+    memcpy(&value, &bits, 4);
+    return value * 0x1p112f;
+}
+
+#ifndef WIDENED_E4M3
+INLINE vector widened_e4m3(const uint8_t *from) {
+    quarters narrow;
+    memcpy(&narrow, from, sizeof narrow);
+    return (vector)((words)__builtin_convertvector(narrow, ints) << 20 & 0x87F00000) * 0x1p112f;
+}
+#define WIDENED_E4M3 widened_e4m3
 #endif
 
 /* WITH_PAIRS(a, b, c) = c + the products of pairs of bf16 in a and b, the upper numbers first: where the processor

@@ -26,7 +26,8 @@ from protocol.files import check_private, make_folders, read_small
 from shm.atomic_file import atomic_file
 from shm.blocks import BlockFormat
 from shm.expert_math import SWIGLU, ExpertMath, numbers_of
-from shm.formats import BF16, TileFormat
+from shm.formats import BF16, MatrixFormat, TileFormat
+from shm.fp8 import FP8
 from workers.cuda import CudaError
 
 FOLDER = Path(__file__).parent
@@ -48,15 +49,22 @@ class Program:
     def of_blocks(cls, format: BlockFormat, fused: bool, math: ExpertMath = SWIGLU) -> Program:
         """Tiles and matrices of a quantized format. `fused`: with the bits of the host's variants whose
         additions are fused; else with those of `portable`."""
-        sizes = (("BITS", format.bits), ("GROUP", format.group), ("FUSED", int(fused)))
-        return cls("tiles.cu", (*sizes, *_constants(math)))
+        kind = (("BITS", format.bits), ("GROUP", format.group), ("SCALES", int(format.scales)))
+        return cls("tiles.cu", (*kind, ("FUSED", int(fused)), *_constants(math)))
 
     @classmethod
     def of_format(cls, format: TileFormat, fused: bool, math: ExpertMath = SWIGLU) -> Program | None:
         """Tiles of a format; None without kernels for it."""
         if isinstance(format, BlockFormat):
             return cls.of_blocks(format, fused, math)
+        if isinstance(format, FP8):
+            return cls("plain.cu", (("FP8", 1), *_constants(math)))
         return cls("plain.cu", _constants(math)) if isinstance(format, BF16) else None
+
+    @classmethod
+    def of_matrices(cls, format: MatrixFormat, fused: bool) -> Program:
+        """Matrices of the backbone."""
+        return cls.of_blocks(format, fused) if isinstance(format, BlockFormat) else cls("fp8_matrix.cu")
 
     @classmethod
     def of_sums(cls) -> Program:

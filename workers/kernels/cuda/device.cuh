@@ -52,6 +52,26 @@ DEVICE uint32_t read_once(const uint16_t *from) {
     asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(half) : "l"(from));
     return half;
 }
+DEVICE uint32_t read_once(const uint8_t *from) {
+    uint32_t byte;
+    asm volatile("ld.global.nc.L1::no_allocate.u8 %0, [%1];" : "=r"(byte) : "l"(from));
+    return byte;
+}
+
+/* The number of a binary16's bits. */
+DEVICE float half_number(uint32_t bits) {
+    float number;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(number) : "h"((uint16_t)bits));
+    return number;
+}
+
+/* Four bytes of the eight in `low` and `high`. Each of the lowest four nibbles of `choice` names one by its lower three
+ * bits; with the upper bit set it gives the byte's sign, 0x00 or 0xFF, instead of the byte. */
+DEVICE uint32_t chosen_bytes(uint32_t low, uint32_t high, uint32_t choice) {
+    uint32_t bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(choice));
+    return bytes;
+}
 
 /* Memory of the host that processes write between two launches: no cache answers for it. */
 DEVICE float read_host(const float *from) {

@@ -23,6 +23,7 @@ from shm.layout import StoreLayout
 from workers.kernels.c_types import Geometry
 from workers.kernels.cuda.launcher import Launcher, Scratch, Uploaded
 from workers.kernels.cuda.products import (
+    FLOAT,
     ITEM,
     LIMITS,
     TERM,
@@ -36,7 +37,6 @@ from workers.kernels.cuda.products import (
 )
 
 FEW = 8  # most rows of an expert for which its tiles have outputs of their own
-FLOAT = 4  # bytes
 KEPT_PLACES, KEPT_ROWS = 512, 128  # layouts of shares that are kept, with so many rows at most
 NO_LIMIT = 1 << 31
 
@@ -203,20 +203,21 @@ class LayerOnDevice:
 
 
 class CudaExperts:
-    """Computes tiles of a quantized format, or of bf16 where no expert has more than `most_rows` rows."""
+    """Computes tiles of a block format, or of bf16 or fp8 where no expert has more than `most_rows` rows."""
 
     def __init__(self, launcher: Launcher, layout: StoreLayout) -> None:
         """`launcher` has the layout's program."""
         shape, format = (layout.shape.hidden, layout.shape.tile), layout.format
-        biases = Geometry.of_tiles(layout).biases
+        geometry = Geometry.of_tiles(layout)
+        biases, factors = geometry.biases, geometry.weights.factors
         self._products: Products
         if isinstance(format, BlockFormat):
             self.most_rows = NO_LIMIT
             before_down = layout.shape.math.matrices - 1
-            self._products = BlockProducts(launcher, format, shape, before_down, biases)
+            self._products = BlockProducts(launcher, format, shape, before_down, biases, factors)
         else:
             self.most_rows = FEW
-            self._products = PlainProducts(launcher, shape, biases)
+            self._products = PlainProducts(launcher, format, shape, biases)
 
     def begin(
         self, x: Tensor, cuts: Numbers, offsets: Numbers, rows: Numbers, weights: NDArray[np.float32]

@@ -6,21 +6,28 @@
 
 struct record {
     uint32_t words[WORDS];
-    scaling scales;
+    scaling scales[TOGETHER];
 
     METHOD void load(const uint8_t *from, int i) {
-        scales.load(from, i);
 #pragma unroll
-        for (int j = 0; j < WORDS; j++) words[j] = read_once((const uint32_t *)(from + 64) + LANES * j + i);
+        for (int k = 0; k < TOGETHER; k++) scales[k].load(from, i, k);
+#pragma unroll
+        for (int j = 0; j < WORDS; j++) words[j] = read_once((const uint32_t *)(from + HEAD) + LANES * j + i);
     }
 
-    /* x: the group's codes, 16-byte aligned. */
-    METHOD int32_t times(const int8_t *x) const {
+    /* Group k of the record; x: the group's codes, 16-byte aligned. */
+    METHOD int32_t times(int k, const int8_t *x) const {
         int32_t dot = 0;
 #pragma unroll
-        for (int part = 0; part < GROUP / 16; part++) {
-            int4 codes = __ldg((const int4 *)x + part);
-            if (BITS == 2) {
+        for (int part = k * GROUP / 16; part < (k + 1) * GROUP / 16; part++) {
+            int4 codes = __ldg((const int4 *)x + part - k * GROUP / 16);
+            if (E2M1) {
+                uint32_t one = words[2 * part], two = words[2 * part + 1];
+                dot = __dp4a((int)e2m1_bytes(one), codes.x, dot);
+                dot = __dp4a((int)e2m1_bytes(one >> 16), codes.y, dot);
+                dot = __dp4a((int)e2m1_bytes(two), codes.z, dot);
+                dot = __dp4a((int)e2m1_bytes(two >> 16), codes.w, dot);
+            } else if (BITS == 2) {
                 uint32_t one = words[part];
                 dot = __dp4a((int)(one & 0x03030303u), codes.x, dot);
                 dot = __dp4a((int)(one >> 2 & 0x03030303u), codes.y, dot);
@@ -43,30 +50,36 @@ struct record {
     }
 };
 
-/* y[r] = output i of a block for `rows` (at most ROWS) rows: codes x[r] and factors of[r], groups in their order. */
+/* y[r] = output i of a block for `rows` (at most ROWS) rows: codes x[r] and factors of[r], groups in their order; not yet
+ * in_units. */
 template <int ROWS>
-DEVICE void multiply_block(const uint8_t *block, int i, int64_t groups, const int8_t *const *x,
+DEVICE void multiply_block(const uint8_t *block, int i, int64_t records, const int8_t *const *x,
                            const factors *const *of, int rows, float *y) {
-    const int AHEAD = ROWS == 1 && WORDS <= 16 ? 32 / WORDS : WORDS <= 8 ? 2 : 1; /* records */
+    const int MOST = E2M1 ? 24 : 32; /* words under way of one row: with the scales of two groups more would not fit */
+    const int AHEAD = ROWS == 1 && WORDS <= 16 ? MOST / WORDS : WORDS <= 8 ? 2 : 1; /* records */
     record next[AHEAD];
 #pragma unroll
     for (int r = 0; r < ROWS; r++) y[r] = 0.0f;
 #pragma unroll
     for (int a = 0; a < AHEAD; a++)
-        if (a < groups) next[a].load(block + a * RECORD, i);
-    for (int64_t first = 0; first < groups; first += AHEAD) {
+        if (a < records) next[a].load(block + a * RECORD, i);
+    for (int64_t first = 0; first < records; first += AHEAD) {
 #pragma unroll
         for (int a = 0; a < AHEAD; a++) {
-            int64_t g = first + a;
-            if (g >= groups) break;
+            int64_t at = first + a;
+            if (at >= records) break;
 #pragma unroll
-            for (int r = 0; r < ROWS; r++)
-                if (r < rows) {
-                    float2 both = __ldg((const float2 *)(of[r] + g));
-                    factors here = {both.x, both.y};
-                    y[r] = next[a].scales.added(next[a].times(x[r] + g * GROUP), here, y[r]);
-                }
-            if (g + AHEAD < groups) next[a].load(block + (g + AHEAD) * RECORD, i);
+            for (int k = 0; k < TOGETHER; k++) {
+                int64_t g = at * TOGETHER + k;
+#pragma unroll
+                for (int r = 0; r < ROWS; r++)
+                    if (r < rows) {
+                        float2 both = __ldg((const float2 *)(of[r] + g));
+                        factors here = {both.x, both.y};
+                        y[r] = next[a].scales[k].added(next[a].times(k, x[r] + g * GROUP), here, y[r]);
+                    }
+            }
+            if (at + AHEAD < records) next[a].load(block + (at + AHEAD) * RECORD, i);
         }
     }
 }

@@ -4,23 +4,25 @@
  * The words of a record are the fragments of A (16 outputs x 32 inputs) as they lie: lane 4 g + t of a warp has outputs g
  * and g + 8. Of int4 a word's lower and upper halves are 8 consecutive inputs, so B's fragment of a row is 8 consecutive
  * codes; which inputs meet is the same permutation on both sides. Of int2 a word has the codes of 16 consecutive inputs,
- * which are the operands of two instructions. Lane 4 g + t gets outputs g and g + 8 of rows 2 t and
- * 2 t + 1. */
+ * which are the operands of two instructions. An instruction of nvfp4 has the inputs of two groups, lanes with t < 2 those
+ * of the first: each group's sum is the instruction with 0 for the other's activations. Lane 4 g + t gets outputs g and
+ * g + 8 of rows 2 t and 2 t + 1. */
 #pragma once
 
 #include "groups.cuh"
 
 enum { UNIT_ROWS = 8 };        /* of one instruction */
-enum { STEPS = GROUP / 32 };   /* instructions of a group */
+enum { STEPS = GROUP < 32 ? 1 : GROUP / 32 }; /* instructions of a group */
 
 /* Fragments of A of a block's record. */
 struct fragments {
     uint32_t words[WORDS / 2];
-    scaling scales[2];
+    scaling scales[TOGETHER][2];
 
     METHOD void load(const uint8_t *record, int g, int t) {
-        const uint32_t *from = (const uint32_t *)(record + 64);
-        scales[0].load(record, g), scales[1].load(record, g + 8);
+        const uint32_t *from = (const uint32_t *)(record + HEAD);
+#pragma unroll
+        for (int k = 0; k < TOGETHER; k++) scales[k][0].load(record, g, k), scales[k][1].load(record, g + 8, k);
 #pragma unroll
         for (int j = 0; j < WORDS / 4; j++) {
             words[2 * j] = read_once(from + LANES * (4 * j + t) + g);
@@ -28,8 +30,12 @@ struct fragments {
         }
     }
 
+    /* Of the record. */
     METHOD void step(int s, uint32_t *a) const {
-        if (BITS == 2) { /* words 0 and 1 serve both steps */
+        if (E2M1) {
+            a[0] = e2m1_bytes(words[2 * s]), a[1] = e2m1_bytes(words[2 * s + 1]);
+            a[2] = e2m1_bytes(words[2 * s] >> 16), a[3] = e2m1_bytes(words[2 * s + 1] >> 16);
+        } else if (BITS == 2) { /* words 0 and 1 serve both steps */
             a[0] = words[0] >> 4 * s & 0x03030303u, a[1] = words[1] >> 4 * s & 0x03030303u;
             a[2] = words[0] >> (4 * s + 2) & 0x03030303u, a[3] = words[1] >> (4 * s + 2) & 0x03030303u;
         } else if (BITS == 4) {
@@ -42,21 +48,22 @@ struct fragments {
     }
 };
 
-/* B's fragment of a row's group. */
-DEVICE void load_codes(const int8_t *x, int s, int t, uint32_t *b) {
+/* B's fragment of step s of a row's record, for its group k. */
+DEVICE void load_codes(const int8_t *x, int s, int k, int t, uint32_t *b) {
     if (BITS < 8) {
         int2 both = __ldg((const int2 *)(x + (BITS == 2 ? 16 * t + 8 * s : 32 * s + 8 * t)));
         b[0] = (uint32_t)both.x, b[1] = (uint32_t)both.y;
+        if (GROUP < 32 && t / 2 != k) b[0] = b[1] = 0;
     } else {
         b[0] = (uint32_t)__ldg((const int *)(x + 32 * s + 4 * t));
         b[1] = (uint32_t)__ldg((const int *)(x + 32 * s + 16 + 4 * t));
     }
 }
 
-/* y[m][n][0..4): of block m of two and of rows from UNIT_ROWS * n on. x[n] are codes of row UNIT_ROWS * n + g; of[n][c]
- * the factors of row UNIT_ROWS * n + 2 t + c. */
+/* y[m][n][0..4), not yet in_units: of block m of two and of rows from UNIT_ROWS * n on. x[n] are codes of row
+ * UNIT_ROWS * n + g; of[n][c] the factors of row UNIT_ROWS * n + 2 t + c. */
 template <int UNITS>
-DEVICE void multiply_blocks(const uint8_t *const *blocks, int groups, const int8_t *const *x,
+DEVICE void multiply_blocks(const uint8_t *const *blocks, int records, const int8_t *const *x,
                             const factors *const (*of)[2], float (*y)[UNITS][4]) {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -65,25 +72,31 @@ DEVICE void multiply_blocks(const uint8_t *const *blocks, int groups, const int8
         for (int n = 0; n < UNITS; n++)
 #pragma unroll
             for (int c = 0; c < 4; c++) y[m][n][c] = 0.0f;
-    for (int group = 0; group < groups; group++) {
+    for (int record = 0; record < records; record++) {
         fragments of_a[2];
-        of_a[0].load(blocks[0] + group * RECORD, g, t), of_a[1].load(blocks[1] + group * RECORD, g, t);
+        of_a[0].load(blocks[0] + record * RECORD, g, t), of_a[1].load(blocks[1] + record * RECORD, g, t);
 #pragma unroll
         for (int n = 0; n < UNITS; n++) {
-            int32_t dots[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
 #pragma unroll
-            for (int s = 0; s < STEPS; s++) {
-                uint32_t a[4], b[2];
-                load_codes(x[n] + group * GROUP, s, t, b);
+            for (int k = 0; k < TOGETHER; k++) {
+                int32_t dots[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
 #pragma unroll
-                for (int m = 0; m < 2; m++) of_a[m].step(s, a), multiply_add(dots[m], a, b);
-            }
-            float2 of_row[2] = {__ldg((const float2 *)(of[n][0] + group)), __ldg((const float2 *)(of[n][1] + group))};
+                for (int s = k * GROUP / 32; s < k * GROUP / 32 + STEPS; s++) {
+                    uint32_t a[4], b[2];
+                    load_codes(x[n] + record * INPUTS, s, k, t, b);
 #pragma unroll
-            for (int c = 0; c < 4; c++) {
-                factors here = {of_row[c % 2].x, of_row[c % 2].y};
+                    for (int m = 0; m < 2; m++) of_a[m].step(s, a), multiply_add(dots[m], a, b);
+                }
+                const int group = record * TOGETHER + k;
+                float2 of_row[2] = {__ldg((const float2 *)(of[n][0] + group)),
+                                    __ldg((const float2 *)(of[n][1] + group))};
 #pragma unroll
-                for (int m = 0; m < 2; m++) y[m][n][c] = of_a[m].scales[c / 2].added(dots[m][c], here, y[m][n][c]);
+                for (int c = 0; c < 4; c++) {
+                    factors here = {of_row[c % 2].x, of_row[c % 2].y};
+#pragma unroll
+                    for (int m = 0; m < 2; m++)
+                        y[m][n][c] = of_a[m].scales[k][c / 2].added(dots[m][c], here, y[m][n][c]);
+                }
             }
         }
     }

@@ -17,13 +17,27 @@ from torch import Tensor
 from shm.blocks import BlockFormat
 from shm.floe import FloeFormat
 from shm.formats import Bytes
+from shm.fp8 import BLOCK, FP8
 from shm.layout import StoreLayout
 from shm.mask import Mask
+from workers.kernels.c_types import Geometry
 from workers.kernels.cuda.launcher import Launcher, Scratch, Uploaded
-from workers.kernels.cuda.products import ITEM, BlockProducts, Codes, Items, in_chunks, limit_of
-from workers.kernels.reference import ChannelInputs, ReferenceChannels
+from workers.kernels.cuda.products import (
+    ITEM,
+    PLAIN_CHANNELS,
+    PLAIN_INNER_THREADS,
+    PLAIN_LIMITS,
+    BlockProducts,
+    Codes,
+    Items,
+    in_chunks,
+    limit_of,
+)
+from workers.kernels.reference import ChannelInputs, ReferenceChannels, fp8_parts, widened
 
 KEPT = 64  # numbers of rows whose items are kept
+FP8_ROWS = 32  # of a product that kernels compute: torch computes more of them faster
+WIDENED = 1 << 24  # numbers of a matrix in fp8 that are float32 at a time
 ALWAYS = 64  # so many rows or fewer: a CUDA graph may read their items, as long as the matrix lives
 
 
@@ -43,7 +57,8 @@ class CudaMatrix:
         self.outputs, self.inputs = shape
         if data.shape != (format.matrix_bytes(*shape),):
             raise ValueError(f"{data.shape} bytes are no matrix {shape} of {format.name}")
-        self._products = BlockProducts(launcher, format, shape)
+        factors = Geometry(format, self.inputs, self.outputs).weights.factors
+        self._products = BlockProducts(launcher, format, shape, factors=factors)
         writable = np.require(data, requirements=["C", "W"])  # torch refuses others
         self._data = torch.from_numpy(writable).to(launcher.device)
         self._items: dict[int, tuple[Uploaded, int, int]] = {}  # by rows: number and limit, too
@@ -80,6 +95,45 @@ class CudaMatrix:
                 self._items.pop(passing[0])
             self._items[rows] = kept = upload, len(made), limit
         return kept
+
+
+class CudaFp8Matrix:
+    """The same in fp8: products of a few rows by `fp8_matrix.cu`, of more by torch, widened in parts."""
+
+    def __init__(self, launcher: Launcher, format: FP8, data: Bytes, shape: tuple[int, int]) -> None:
+        """data: uint8 [matrix_bytes]."""
+        self.outputs, self.inputs = shape
+        if data.shape != (format.matrix_bytes(*shape),):
+            raise ValueError(f"{data.shape} bytes are no matrix {shape} of {format.name}")
+        self._launcher = launcher
+        writable = np.require(data, requirements=["C", "W"])  # torch refuses others
+        self._data = torch.from_numpy(writable).to(launcher.device)
+        self._codes, self._scales = fp8_parts(self._data, *shape)
+
+    @property
+    def bytes(self) -> int:
+        return self._data.nbytes
+
+    def product(self, x: Tensor) -> Tensor:
+        """x float32 [R, inputs] on the device: float32 [R, outputs]."""
+        x = x.contiguous()
+        if len(x) > FP8_ROWS:
+            step = max(1, WIDENED // (self.inputs * BLOCK))  # blocks
+            parts = zip(self._codes[0].split(step * BLOCK), self._scales[0].split(step), strict=True)
+            return torch.cat([x @ widened(*part).mT for part in parts], dim=1)
+        y = torch.empty((len(x), self.outputs), dtype=torch.float32, device=x.device)
+        if len(x):
+            limit = limit_of(min(len(x), PLAIN_LIMITS[-1]), PLAIN_LIMITS)
+            wide = -(-self.outputs // PLAIN_CHANNELS)
+            self._launcher.launch(
+                f"product_{limit}", -(-len(x) // limit) * wide, PLAIN_INNER_THREADS,
+                self._codes.data_ptr(), self._scales.data_ptr(), x.data_ptr(), len(x), self.inputs,
+                self.outputs, wide, y.data_ptr(),
+            )  # fmt: skip
+        return y
+
+
+DeviceMatrix = CudaMatrix | CudaFp8Matrix
 
 
 class CudaInputs(NamedTuple):

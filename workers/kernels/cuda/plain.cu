@@ -1,70 +1,42 @@
-/* Tiles of experts in bf16 (gate rows unless ungated, up rows, down's columns as rows: shm/formats.py) for up to eight rows, as bound
- * by memory as in the quantized formats; the launches are those of tiles.cu.
+/* Tiles of experts in bf16 or fp8 (gate rows unless ungated, up rows, down's columns as rows: shm/formats.py and
+ * shm/fp8.py) for up to eight rows, as bound by memory as in the other quantized formats; the launches are those of tiles.cu.
  *
- * x and the inner activations are rounded to bf16 and products are added in float32, as the host does; the order of the sums
- * is this file's own and depends on the tile's shape alone, so a row's bits do not depend on other rows. */
+ * x and the inner activations are in bf16 rounded to it, as the host does; products are added in float32. The order of the
+ * sums is this file's own and depends on the tile's shape alone, so a row's bits do not depend on other rows. */
 #include "combine.cuh"
 #include "expert_math.cuh"
+#include "plain.cuh"
 
-enum { VECTOR = 8 };                          /* numbers that a lane reads together */
 enum { ROUND_THREADS = 256 };
-enum { INNER_WARPS = 4, INNER_THREADS = INNER_WARPS * WARP };            /* a channel each */
-enum { DOWN_WARPS = 8, DOWN_THREADS = DOWN_WARPS * WARP, COLUMNS = 64 }; /* each warp a share of the channels */
+enum { INNER_WARPS = 4, INNER_THREADS = INNER_WARPS * WARP }; /* a channel each */
+enum { DOWN_WARPS = 8, DOWN_THREADS = DOWN_WARPS * WARP };    /* each warp a share of the channels */
+enum { COLUMNS = EACH * WARP };
 
-/* To nearest even; NaN stays NaN. */
-DEVICE uint16_t narrowed(float number) {
-    uint32_t bits = __float_as_uint(number);
-    if ((bits & 0x7FFFFFFF) > 0x7F800000) return 0x7FC0;
-    return (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
-}
-
-DEVICE float lower(uint32_t pair) { return __uint_as_float(pair << 16); }
-DEVICE float upper(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-
-/* x float32 [number] as bf16. */
-KERNEL(ROUND_THREADS, quantize, const float *x, int64_t number, uint16_t *to) {
+/* x float32 [number] as products take it. */
+KERNEL(ROUND_THREADS, quantize, const float *x, int64_t count, number *to) {
     int64_t at = (int64_t)blockIdx.x * ROUND_THREADS + threadIdx.x;
-    if (at < number) to[at] = narrowed(x[at]);
+    if (at < count) to[at] = rounded(x[at]);
 }
 
-/* VECTOR numbers as pairs, 0 beyond `count`. Where rows are no whole vectors, they are not aligned either. */
-template <bool WHOLE, bool ONCE> DEVICE uint4 vector_at(const uint16_t *from, int64_t count) {
-    if (WHOLE) return ONCE ? read_once((const uint4 *)from) : __ldg((const uint4 *)from);
-    uint32_t words[VECTOR / 2];
-#pragma unroll
-    for (int i = 0; i < VECTOR / 2; i++) {
-        words[i] = 2 * i < count ? read_once(from + 2 * i) : 0;
-        words[i] |= 2 * i + 1 < count ? read_once(from + 2 * i + 1) << 16 : 0;
-    }
-    uint4 all = {words[0], words[1], words[2], words[3]};
-    return all;
-}
-
-DEVICE float added(uint32_t a, uint32_t b, float sum) {
-    return __fmaf_rn(upper(a), upper(b), __fmaf_rn(lower(a), lower(b), sum));
-}
-
-DEVICE float dot(uint4 a, uint4 b, float sum) {
-    return added(a.w, b.w, added(a.z, b.z, added(a.y, b.y, added(a.x, b.x, sum))));
-}
-
-DEVICE float sum_of_lanes(float sum) {
-#pragma unroll
-    for (int far = WARP / 2; far; far /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, far));
-    return sum;
+/* The scales of a tile's first matrix; those of the others follow. */
+DEVICE const float *scales_in(const stored *tile, int64_t channels, int64_t hidden) {
+    return (const float *)(tile + (WIDE_MATRICES + 1) * channels * hidden);
 }
 
 #define INNER_ARGUMENTS                                                                                          \
-    const item *items, const uint16_t *const *tiles, const int32_t *rows, const uint16_t *x, int64_t hidden,     \
-        int64_t channels, int64_t biases, int64_t wide, uint16_t *inner
+    const item *items, const stored *const *tiles, const int32_t *rows, const number *x, int64_t hidden,         \
+        int64_t channels, int64_t biases, int64_t wide, number *inner
 
 template <int ROWS, bool WHOLE> DEVICE void inner_of(INNER_ARGUMENTS) {
     const item it = items[blockIdx.x / wide];
     int64_t channel = blockIdx.x % wide * INNER_WARPS + threadIdx.x / WARP;
     if (channel >= channels) return; /* the whole warp */
     int lane = threadIdx.x % WARP;
-    const uint16_t *gate = tiles[it.tile] + channel * hidden, *of[ROWS]; /* ungated: up */
-    const uint16_t *up = gate + (WIDE_MATRICES - 1) * channels * hidden;
+    const stored *gate = tiles[it.tile] + channel * hidden; /* ungated: up */
+    const stored *up = gate + (WIDE_MATRICES - 1) * channels * hidden;
+    const float *of_gate = scales_of(scales_in(tiles[it.tile], channels, hidden), channel, hidden);
+    const float *of_up = scales_of(of_gate, (WIDE_MATRICES - 1) * channels, hidden);
+    const number *of[ROWS];
     float gates[ROWS], ups[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
@@ -73,20 +45,23 @@ template <int ROWS, bool WHOLE> DEVICE void inner_of(INNER_ARGUMENTS) {
     }
 #pragma unroll 4
     for (int h = lane * VECTOR; h < (int)hidden; h += WARP * VECTOR) {
-        uint4 one = vector_at<WHOLE, true>(gate + h, hidden - h);
-        uint4 two = UNGATED ? one : vector_at<WHOLE, true>(up + h, hidden - h);
+        weights one, two;
+        if (!UNGATED) one.load<WHOLE>(gate + h, hidden - h);
+        two.load<WHOLE>(up + h, hidden - h);
+        float scale_one = scale_at(of_gate, h), scale_two = scale_at(of_up, h);
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            uint4 numbers = vector_at<WHOLE, false>(of[r] + h, hidden - h);
-            if (!UNGATED) gates[r] = dot(one, numbers, gates[r]);
-            ups[r] = dot(two, numbers, ups[r]);
+            inputs numbers;
+            numbers.load<WHOLE>(of[r] + h, hidden - h);
+            if (!UNGATED) gates[r] = numbers.dot(one, scale_one, gates[r]);
+            ups[r] = numbers.dot(two, scale_two, ups[r]);
         }
     }
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         float gate_of_row = UNGATED ? 0.0f : sum_of_lanes(gates[r]), up_of_row = sum_of_lanes(ups[r]);
         float both = activated_channel(tiles[it.tile], biases, channels, channel, gate_of_row, up_of_row);
-        if (lane == 0 && r < it.rows) inner[(int64_t)(it.entry + r) * channels + channel] = narrowed(both);
+        if (lane == 0 && r < it.rows) inner[(int64_t)(it.entry + r) * channels + channel] = rounded(both);
     }
 }
 
@@ -98,34 +73,38 @@ template <int ROWS> DEVICE void inner_of_rows(INNER_ARGUMENTS) {
 }
 
 #define DOWN_ARGUMENTS                                                                                           \
-    const item *items, const uint16_t *const *tiles, const uint16_t *inner, int64_t hidden, int64_t channels,    \
+    const item *items, const stored *const *tiles, const number *inner, int64_t hidden, int64_t channels,        \
         int64_t wide, float *out
 
-/* COLUMNS columns of one tile: a lane has two of them, a warp every DOWN_WARPS-th channel. */
+/* COLUMNS columns of one tile: a lane has EACH of them, a warp every DOWN_WARPS-th channel. */
 template <int ROWS> DEVICE void down_of(DOWN_ARGUMENTS) {
     SHARED(float, parts, DOWN_WARPS *ROWS *COLUMNS);
     const item it = items[blockIdx.x / wide];
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    int64_t first = blockIdx.x % wide * COLUMNS, column = first + 2 * lane;
-    const uint16_t *down = tiles[it.tile] + WIDE_MATRICES * channels * hidden + column;
-    bool one = column < hidden, two = column + 1 < hidden, pairs = two && hidden % 2 == 0;
-    float sums[ROWS][2];
+    int64_t first = blockIdx.x % wide * COLUMNS, column = first + EACH * lane;
+    const stored *down = tiles[it.tile] + WIDE_MATRICES * channels * hidden + column;
+    const float *scales = scales_of(scales_in(tiles[it.tile], channels, hidden), WIDE_MATRICES * channels, hidden);
+    bool whole = column + EACH <= hidden && hidden % EACH == 0;
+    float sums[ROWS][EACH];
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) sums[r][0] = sums[r][1] = 0.0f;
+    for (int r = 0; r < ROWS; r++)
+        for (int c = 0; c < EACH; c++) sums[r][c] = 0.0f;
 #pragma unroll 4
     for (int t = warp; t < (int)channels; t += DOWN_WARPS) {
-        const uint16_t *from = down + t * hidden;
-        uint32_t pair = pairs ? read_once((const uint32_t *)from) : 0;
-        if (!pairs && one) pair = read_once(from) | (two ? read_once(from + 1) << 16 : 0);
+        const stored *from = down + t * hidden;
+        uint32_t word = whole ? read_once((const uint32_t *)from) : word_of(from, hidden - column);
+        float scale = scale_at(scales_of(scales, t, hidden), first);
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            float a = widened(__ldg(inner + (int64_t)(it.entry + (r < it.rows ? r : 0)) * channels + t));
-            sums[r][0] = __fmaf_rn(lower(pair), a, sums[r][0]), sums[r][1] = __fmaf_rn(upper(pair), a, sums[r][1]);
+            float a = as_float(__ldg(inner + (int64_t)(it.entry + (r < it.rows ? r : 0)) * channels + t));
+            if (FP8) a = __fmul_rn(a, scale);
+#pragma unroll
+            for (int c = 0; c < EACH; c++) sums[r][c] = __fmaf_rn(weight_of(word, c), a, sums[r][c]);
         }
     }
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
-        for (int c = 0; c < 2; c++) parts[(warp * ROWS + r) * COLUMNS + 2 * lane + c] = sums[r][c];
+        for (int c = 0; c < EACH; c++) parts[(warp * ROWS + r) * COLUMNS + EACH * lane + c] = sums[r][c];
     __syncthreads();
     for (int at = threadIdx.x; at < it.rows * COLUMNS; at += DOWN_THREADS) {
         int r = at / COLUMNS, c = at % COLUMNS;

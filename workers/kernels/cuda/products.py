@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shm.blocks import LANES, BlockFormat
+from shm.formats import TileFormat
+from shm.fp8 import FP8
 from workers.kernels.cuda.launcher import Launcher
 
 LIMITS = (1, 2, 4, 8, 32)  # most rows of an item, of the kernels that there are
@@ -17,8 +19,9 @@ WARP = 32
 QUANTIZE_THREADS, DOWN_THREADS, COMBINE_THREADS = 128, 128, 256
 DOWN_OUTPUTS = DOWN_THREADS // WARP * 2 * LANES  # of one block of threads
 ROUND_THREADS, PLAIN_INNER_THREADS, PLAIN_DOWN_THREADS = 256, 128, 256  # of plain.cu
-PLAIN_CHANNELS, PLAIN_COLUMNS = PLAIN_INNER_THREADS // WARP, 64  # of one block of threads
-FACTORS = 8  # bytes of a group's step and sum
+PLAIN_CHANNELS = PLAIN_INNER_THREADS // WARP  # of one block of threads
+PLAIN_COLUMNS = 4 * WARP  # the same, where a column has one byte
+FACTORS, FLOAT = 8, 4  # bytes of a group's step and sum, and of a float32
 
 ITEM = np.dtype([(name, np.int32) for name in "tile tiles rows entry step row out add".split()])
 TERM = np.dtype([("first", np.int32), ("parts", np.int32), ("stride", np.int32), ("weight", np.float32)])
@@ -32,7 +35,7 @@ class Codes:
 
     codes: int
     factors: int
-    units: int  # of a row: its groups; in bf16 its numbers
+    units: int  # of a row: its groups; in bf16 and fp8 its numbers
 
 
 def limit_of(rows: int, limits: tuple[int, ...] = LIMITS) -> int:
@@ -103,18 +106,22 @@ class BlockProducts(Products):
         shape: tuple[int, int],
         before_down: int = 0,
         biases: int = 0,
+        factors: int = 0,
     ) -> None:
-        """`before_down`: the matrices of a tile before down; 0: this is for a single matrix."""
+        """`before_down`: the matrices of a tile before down; 0: this is for a single matrix. `factors`: where
+        the matrices' factors begin, in bytes from the tile's or the matrix's beginning; 0: there are none."""
         super().__init__(launcher, shape, biases)
-        self.group = format.group
-        self._skipped = before_down * format.matrix_bytes(self.channels, self.hidden)
+        self._format = format
+        self._together = format.inputs // format.group  # groups of a record
+        self._skipped = before_down * format.blocks_bytes(self.channels, self.hidden)
+        self._factors, self._of_down = factors, factors + FLOAT * before_down
 
     def units(self, inputs: int) -> int:
-        return -(-inputs // self.group)
+        return -(-inputs // self._format.inputs) * self._together
 
     def sizes(self, rows: int, inputs: int) -> tuple[int, int]:
         groups = rows * self.units(inputs)
-        return groups * self.group, groups * FACTORS
+        return groups * self._format.group, groups * FACTORS
 
     def quantize(self, x: int, rows: int, inputs: int, to: Codes) -> None:
         number = rows * to.units
@@ -126,10 +133,11 @@ class BlockProducts(Products):
     def gate_up(
         self, items: int, number: int, limit: int, tiles: int, rows: int, x: Codes, inner: Codes
     ) -> None:
+        parts = inner.units // self._together  # records of a tile's channels
         self.launcher.launch(
-            f"gate_up_{limit}", number * inner.units, self.group // LANES * WARP,
-            items, tiles, rows, x.codes, x.factors, x.units, inner.units, self._biases, inner.codes,
-            inner.factors,
+            f"gate_up_{limit}", number * parts, self._format.inputs // LANES * WARP,
+            items, tiles, rows, x.codes, x.factors, x.units, parts, self._biases, inner.codes, inner.factors,
+            self._factors,
         )  # fmt: skip
 
     def down(self, items: int, number: int, limit: int, tiles: int, inner: Codes, out: int) -> None:
@@ -137,19 +145,28 @@ class BlockProducts(Products):
         self.launcher.launch(
             f"down_{limit}", number * wide, DOWN_THREADS,
             items, tiles, self._skipped, inner.codes, inner.factors, inner.units, self.hidden, wide, out,
+            self._of_down,
         )  # fmt: skip
 
 
 class PlainProducts(Products):
-    """`plain.cu`: bf16, for few rows."""
+    """`plain.cu`: bf16 and fp8, for few rows."""
 
     limits = PLAIN_LIMITS
+
+    def __init__(
+        self, launcher: Launcher, format: TileFormat, shape: tuple[int, int], biases: int = 0
+    ) -> None:
+        super().__init__(launcher, shape, biases)
+        fp8 = isinstance(format, FP8)
+        self._number = 4 if fp8 else 2  # bytes of an activation
+        self._columns = PLAIN_COLUMNS if fp8 else PLAIN_COLUMNS // 2
 
     def units(self, inputs: int) -> int:
         return inputs
 
     def sizes(self, rows: int, inputs: int) -> tuple[int, int]:
-        return 2 * rows * inputs, 0
+        return self._number * rows * inputs, 0
 
     def quantize(self, x: int, rows: int, inputs: int, to: Codes) -> None:
         number = rows * inputs
@@ -165,7 +182,7 @@ class PlainProducts(Products):
         )  # fmt: skip
 
     def down(self, items: int, number: int, limit: int, tiles: int, inner: Codes, out: int) -> None:
-        wide = -(-self.hidden // PLAIN_COLUMNS)
+        wide = -(-self.hidden // self._columns)
         self.launcher.launch(
             f"down_{limit}", number * wide, PLAIN_DOWN_THREADS,
             items, tiles, inner.codes, self.hidden, self.channels, wide, out,
