@@ -148,7 +148,7 @@ async def test_an_engine_keeps_the_files_codes(kind: Type, start_engine, tmp_pat
     rounded(tmp_path / "checkpoint", tmp_path / "rounded", of_experts(kind, Type.F32))
     format_name = kind.name.lower()
     oracle = QuantizedOracle(tmp_path / "rounded", format_name, "f32")
-    many, prompt = drawn_texts(case, 14, 40), texts(case)[0]
+    many, prompt = drawn_texts(case, 10, 30), texts(case)[0]
     exact = oracle.batch(many)
     check = within(oracle.rounding(many, exact, 8), exact)
     config = EngineConfig(model=path, format=format_name, backbone_dtype="f32", workers=2, tile=64, chunk=32)
