@@ -132,14 +132,7 @@ def test_blocks_equal_a_checkpoint_of_their_numbers(
     assert source.quantized == experts.name
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [Type.MXFP4, pytest.param(Type.Q4_0, marks=SLOW), pytest.param(Type.Q8_0, marks=SLOW)],
-    ids=lambda kind: kind.name,
-)
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q8_0, Type.MXFP4], ids=lambda kind: kind.name)
 async def test_an_engine_keeps_the_files_codes(kind: Type, start_engine, tmp_path: Path) -> None:
     """By the rule of rounding.py: the same weights, activations rounded alike."""
     case = WHOLE_GROUPS
