@@ -18,12 +18,12 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from shm.layout import format_named
+from shm.layout import FP8, format_named
 from workers.cuda import CudaError
 from workers.kernels.cuda import attention, compiler
 from workers.kernels.cuda.compiler import OPTIONS, Nvrtc, Program
 
-# After the formats: the workers' partial sums; attention over a KV cache of either type.
+# After the formats: matrices of a backbone in fp8; the workers' partial sums; attention over a KV cache of either type.
 ATTENTION = {"attention-bf16": torch.bfloat16, "attention-f32": torch.float32}
 FORMATS = (
     "int4",
@@ -36,6 +36,7 @@ FORMATS = (
     "int4-f16",
     "bf16",
     "fp8",
+    "fp8-matrix",
     "sums",
     *ATTENTION,
 )
@@ -65,6 +66,8 @@ def program(name: str) -> Program:
     """Returns the compiler by one of these names."""
     if name in ATTENTION:
         return attention.program(ATTENTION[name])
+    if name == "fp8-matrix":
+        return Program.of_matrices(FP8(), fused=True)
     found = Program.of_sums() if name == "sums" else Program.of_format(format_named(name), fused=True)
     assert found is not None
     return found

@@ -200,7 +200,8 @@ def _matrix_format(matrix: OwnMatrix) -> MatrixFormat:
 
 
 def quantized_bytes(facts: ModelFacts, config: EngineConfig) -> int:
-    """Bytes of the matrices that are all quantized; 0 where they are not."""
+    """Bytes of the matrices that are all quantized; 0 where they are not. In fp8 those that are stacked share
+    blocks, and take a little less."""
     tile_format = FORMATS.get(config.backbone_dtype or "bf16")
     if not isinstance(tile_format, MatrixFormat):
         return 0

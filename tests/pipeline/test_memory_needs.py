@@ -71,7 +71,10 @@ def test_backbone_has_the_planned_size(family: str, dtype: BackboneDType, tied: 
     finally:
         device.close()
     planned = needs(source, EngineConfig(device="cpu", backbone_dtype=dtype), "bf16")
-    assert planned.backbone == backbone.bytes
+    if dtype == "fp8":  # matrices that are stacked share blocks
+        assert 0 <= planned.backbone - backbone.bytes <= 0.002 * backbone.bytes
+    else:
+        assert planned.backbone == backbone.bytes
 
 
 MIXTRAL = EngineConfig(device="cpu", chunk=16, context=2048, workers=4)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from decoding import fp8_codes
 from test_memory_needs import SMALLER
 
 from pipeline.backbone.backbone import Backbone
@@ -59,7 +60,10 @@ def stored(formats: Sequence[str], factors: Sequence[float] = (1, 1, 1)) -> dict
     tensors: dict[str, Float32 | Codes] = {}
     for name, format, factor in zip("abc", formats, factors, strict=False):
         w = (0.1 * random.standard_normal((OUTPUTS, INPUTS))).astype(np.float32)
-        tensors[name] = rounded(w, format, factor) if format else w
+        if format == "fp8":
+            tensors[name] = fp8_codes(w)
+        else:
+            tensors[name] = rounded(w, format, factor) if format else w
     return tensors
 
 
@@ -78,6 +82,8 @@ def weights(tensors: Mapping[str, Float32 | Codes], device: CpuDevice, dtype: st
         (["nvfp4"] * 2, (0.01, 0.01), "nvfp4"),
         (["nvfp4"] * 2, (0.01, 0.02), "int8"),
         (["q4_0", "q8_0"], (1, 1), "int8"),
+        (["fp8"], (1,), "fp8"),
+        (["fp8"] * 2, (1, 1), "int8"),  # one block of 128 rows with two scales
         (["q4_0", ""], (1, 1), ""),
     ],
 )

@@ -14,7 +14,11 @@ from shm.expert_math import SWIGLU, ExpertMath, Glu
 from shm.layout import Float32
 
 Float64 = NDArray[np.float64]
-UNIT = {"f32": 2.0**-24, "fp8": 2.0**-24, "bf16": 2.0**-8}  # the most that rounding changes a number, relative to it
+UNIT = {
+    "f32": 2.0**-24,
+    "fp8": 2.0**-24,
+    "bf16": 2.0**-8,
+}  # the most that rounding changes a number, relative to it
 DTYPES = {"f32": torch.float32, "fp8": torch.float32, "bf16": torch.bfloat16}  # of fp8 its numbers'
 
 

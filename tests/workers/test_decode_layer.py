@@ -20,7 +20,7 @@ from workers.kernels.matrix import HostMatrix, quantized
 from workers.kernels.native import Library, Team
 
 FEW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-ROUNDED = {"f32": 2e-4, "fp8": 2e-4, "bf16": 0.03, "int8": 0.06, "int4": 0.06, "int4-g128": 0.06}  # activations' rounding
+ROUNDED = {"f32": 2e-4, "fp8": 2e-4, "bf16": 0.03}  # activations' rounding; of other formats 0.06
 
 
 @pytest.fixture(params=[1, 3])
@@ -36,7 +36,7 @@ def check(found: dict[str, np.ndarray], rows: Rows, row: int, at: int) -> None:
     streams, position = len(s.streams), rows.positions[row]
     expected = rows.expected(row, [found[f"cache {streams + n}"][at] for n in range(streams)])
     stored = expected.pop("stored")
-    tolerance = ROUNDED[s.format]
+    tolerance = ROUNDED.get(s.format, 0.06)
     for name, wanted in expected.items():
         scale = max(1.0, np.abs(wanted).max())
         np.testing.assert_allclose(found[name][at], wanted, rtol=tolerance, atol=tolerance * scale)

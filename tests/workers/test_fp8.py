@@ -69,7 +69,9 @@ def test_blocks_are_quantized_and_dequantized_as_by_transformers() -> None:
     w[128:, :128] *= 1e-30
     found = fp8_codes(w)
     config = SimpleNamespace(weight_block_size=(128, 128), scale_fmt="float")
-    wanted = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"a.weight": torch.from_numpy(w)})
+    wanted = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert(
+        {"a.weight": torch.from_numpy(w)}
+    )
     of_theirs = wanted["a.weight"].view(torch.uint8).numpy()
     np.testing.assert_array_equal(found.codes, of_theirs)
     np.testing.assert_array_equal(found.scales[::128], wanted["a.weight_scale_inv"].numpy())
@@ -110,7 +112,10 @@ def test_every_number_is_at_its_documented_place(n: int, k: int, seed: int) -> N
 @given(st.integers(1, 2), st.integers(1, 300), st.booleans(), seeds)
 def test_tiles_keep_codes_and_down_transposed(blocks: int, hidden: int, gated: bool, seed: int) -> None:
     channels, matrices = 128 * blocks, 2 + gated
-    *wide, down = (drawn(channels, hidden, seed + i) for i in range(matrices - 1)), drawn(hidden, channels, seed)
+    *wide, down = (
+        (drawn(channels, hidden, seed + i) for i in range(matrices - 1)),
+        drawn(hidden, channels, seed),
+    )
     turned = transposed(down, np.ascontiguousarray(down.codes.T))
     assert turned is not None
     parts = [*wide[0], turned]
