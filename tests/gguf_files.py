@@ -41,9 +41,7 @@ def plain(kind: Type) -> Kind:
     wants so."""
 
     def of(name: str, shape: tuple[int, ...]) -> Type:
-        if len([size for size in shape if size > 1]) < 2 or re.search(
-            r"ffn_gate_inp|ssm_conv1d|bias$", name
-        ):
+        if len([size for size in shape if size > 1]) < 2 or re.search(r"ffn_gate_inp|ssm_conv1d|bias$", name):
             return Type.F32
         return kind if shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else Type.F16
 

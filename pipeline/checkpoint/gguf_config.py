@@ -159,13 +159,14 @@ def _qwen3_next(h: Header) -> dict[str, Any]:
 
 def _gpt_oss(h: Header) -> dict[str, Any]:
     scaling = _rope_scaling(h)
+    # A config that says nothing means the family's own YaRN, whose `truncate` no file says.
+    rope = {"rope_type": "default"} if scaling is None else scaling | {"truncate": False}
     return {
         "intermediate_size": h.number("expert_feed_forward_length"),
         "num_local_experts": h.number("expert_count"),
         "sliding_window": h.number("attention.sliding_window"),
         "attention_bias": h.has("attn_q.bias"),
-        # The family's own way of YaRN, which no file says.
-        "rope_scaling": scaling and scaling | {"truncate": False},
+        "rope_scaling": rope,
     }
 
 

@@ -80,7 +80,7 @@ class Checkpoint(ModelSource):
         self.own_matrices = {
             name: OwnMatrix(matrix.format or "int8", (matrix.outputs, matrix.inputs))
             for name, matrix in self._index.packed.items()
-            if name in backbone and matrix.format != "fp8"  # which has no products: they are bf16 then
+            if name in backbone
         }
 
     def fingerprint(self, format_name: str, tile: int) -> str:

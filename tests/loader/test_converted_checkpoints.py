@@ -252,6 +252,8 @@ def packed_up(tensors: dict[str, Tensor], packing: Packing) -> dict[str, Tensor]
         ("minimax_m2", packers.gptq(32, "q8_0", bits=8), 32, "GPTQ int8"),
         ("glm4_moe", packers.modelopt_nvfp4(), 32, "NVFP4"),
         ("dots1", packers.gptq(64, "int4-f16", sym=False), 64, "GPTQ int4"),
+        ("deepseek_v3", packers.fp8((128, 128), "fp8"), 128, "FP8"),
+        ("flex_olmo", packers.fp8((128, 128), "fp8"), 128, "FP8"),
         ("glm4v_moe", packers.compressed("mxfp4-pack-quantized", "mxfp4", **GROUPS_OF_4_BITS), 64, "MXFP4"),
     ],
 )

@@ -97,8 +97,8 @@ def test_bits_of_floats_are_unchanged(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", CODED)
 def test_codes_are_the_files(name: str, tmp_path: Path) -> None:
-    """Of any bytes: each code and each scale, but those that are infinite or no number. The zero of MXFP4 that
-    has a sign has none in the package."""
+    """Of any bytes: each code and each scale, but those that are infinite or no number. In the package the
+    negative zero of MXFP4 is a positive one."""
     kind, (block, size) = Type[name], GGML_QUANT_SIZES[Type[name]]
     data = np.random.default_rng(2).integers(0, 256, (64, 16 * size), np.uint8)
     blocks = data.reshape(64, 16, size)

@@ -24,7 +24,7 @@ from pipeline.checkpoint.index import read_shard
 from pipeline.checkpoint.open import open_model
 from pipeline.errors import ModelError
 
-FEW = 300  # mutations in the default run
+FEW = 200  # mutations in the default run
 MANY = 100_000
 
 Pair = tuple[bytes, int, bytes]  # key, type, value

@@ -3,13 +3,14 @@ checkpoint of the numbers that they mean."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from comparison import check_policies, exactly, within
+from comparison import check_policies, within
 from families import Case, Options, drawn_texts, save, texts
 from family_cases import TIED, WHOLE_GROUPS, partly, scaled, yarn
 from gguf import GGMLQuantizationType as Type
@@ -19,6 +20,7 @@ from oracle import EXACT, Oracle
 from quantized_oracle import QuantizedOracle
 
 from pipeline.checkpoint.gguf_model import GgufCheckpoint
+from pipeline.checkpoint.reader import numbers_of
 from pipeline.config import EngineConfig
 from pipeline.errors import ModelError
 
@@ -36,7 +38,7 @@ CASES = [
     Case("qwen3_5_moe_text", "three", {"linear_num_value_heads": 6}),
     Case("qwen3_5_moe_text", "alone", {"linear_num_value_heads": 2} | partly(0.5), **HALF),
     Case("gpt_oss", "yarn", yarn(beta_fast=3.0, beta_slow=0.4, truncate=False)),
-    Case("gpt_oss", "plain", {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}, **SHORT),
+    Case("gpt_oss", "no-stretch", partly(1.0), fused=True, **SHORT),
     Case("glm4_moe", "plain", NORMED | partly(0.5) | {"routed_scaling_factor": 1.8}),
     Case(
         "glm4_moe",
@@ -139,7 +141,7 @@ async def test_an_engine_keeps_the_files_codes(kind: Type, start_engine, tmp_pat
     rounded(tmp_path / "checkpoint", tmp_path / "rounded", of_experts(kind, Type.F32))
     format_name = kind.name.lower()
     oracle = QuantizedOracle(tmp_path / "rounded", format_name, "f32")
-    many, prompt = drawn_texts(case, 14, 40), texts(case)[0]
+    many, prompt = drawn_texts(case, 10, 30), texts(case)[0]
     exact = oracle.batch(many)
     check = within(oracle.rounding(many, exact, 8), exact)
     config = EngineConfig(model=path, format=format_name, backbone_dtype="f32", workers=2, tile=64, chunk=32)
@@ -160,13 +162,15 @@ async def test_an_engine_computes_from_a_file(start_engine, tmp_path: Path) -> N
     theirs = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.1.ffn_gate_exps.weight")
     numbers = gguf.quants.dequantize(theirs.data, theirs.tensor_type)
     assert np.array_equal(found.bits.view(np.float32), numbers[2])
-    config = EngineConfig(model=path, format="f32", backbone_dtype="f32", workers=1, tile=64, chunk=32)
     tokens = texts(case)[0]
     with InProcess(path, compiled=True) as ours:
-        check = exactly([ours.logprobs(tokens, [15, 15])], EXACT)
+        expected = ours.logprobs(tokens, [15, 15])
+    # `own`: matrices of Q4_K in int8, whose rounding is far less than what a wrong matrix would do.
+    for backbone, bound in (("f32", EXACT), ("own", float(expected.std()) / 20)):
+        config = EngineConfig(model=path, format="f32", backbone_dtype=backbone, workers=1, tile=64, chunk=32)
         async with start_engine(config) as (_, client):
             rows = [block.logprobs async for block in client.score(token_ids=tokens, full=True)]
-    assert not check([np.concatenate(rows)])
+        assert np.abs(np.concatenate(rows) - expected).mean() < bound
 
 
 # --- files that are no such model ----------------------------------------------------------------------
@@ -244,30 +248,46 @@ def test_layers_that_predict_further_tokens_are_left_aside(tmp_path: Path) -> No
     assert GgufCheckpoint(rewritten(path, counts, more)).config["num_hidden_layers"] == 3
 
 
-def test_the_oldest_files_have_each_expert_alone(tmp_path: Path) -> None:
+def each_alone(name: str, experts: np.ndarray) -> dict[str, np.ndarray]:
     """blk.N.ffn_gate.E.weight, as of 2023."""
-    case = Case("mixtral", "oldest")
-    save(case, tmp_path / "checkpoint")
+    return {name.replace("_exps", f".{number}"): expert for number, expert in enumerate(experts)}
+
+
+def gates_above(name: str, experts: np.ndarray) -> dict[str, np.ndarray]:
+    """blk.N.ffn_gate_up_exps.weight, of which these are gates and zeros."""
+    if "ffn_up" in name:
+        return {}
+    both = np.concatenate([experts, np.zeros_like(experts)], axis=1)
+    return {name.replace("gate", "gate_up"): both} if "gate" in name else {name: experts}
+
+
+@pytest.mark.parametrize("form", [each_alone, gates_above])
+def test_experts_in_other_tensors(form: Callable[..., dict[str, np.ndarray]], tmp_path: Path) -> None:
+    save(Case("mixtral", "other"), tmp_path / "checkpoint")
     path = write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf")
     _, tensors = read_checkpoint(tmp_path / "checkpoint")
-    reader, old = gguf.GGUFReader(path), tmp_path / "old.gguf"
-    writer = gguf.GGUFWriter(old, "llama")
+    reader, other = gguf.GGUFReader(path), tmp_path / "other.gguf"
+    writer = gguf.GGUFWriter(other, "llama")
     for key, field in reader.fields.items():
         if not key.startswith(("GGUF.", "general.architecture")):
             writer.add_key_value(key, field.contents(), field.types[0])
     for tensor in reader.tensors:
-        if "_exps" not in tensor.name:
-            writer.add_tensor(tensor.name, np.array(tensor.data))
-            continue
-        for number, expert in enumerate(np.array(tensor.data)):
-            writer.add_tensor(tensor.name.replace("_exps", f".{number}"), expert)
+        data = np.array(tensor.data)
+        for name, part in (
+            form(tensor.name, data) if "_exps" in tensor.name else {tensor.name: data}
+        ).items():
+            writer.add_tensor(name, part)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    source = GgufCheckpoint(old)
+    source = GgufCheckpoint(other)
     with source.tensors() as opened:
-        gate, up, down = (opened.rows(part, 0, part.rows) for part in source.locate(2, 4))
-    for name, found in (("w1", gate), ("w3", up), ("w2", down)):
-        expected = tensors[f"model.layers.2.block_sparse_moe.experts.4.{name}.weight"]
-        assert np.array_equal(found.bits.view(np.float32), expected.numpy())
+        gate, up, down = (numbers_of(opened.rows(part, 0, part.rows)) for part in source.locate(2, 4))
+    w1, w3, w2 = (
+        tensors[f"model.layers.2.block_sparse_moe.experts.4.{name}.weight"].numpy()
+        for name in ("w1", "w3", "w2")
+    )
+    assert np.array_equal(gate, w1)
+    assert np.array_equal(up, w3 if form is each_alone else np.zeros_like(w3))
+    assert np.array_equal(down, w2)

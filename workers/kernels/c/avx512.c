@@ -104,6 +104,15 @@ INLINE __m512i in_place_sum(const __m512i *dots) {
 
 enum { IN_PLACE = 4 }; /* rows with four sums each: as many as registers hold */
 
+/* PREFETCH for so many rows, a constant. One row's arithmetic is short, and its lines are best in the first cache; more
+ * rows' are not (docs/kernels.md has both measured). */
+INLINE void prefetch_line(const uint8_t *at, const int rows) {
+    if (rows > 1)
+        PREFETCH(at + AHEAD);
+    else
+        __builtin_prefetch((const char *)at + AHEAD, 0, 3);
+}
+
 /* dot [rows] = the products of one group's codes, at `data`, with those of each row. */
 INLINE void group_dots(const uint8_t *data, int64_t group, const int8_t *codes, const int bits, const int scales,
                        const int rows, __m512i *dot) {
@@ -116,7 +125,7 @@ INLINE void group_dots(const uint8_t *data, int64_t group, const int8_t *codes, 
         for (int f = 0; f < 4; f++) dots[r][f] = _mm512_setzero_si512();
     for (int64_t j = 0; j < group; j += step) {
         __m512i line = _mm512_loadu_si512(data + 64 / step * j);
-        PREFETCH(data + 64 / step * j + AHEAD);
+        prefetch_line(data + 64 / step * j, rows);
         if (bits == INT2 && in_place) {
             for (int f = 0; f < 4; f++) {
                 __m512i part = _mm512_and_si512(line, _mm512_set1_epi8((char)(3 << 2 * f)));
@@ -160,7 +169,7 @@ INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const 
     for (int r = 0; r < rows; r++) sum[r] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; g += together) {
         const uint8_t *data = block + record_head(scales);
-        PREFETCH(block + AHEAD);
+        prefetch_line(block, rows);
         for (int part = 0; part < together; part++) {
             __m512i dot[ROWS];
             group_dots(data, group, codes, bits, scales, rows, dot);

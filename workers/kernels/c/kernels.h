@@ -40,8 +40,8 @@ enum { INT2 = 2, INT4 = 4, INT8 = 8, BF16 = 16, FLOAT32 = 32, FP8 = 64 }; /* whi
 enum { SCALES_OWN, SCALES_F16, SCALES_F16_ZEROS, SCALES_E8M0, SCALES_E4M3 };
 
 /* Prefetches memory that is read once, into the second cache. Other hints halve the pace on some processors; where this
- * one was measured (docs/kernels.md), no other hint or distance is faster by more than measurements differ. The address may
- * lie beyond the end of memory: then nothing happens. */
+ * one was measured (docs/kernels.md), no other hint or distance is faster by more than measurements differ, but for one row
+ * on some (avx512.c). The address may lie beyond the end of memory: then nothing happens. */
 #define PREFETCH(at) __builtin_prefetch((const char *)(at), 0, 2)
 enum { AHEAD = 8192 }; /* bytes: how far ahead of its use */
 
