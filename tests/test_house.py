@@ -16,14 +16,14 @@ PROGRAM = ("protocol", "shm", "workers", "pipeline", "launch")
 SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
     "protocol": 2_330,
-    "shm": 3_870,
-    "workers": 8_420,
-    "pipeline": 29_620,
-    "launch": 11_140,
-    "benchmarks": 4_340,
-    "tests": 51_900,
+    "shm": 4_460,
+    "workers": 9_200,
+    "pipeline": 32_600,
+    "launch": 11_340,
+    "benchmarks": 4_640,
+    "tests": 55_500,
 }
-ROOMS = 260  # Python files of the program, without those that only mark a package
+ROOMS = 272  # Python files of the program, without those that only mark a package
 
 
 @pytest.mark.parametrize("folder", LINES)
