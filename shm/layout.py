@@ -261,11 +261,18 @@ class StoreLayout:
         return out[begin : begin + self.tile_bytes], heads[head : head + self.head_bytes]
 
     def clear_padding(self, out: Bytes, heads: Bytes) -> None:
-        """Zero what is no matrix's: the factors, the biases, and what follows an expert's tiles and their
-        heads up to the next expert's."""
+        """Zero what is no matrix's: the factors, the biases, and the expert's end."""
+        self.clear_end(out, heads)
+        for tile in range(self.shape.tiles):
+            self.clear_tile(self.tile_of(out, heads, tile)[0])
+
+    def clear_end(self, out: Bytes, heads: Bytes) -> None:
+        """Zero what follows an expert's tiles, and their heads, up to the next expert's."""
+        out[self.tile_bytes * self.shape.tiles :] = 0
+        heads[self.head_bytes * self.shape.tiles :] = 0
+
+    def clear_tile(self, tile: Bytes) -> None:
+        """Zero a tile's factors and biases."""
         s = self.shape
-        out[self.tile_bytes * s.tiles :] = 0
-        heads[self.head_bytes * s.tiles :] = 0
-        for tile in range(s.tiles if s.math.bias or self.format.factors else 0):
-            body, _ = self.tile_of(out, heads, tile)
-            self.format.beside_matrices(body, s.hidden, s.tile, s.math)[:] = 0
+        if s.math.bias or self.format.factors:
+            self.format.beside_matrices(tile, s.hidden, s.tile, s.math)[:] = 0

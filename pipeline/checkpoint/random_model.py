@@ -83,9 +83,11 @@ class RandomModel(ModelSource):
             layer, expert, tile = place
             out, heads = builder.expert(layer, expert), builder.heads(layer, expert)
             if tile == 0:
-                layout.clear_padding(out, heads)
+                layout.clear_end(out, heads)
             generator = generator_of(self._shape, layer, expert, tile)
-            _draw_tile(generator, layout, tile, *layout.tile_of(out, heads, tile))
+            body, head = layout.tile_of(out, heads, tile)
+            layout.clear_tile(body)
+            _draw_tile(generator, layout, tile, body, head)
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             try:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from device_layers import host, made, on_device, on_host, same
-from kernel_runs import plain_expert
-from quantized_cases import BLOCKS, QUANTIZED, any_matrix
+from kernel_runs import any_matrix, plain_expert
+from quantized_cases import BLOCKS, QUANTIZED
 
 from pipeline.device.cuda import CudaDevice
 from pipeline.device.cuda_kernels import FewRows
