@@ -149,6 +149,8 @@ class Supervisor:
         self._key = group.key
         self._reserve = plan.beside_store(now.machine)
         notice(start_line(self.model, plan, now.machine, config.backbone_dtype))
+        for line in plan.needs.aside:
+            notice(line)
         log.info(f"model: {self.model}")
         for line in lines:
             log.info(line)

@@ -137,10 +137,10 @@ class Backbone:
         """Where it lies."""
         return self._precision.device
 
-    def check_probes(self, policy: str) -> None:
+    def check_probes(self, who: str) -> None:
         """Return: every router can be applied to any layer's input."""
 
-    def check_choices(self, policy: str) -> None:
+    def check_choices(self, who: str) -> None:
         """Return: every router gives weights for any experts."""
 
     @property

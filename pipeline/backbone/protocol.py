@@ -83,12 +83,12 @@ class AnyBackbone(Protocol):
     def router(self, layer: int, x: Tensor) -> Tensor:
         """Router logits float32 [R, E] of any layer for an input of experts float32 [R, H]."""
 
-    def check_probes(self, policy: str) -> None:
-        """Raise PolicyError where routers cannot be applied to the input of another layer, as this policy
-        wants."""
+    def check_probes(self, who: str) -> None:
+        """Raise PolicyError where routers cannot be applied to the input of another layer, as this one, such
+        as a policy, wants."""
 
-    def check_choices(self, policy: str) -> None:
-        """Raise PolicyError where a layer's router cannot be given other experts, as this policy wants."""
+    def check_choices(self, who: str) -> None:
+        """Raise PolicyError where a layer's router cannot be given other experts, as this one wants."""
 
     def largest_product(self, rows: int) -> int:
         """Multiply-adds of the largest product of a layer that torch computes, for `rows` rows."""

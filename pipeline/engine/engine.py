@@ -78,6 +78,11 @@ class Engine:
     def policy(self) -> Policy:
         return self.driver.policy
 
+    def check(self, policy: Policy) -> None:
+        """Raises PolicyError where the policy chooses experts and the model's routers cannot follow."""
+        if not policy.exact:
+            self.backbone.check_choices(f"policy {policy.name}")
+
     def set_policy(
         self,
         policy: Policy,
@@ -94,6 +99,7 @@ class Engine:
         memory, decode = self.memory, self.counters.phases["decode"]
         if policy.uses_device and memory.slab is None:
             raise PolicyError(f"policy {policy.name} keeps experts on the device, and the engine has no slab")
+        self.check(policy)
         if costs is not None and (self.corrections is None or self.corrections.measured != costs):
             self.corrections = Corrections(costs)
         timing = Timing(memory, self.device, costs, self.corrections if follow else None)
@@ -111,11 +117,9 @@ class Engine:
             staging=memory.staging,
             up=self.up,
         )
-        if not policy.exact:
-            self.backbone.check_choices(policy.name)
         driver: PolicyDriver[Ticket] = PolicyDriver(policy, view, *decode.prefetched)
         if any(policy.probes(layer, driver.view) for layer in range(self.shape.layers)):
-            self.backbone.check_probes(policy.name)
+            self.backbone.check_probes(f"policy {policy.name}")
         self.driver, self.timing = driver, timing
         self.probing = Probing(self.backbone, self.device.torch_device, calibration)
         placement = self.driver.placement

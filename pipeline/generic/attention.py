@@ -59,10 +59,7 @@ def _wrapped(own: Callable[..., Any]) -> Callable[..., Any]:
     def attention(
         module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any = None, **kwargs: Any
     ) -> Any:
-        kind = getattr(module, KIND, None)
-        if kind is None and type(key) is not PerSequence:
-            return own(module, query, key, value, attention_mask, **kwargs)
-        one = KINDS.get(kind, scored)
+        one = KINDS.get(getattr(module, KIND, None), scored)
         if type(key) is not PerSequence:
             return one(module, query, key, value, attention_mask, **kwargs)
         masks = attention_mask or [None] * len(key)
@@ -84,11 +81,13 @@ def _in_blocks(one: Callable[..., Any]) -> Callable[..., Any]:
         step = max(1, EXPANDED_KV_BYTES // (4 * heads * key.shape[-2]))
         if count <= step:
             return one(module, query, key, value, mask, **kwargs)
+        by_row = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and count in v.shape[-2:-1]}
         parts = []
         for lo in range(0, count, step):
             hi = min(lo + step, count)
             part = mask if mask is None or mask.shape[-2] != count else mask[..., lo:hi, :]
-            parts.append(one(module, query[:, :, lo:hi], key, value, part, **kwargs)[0])
+            named = kwargs | {k: v[..., lo:hi, :] for k, v in by_row.items()}  # such as biases of positions
+            parts.append(one(module, query[:, :, lo:hi], key, value, part, **named)[0])
         return torch.cat(parts, 1), None
 
     return attention

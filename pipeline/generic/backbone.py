@@ -100,17 +100,17 @@ class GenericBackbone:
         """The layers whose modules choose experts in a way that is not known."""
         return tuple(i for i, tap in enumerate(self._taps) if tap.form == "own")
 
-    def check_probes(self, policy: str) -> None:
+    def check_probes(self, who: str) -> None:
         if not all(tap.can_probe for tap in self._taps):
-            self._refuse(policy, "applies routers to other layers' inputs")
+            self._refuse(who, "applies routers to other layers' inputs")
 
-    def check_choices(self, policy: str) -> None:
+    def check_choices(self, who: str) -> None:
         if self.own_choices:
-            self._refuse(policy, "chooses experts itself")
+            self._refuse(who, "chooses experts itself")
 
-    def _refuse(self, policy: str, what: str) -> NoReturn:
+    def _refuse(self, who: str, what: str) -> NoReturn:
         raise PolicyError(
-            f"policy {policy} {what}, and {type(self._model).__name__} routes in a way of its own:"
+            f"{who} {what}, and {type(self._model).__name__} routes in a way of its own:"
             " use all-host, on-demand, layerwise or fiddler"
         )
 

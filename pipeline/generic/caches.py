@@ -57,14 +57,15 @@ def kept_by(cache: Cache, tokens: int) -> list[LayerKept]:
     return kept
 
 
-def check_layers(cache: Cache) -> None:
-    """Raise ModelError for a cache whose layers keep tokens in a way of their own, which a few tokens would
-    not show."""
+def check_layers(cache: Cache, kind: str) -> None:
+    """Raise ModelError for a cache of a model of this kind whose layers keep tokens in a way of their own,
+    which a few tokens would not show."""
     for layer in {type(layer) for layer in cache.layers}:
         own = (c for c in layer.__mro__ if c.__module__.startswith("transformers.models."))
         if any({"update", "get_mask_sizes", "lazy_initialization"} & vars(c).keys() for c in own):
             raise ModelError(
-                f"{layer.__name__} keeps the cache in a way of its own: this family cannot run here"
+                f"config.json: {kind} keeps the cache in a way of its own ({layer.__name__}): it cannot be"
+                " run, use a model of another family"
             )
 
 

@@ -44,7 +44,7 @@ def describe(model: PreTrainedModel) -> ModelFacts:
     if text.vocab_size <= RESERVED:
         raise ModelError(f"config.json: a vocabulary of {text.vocab_size} tokens makes no sense")
     cache, used = run(decoder)
-    check_layers(cache)
+    check_layers(cache, model.config.model_type)
     kept = kept_by(cache, TOKENS)
     kinds = {_kind(module) for module in used.values()}
     if len(kinds) > 1:

@@ -72,6 +72,8 @@ def observe(skeleton: Skeleton, vocabulary: int) -> Observed:
     finally:
         for layer in watched:
             layer.restore()
+    if not out.last_hidden_state.isfinite().all():
+        raise ModelError("the model's weights give numbers that are infinite or not a number")
     # Others belong to parts for images.
     skeleton.layers = [layer for layer, w in zip(skeleton.layers, watched, strict=True) if w.called]
     watched = [layer for layer in watched if layer.called]

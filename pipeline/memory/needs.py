@@ -55,6 +55,7 @@ class Needs:
 
     format: FormatName
     backbone_dtype: BackboneDType
+    aside: tuple[str, ...]  # lines about what the model or its files have and is not used
     rounded: str  # how the file has the experts, where this format rounds them a second time; else empty
     store: int  # every expert
     present: int  # of the store, allocated in shared memory already
@@ -106,6 +107,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     return Needs(
         format=format,
         backbone_dtype=backbone_dtype(source, config),
+        aside=tuple(filter(None, (facts.left_aside, source.note))),
         rounded="" if format in (source.own_format, "f32", "bf16") else stored,
         store=store,
         present=min(store, _allocated(store_name(fingerprint))),

@@ -70,7 +70,7 @@ class AdaptiveGate(Gate):
 
     def missing(self, calibration: Calibration | None) -> str:
         if calibration is not None and calibration.sensitivity is None:
-            return "a calibration with sensitivities"
+            return "a calibration with sensitivities (of families with a backbone of Tandem's own)"
         if calibration is not None and calibration.threshold is None and self._threshold is None:
             return "a calibration with a threshold"
         return super().missing(calibration)

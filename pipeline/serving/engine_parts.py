@@ -3,6 +3,7 @@ Device memory is opened by the first policy that needs it (`policy_switch.py`)."
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -48,6 +49,8 @@ from shm.layout import FORMATS, MatrixFormat
 from shm.segment import byte_size, engine_prefix, lock_pages
 from shm.store import Store
 from workers.kernels.native import VARIANTS, best, store_kernel
+
+log = logging.getLogger(__name__)
 
 CHILD_LIMIT = 60.0  # seconds for workers and prefetcher to announce themselves
 TEXT_LIMIT = 300.0  # seconds for the text process, which loads a tokenizer
@@ -105,8 +108,13 @@ class EngineParts:
         with ThreadPoolExecutor(1, "locking") as beside:
             locked = beside.submit(lock_pages, self.store.segment.array)
             backbone = self._load_backbone()
-        if not backbone.chunks:  # a prompt is one chunk
-            self.context = min(self.context, options.chunk or CHUNK_MAX)
+        chunk = options.chunk or CHUNK_MAX
+        if not backbone.chunks and chunk < self.context:  # a prompt is one chunk
+            log.warning(
+                f"this family's prompts are computed whole: the context is {chunk} tokens;"
+                " --chunk N makes it longer, in more memory"
+            )
+            self.context = chunk
         pool = self._open_pool(facts.top_k)
         self.detokenizer = self._detokenizer(text_up)
         held = kv_budget(options.kv_tokens, self.context)
@@ -124,7 +132,6 @@ class EngineParts:
             f"experts: {layout.shape.layers} layers of {layout.shape.experts}; tiles of an expert:"
             f" {layout.shape.tiles}, {byte_size(layout.expert_bytes // layout.shape.tiles)} each",
             f"context: {self.context} tokens; the KV cache holds {held}",
-            *filter(None, (facts.left_aside, self.source.note)),
         ]
 
     def _detokenizer(self, text_up: threading.Event) -> Detokenizer | None:

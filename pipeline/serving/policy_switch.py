@@ -51,6 +51,7 @@ class PolicySwitch:
         engine cannot go on."""
         engine = self._parts.engine
         policy: Policy = make_policy(request, self._parts.config.options.seed)
+        engine.check(policy)  # before it is asked to be calibrated
         if policy.uses_device and engine.memory.slab is None:
             engine.memory = self._opener.open()
         costs, calibration = self._costs_for(policy), self._calibration_for(policy)
