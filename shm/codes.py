@@ -67,6 +67,7 @@ CODE_FORMATS = {
     "int4-f16-g128": CodeFormat(128, _NIBBLES, bits=np.uint16, zeros=True),
     "fp8": CodeFormat(128, E4M3, bits=np.float32),
 }
+AT_ONCE = 1 << 16  # numbers whose codes become indices of 8 bytes: those of a whole table take gigabytes
 LARGEST_CODES = {name: float(np.nanmax(np.abs(kind.values))) for name, kind in CODE_FORMATS.items()}
 
 
@@ -143,7 +144,15 @@ class Codes:
     def values(self) -> Float32:
         """The numbers that the file means, float32 [n, k], contiguous."""
         n, k = self.codes.shape
-        numbers: Float32 = self.kind.values.take(self.codes)
+        numbers = np.empty((n, k), np.float32)
+        step = max(1, AT_ONCE // max(k, 1))
+        for lo in range(0, n, step):
+            self[lo : lo + step]._write_values(numbers[lo : lo + step])
+        return numbers
+
+    def _write_values(self, numbers: Float32) -> None:
+        n, k = self.codes.shape
+        self.kind.values.take(self.codes, out=numbers, mode="clip")  # other modes copy
         scales = self.group_scales()
         groups = n, k // self.kind.group, self.kind.group
         parts = numbers if k % self.kind.group else numbers.reshape(groups)
@@ -157,7 +166,6 @@ class Codes:
             if self.zeros is not None:
                 parts -= each(self.zeros.astype(np.float32))
             parts *= each(scales)
-        return numbers
 
     def check(self) -> None:
         """Raises WeightsUnusable where a number could be infinite, not a number, or beyond 2^120."""

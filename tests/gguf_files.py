@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH
+from gguf_settings import Config, global_part, with_rope, write_settings
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,8 +31,12 @@ ARCHITECTURES = {
     "deepseek_v2": MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": MODEL_ARCH.DEEPSEEK2,
     "glm4_moe_lite": MODEL_ARCH.DEEPSEEK2,
+    "gemma4_text": MODEL_ARCH.GEMMA4,
+    "dots1": MODEL_ARCH.DOTS1,
+    "ernie4_5_moe": MODEL_ARCH.ERNIE4_5_MOE,
+    "hunyuan_v1_moe": MODEL_ARCH.HUNYUAN_MOE,
+    "lfm2_moe": MODEL_ARCH.LFM2MOE,
 }
-Config = Mapping[str, Any]
 Tensors = dict[str, Tensor]
 Kind = Callable[[str, tuple[int, ...]], Type]  # of a tensor by its name in the file, and shape
 
@@ -82,6 +87,30 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return next(path.parent.glob(f"{path.stem}-00001-of-*.gguf"), path)
+
+
+def rewritten(path: Path, changes: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...] | None]) -> Path:
+    """The file with other settings, and tensors of zeros; None: without it."""
+    reader, copy = gguf.GGUFReader(path), path.with_name("other.gguf")
+    settings = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    kinds = {key: field.types[0] for key, field in reader.fields.items()}
+    settings, number = settings | dict(changes), gguf.GGUFValueType.UINT32
+    writer = gguf.GGUFWriter(copy, settings.pop("general.architecture"))
+    for key, value in settings.items():
+        if value is not None:
+            kind = gguf.GGUFValueType.STRING if isinstance(value, str) else kinds.get(key, number)
+            writer.add_key_value(key, value, kind)
+    for tensor in reader.tensors:
+        if tensor.name not in tensors:
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+    for name, shape in tensors.items():
+        if shape is not None:
+            writer.add_tensor(name, np.zeros(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return copy
 
 
 def add(writer: gguf.GGUFWriter, name: str, numbers: np.ndarray, kind: Type) -> None:
@@ -137,106 +166,6 @@ def rounded(folder: Path, target: Path, kind: Kind) -> None:
     (target / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
 
 
-# --- settings ----------------------------------------------------------------------------------------------
-
-
-def with_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """With the rotary embedding's numbers as of version 4 of transformers."""
-    rope = config.get("rope_parameters") or {}
-    kind = rope.get("rope_type", "default")
-    old = {"rope_theta": rope["rope_theta"]} if rope else {}
-    if "partial_rotary_factor" in rope:
-        old["partial_rotary_factor"] = rope["partial_rotary_factor"]
-    if rope and kind != "default":
-        old["rope_scaling"] = {"type": kind, **rope}
-    return config | old
-
-
-def write_settings(w: gguf.GGUFWriter, c: Config) -> None:
-    w.add_block_count(c["num_hidden_layers"])
-    w.add_context_length(c["max_position_embeddings"])
-    w.add_embedding_length(c["hidden_size"])
-    w.add_feed_forward_length(c["intermediate_size"])
-    w.add_head_count(c["num_attention_heads"])
-    latent = c["model_type"] in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-    w.add_head_count_kv(1 if latent else c["num_key_value_heads"])
-    w.add_layer_norm_rms_eps(c["rms_norm_eps"])
-    if "rope_theta" in c:
-        w.add_rope_freq_base(c["rope_theta"])
-    w.add_expert_used_count(c["num_experts_per_tok"])
-    experts = next(c[k] for k in ("num_local_experts", "num_experts", "n_routed_experts") if k in c)
-    w.add_expert_count(experts)
-    for key, write in (("n_group", w.add_expert_group_count), ("topk_group", w.add_expert_group_used_count)):
-        if key in c:
-            write(c[key])
-    rope = c.get("rope_scaling")
-    if rope and rope["type"] in ("linear", "yarn"):
-        w.add_rope_scaling_type(getattr(gguf.RopeScalingType, rope["type"].upper()))
-        w.add_rope_scaling_factor(rope["factor"])
-        if rope["type"] == "yarn":
-            w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        if "beta_fast" in rope:
-            w.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
-        if "beta_slow" in rope:
-            w.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
-        if rope.get("attention_factor") is not None:
-            w.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
-        if latent and rope.get("mscale_all_dim") is not None:
-            w.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
-    if "moe_intermediate_size" in c:
-        w.add_expert_feed_forward_length(c["moe_intermediate_size"])
-    if "shared_expert_intermediate_size" in c:
-        w.add_expert_shared_feed_forward_length(c["shared_expert_intermediate_size"])
-    width = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
-    match c["model_type"]:
-        case "mixtral":
-            w.add_rope_dimension_count(width)
-        case "olmoe":
-            if c.get("clip_qkv"):
-                w.add_clamp_kqv(c["clip_qkv"])
-        case "qwen3_next" | "qwen3_5_moe_text":
-            w.add_ssm_conv_kernel(c["linear_conv_kernel_dim"])
-            w.add_ssm_state_size(c["linear_key_head_dim"])
-            w.add_ssm_group_count(c["linear_num_key_heads"])
-            w.add_ssm_time_step_rank(c["linear_num_value_heads"])
-            w.add_ssm_inner_size(c["linear_value_head_dim"] * c["linear_num_value_heads"])
-            w.add_full_attention_interval(c.get("full_attention_interval", 4))
-            w.add_rope_dimension_count(int(width * c.get("partial_rotary_factor", 0.25)))
-        case "gpt_oss":
-            w.add_sliding_window(c["sliding_window"])
-            w.add_expert_feed_forward_length(c["intermediate_size"])
-        case "minimax_m2":
-            w.add_expert_feed_forward_length(c["intermediate_size"])
-            w.add_rope_dimension_count(int(c.get("rotary_dim") or width * c.get("partial_rotary_factor", 1)))
-            w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-        case "glm4_moe":
-            w.add_rope_dimension_count(int(width * c.get("partial_rotary_factor", 0.5)))
-            w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-            write_shared_experts(w, c)
-    if latent:
-        w.add_vocab_size(c["vocab_size"])
-        if c.get("q_lora_rank"):
-            w.add_q_lora_rank(c["q_lora_rank"])
-        w.add_kv_lora_rank(c["kv_lora_rank"])
-        w.add_key_length(c["kv_lora_rank"] + c["qk_rope_head_dim"])
-        w.add_value_length(c["kv_lora_rank"])
-        w.add_key_length_mla(c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
-        w.add_value_length_mla(c["v_head_dim"])
-        w.add_rope_dimension_count(c["qk_rope_head_dim"])
-        write_shared_experts(w, c)
-    elif "head_dim" in c or c["model_type"] in ("qwen3_moe", "glm4_moe", "minimax_m2"):
-        w.add_key_length(width)
-        w.add_value_length(width)
-
-
-def write_shared_experts(w: gguf.GGUFWriter, c: Config) -> None:
-    w.add_leading_dense_block_count(c.get("first_k_dense_replace", 1))
-    w.add_expert_shared_count(c.get("n_shared_experts") or 0)
-    w.add_expert_weights_scale(c["routed_scaling_factor"])
-    if c.get("norm_topk_prob"):
-        w.add_expert_weights_norm(True)
-
-
 # --- tensors -----------------------------------------------------------------------------------------------
 
 
@@ -244,9 +173,14 @@ def converted(config: Config, tensors: Tensors, architecture: MODEL_ARCH) -> Ite
     """The file's tensors by name."""
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     for name, tensor in renamed(config["model_type"], changed(config, merged(tensors))).items():
-        found = names.get_name(name, (".weight", ".bias"))
+        found = name if name.endswith(".scale") else names.get_name(name, (".weight", ".bias"))
         assert found is not None, name
         yield found, tensor
+    if config["model_type"] == "gemma4_text":
+        half = global_part(config)["head_dim"] // 2
+        part = config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+        rotated = int(half * part)
+        yield "rope_freqs.weight", torch.tensor([1.0] * rotated + [1e30] * (half - rotated))
 
 
 def merged(tensors: Tensors) -> Tensors:
@@ -269,6 +203,9 @@ def renamed(model_type: str, tensors: Tensors) -> Tensors:
     }
     if model_type == "mixtral":
         changes[r"model\.(layers\.\d+)\.block_sparse_moe\.experts"] = r"\1.feed_forward.experts"
+    if model_type == "lfm2_moe":
+        changes[r"model\.(layers\.\d+\.feed_forward\.experts)"] = r"\1"
+        changes[r"expert_bias$"] = "expert_bias.bias"
     for old, new in changes.items():
         tensors = {re.sub(old, new, name): tensor for name, tensor in tensors.items()}
     return tensors
@@ -283,6 +220,12 @@ def changed(c: Config, tensors: Tensors) -> Tensors:
                 made |= of_mixtral(c, name, tensor)
             case "gpt_oss":
                 made |= of_gpt_oss(name, tensor)
+            case "gemma4_text":
+                made |= of_gemma4(name, tensor)
+            case "lfm2_moe":
+                made[name] = tensor.squeeze(1) if "conv.conv" in name else tensor
+            case "ernie4_5_moe":
+                made[name] = tensor.squeeze(0) if "e_score_correction_bias" in name else tensor
             case "qwen3_next":
                 made |= of_qwen3_next(c, name, tensor)
             case "qwen3_5_moe_text":
@@ -320,6 +263,16 @@ def of_gpt_oss(name: str, tensor: Tensor) -> Tensors:
     if name.endswith("experts.gate_up_proj_bias"):
         return {f"{base}.gate_proj.bias": tensor[:, ::2], f"{base}.up_proj.bias": tensor[:, 1::2]}
     return {name: tensor}
+
+
+def of_gemma4(name: str, tensor: Tensor) -> Tensors:
+    at = re.sub(r"model\.layers\.(\d+)\..*", r"blk.\1", name)
+    if name.endswith("router.scale"):
+        return {f"{at}.ffn_gate_inp.scale": tensor}
+    if name.endswith("per_expert_scale"):
+        return {f"{at}.ffn_down_exps.scale": tensor}
+    weight = name.endswith("layer_scalar") or ".experts." in name
+    return {f"{name}.weight" if weight else name: tensor}
 
 
 def of_qwen3_next(c: Config, name: str, tensor: Tensor) -> Tensors:

@@ -16,14 +16,14 @@ PROGRAM = ("protocol", "shm", "workers", "pipeline", "launch")
 SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
     "protocol": 2_330,
-    "shm": 4_460,
+    "shm": 4_470,
     "workers": 9_200,
-    "pipeline": 32_600,
+    "pipeline": 32_770,
     "launch": 11_340,
     "benchmarks": 4_640,
-    "tests": 55_500,
+    "tests": 55_620,
 }
-ROOMS = 272  # Python files of the program, without those that only mark a package
+ROOMS = 273  # Python files of the program, without those that only mark a package
 
 
 @pytest.mark.parametrize("folder", LINES)

@@ -65,6 +65,7 @@ def calibrate(
 class _Measurement:
     def __init__(self, ctx: CalibrationContext, division: Division, progress: Progress) -> None:
         ctx.engine.backbone.check_probes("calibrate")
+        ctx.engine.backbone.check_choices("calibrate")
         self._ctx, self._division, self._progress = ctx, division, progress
         windows = division.training + division.validation
         self._findings = Findings(tokens=division.tokens)

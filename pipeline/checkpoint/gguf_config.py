@@ -49,6 +49,15 @@ class Header:
             raise ModelError(f"{self.architecture}.{key} must be a whole number, it is {shown(value)}")
         return value
 
+    def each(self, key: str, default: int | float | None = None) -> list[Any]:
+        """A number by layer, which a file may say once for all."""
+        value = self.get(key, default)
+        if not isinstance(value, list):
+            return [self.number(key, default)] * self.layers
+        if len(value) < self.layers or not all(isinstance(one, int | float) for one in value):
+            raise ModelError(f"{self.architecture}.{key} must be a number for each of {self.layers} layers")
+        return value[: self.layers]
+
     def has(self, name: str) -> bool:
         """Whether some layer has this tensor."""
         return any(f"blk.{layer}.{name}" in self.shapes for layer in range(self.layers))
@@ -77,7 +86,7 @@ def _common(h: Header) -> dict[str, Any]:
         "intermediate_size": h.number("feed_forward_length", 0) or h.number("expert_feed_forward_length", 0),
         "num_hidden_layers": h.layers,
         "num_attention_heads": h.number("attention.head_count"),
-        "num_key_value_heads": h.number("attention.head_count_kv", h.number("attention.head_count")),
+        "num_key_value_heads": max(h.each("attention.head_count_kv", h.number("attention.head_count"))),
         "max_position_embeddings": h.number("context_length"),
         "rms_norm_eps": h.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": h.number("rope.freq_base", 10000.0),
@@ -230,6 +239,75 @@ def _deepseek(h: Header) -> dict[str, Any]:
     }
 
 
+def _gemma4(h: Header) -> dict[str, Any]:
+    """Keys of layers with a window are those of config.json, of others those with `global`; how much of a
+    head these rotate says a tensor (`gguf_generic.py`)."""
+    windowed = [bool(one) for one in h.each("attention.sliding_window_pattern")]
+    heads = dict(zip(windowed, h.each("attention.head_count_kv"), strict=True))
+    rope = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": h.number("rope.freq_base_swa", 10000.0)},
+        "full_attention": {"rope_type": "proportional", "rope_theta": h.number("rope.freq_base")},
+    }
+    return {
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in windowed],
+        "sliding_window": h.number("attention.sliding_window"),
+        "head_dim": h.number("attention.key_length_swa"),
+        "global_head_dim": h.number("attention.key_length"),
+        "num_key_value_heads": heads.get(True, heads.get(False)),
+        "num_global_key_value_heads": heads.get(False),
+        # Where keys are the values too, only layers with a window have a matrix of values.
+        "attention_k_eq_v": h.with_tensor("attn_v.weight") != h.with_tensor("attn_k.weight"),
+        "rope_parameters": rope,
+        "final_logit_softcapping": h.get("final_logit_softcapping"),
+        "hidden_size_per_layer_input": h.number("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": h.shapes.get("per_layer_token_embd.weight", (0,))[0],
+        "num_kv_shared_layers": h.number("attention.shared_kv_layers", 0),
+        "enable_moe_block": True,
+        "num_experts": h.number("expert_count"),
+        "top_k_experts": h.number("expert_used_count"),
+        "moe_intermediate_size": h.number("expert_feed_forward_length"),
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
+def _dots1(h: Header) -> dict[str, Any]:
+    return _shared_experts(h) | {"sliding_window": None}
+
+
+def _ernie4_5(h: Header) -> dict[str, Any]:
+    return {
+        "moe_num_experts": h.number("expert_count"),
+        "moe_k": h.number("expert_used_count"),
+        "moe_intermediate_size": h.number("expert_feed_forward_length"),
+        "moe_num_shared_experts": h.number("expert_shared_count", 0),
+        "moe_layer_start_index": h.number("leading_dense_block_count", 0),
+        "moe_layer_interval": h.number("interleave_moe_layer_step", 1),
+    }
+
+
+def _hunyuan(h: Header) -> dict[str, Any]:
+    return {
+        "intermediate_size": h.number("expert_feed_forward_length"),
+        "num_experts": h.number("expert_count"),
+        "moe_topk": h.number("expert_used_count"),
+    }
+
+
+def _lfm2(h: Header) -> dict[str, Any]:
+    convolved = set(h.with_tensor("shortconv.conv.weight"))
+    return {
+        "norm_eps": h.number("attention.layer_norm_rms_epsilon"),
+        "num_experts": h.number("expert_count"),
+        "moe_intermediate_size": h.number("expert_feed_forward_length"),
+        "num_dense_layers": h.number("leading_dense_block_count"),
+        "conv_L_cache": h.number("shortconv.l_cache"),
+        "use_expert_bias": h.has("exp_probs_b.bias"),
+        "norm_topk_prob": True,
+        "routed_scaling_factor": h.number("expert_weights_scale", 1.0) or 1.0,
+        "layer_types": ["conv" if layer in convolved else "full_attention" for layer in range(h.layers)],
+    }
+
+
 READ: dict[str, tuple[str, Callable[[Header], dict[str, Any]]]] = {
     "llama": ("mixtral", _mixtral),
     "qwen2moe": ("qwen2_moe", _qwen2_moe),
@@ -241,6 +319,12 @@ READ: dict[str, tuple[str, Callable[[Header], dict[str, Any]]]] = {
     "glm4moe": ("glm4_moe", _glm4_moe),
     "minimax-m2": ("minimax_m2", _minimax_m2),
     "deepseek2": ("deepseek_v3", _deepseek),  # or V2, which `_deepseek` says
+    # Families without a backbone of our own (`gguf_generic.py`).
+    "gemma4": ("gemma4_text", _gemma4),
+    "dots1": ("dots1", _dots1),
+    "ernie4_5-moe": ("ernie4_5_moe", _ernie4_5),
+    "hunyuan-moe": ("hunyuan_v1_moe", _hunyuan),
+    "lfm2moe": ("lfm2_moe", _lfm2),
 }
 
 
@@ -253,4 +337,7 @@ def config_of(header: Header) -> dict[str, Any]:
     if not header.whole("expert_count", 0):
         raise ModelError("no layer has experts; Tandem is for mixture-of-experts models")
     model_type, read = READ[name]
-    return {"model_type": model_type, **_common(header), **read(header)}
+    config = {"model_type": model_type, **_common(header), **read(header)}
+    if "rope_parameters" in config:  # in place of older keys
+        del config["rope_theta"], config["rope_scaling"]
+    return config

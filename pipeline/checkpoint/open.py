@@ -39,9 +39,11 @@ def open_model(model: Path) -> ModelSource:
     if is_shape(model):
         return RandomModel(str(model))
     if is_gguf(model):
-        from pipeline.checkpoint.gguf_model import GgufCheckpoint  # the gguf package takes a while
+        from pipeline.checkpoint.gguf_generic import generic_index  # the gguf package takes a while
+        from pipeline.checkpoint.gguf_model import GgufCheckpoint
 
-        return GgufCheckpoint(model)
+        found = generic_index(model)
+        return GgufCheckpoint(model) if found is None else ConvertedCheckpoint(found, model)
     index = CheckpointIndex.open(model)
     stacked = any(len(matrix.shape) > 2 for matrix in index.packed.values())  # those of all experts
     if is_own(index.config) and not stacked:
@@ -118,24 +120,30 @@ class Checkpoint(ModelSource):
 
 
 class ConvertedCheckpoint(ModelSource):
-    """The model in a folder, of any family and in any layout; read as transformers reads it, which takes
-    importing it: a child process of the supervisor's, and the processes that read weights, do."""
+    """The model in a folder or GGUF file, of any family and in any layout; read as transformers reads it,
+    which takes importing it: a child process of the supervisor's, and the processes that read weights, do."""
 
     kind = "checkpoint"
     filling = "converting the experts"
     fused = True  # names are those of transformers' own parameters
 
-    def __init__(self, index: CheckpointIndex) -> None:
-        """Check config.json and the headers against each other. Raises ModelError, one line."""
+    def __init__(self, index: CheckpointIndex, file: Path | None = None) -> None:
+        """Check config.json and the headers against each other. Raises ModelError, one line. `file`: the
+        GGUF file that is indexed, of tensors with the names of the model's parameters."""
         self._index = index
-        self.name = str(index.folder)
+        self.name = str(file or index.folder)
         self.config = index.config
         facts_of(self.config)  # what cannot be run is said first
         try:
             self.note = check_headers(self.config, index.headers)
         except ModelError as e:
-            raise ModelError(f"{index.listing}: {e}") from None
+            raise ModelError(f"{file or index.listing}: {e}") from None
         self.quantized, self.own_format = _kinds(m for name, m in index.packed.items() if EXPERT.search(name))
+        if file is not None:
+            others = {name: m for name, m in index.packed.items() if not EXPERT.search(name)}
+            self.own_matrices = {
+                name: OwnMatrix(m.format or "int8", (m.outputs, m.inputs)) for name, m in others.items()
+            }
 
     def fingerprint(self, format_name: str, tile: int) -> str:
         return fingerprint(self._index, format_name, tile, f"transformers {version('transformers')}")

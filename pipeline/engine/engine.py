@@ -78,11 +78,6 @@ class Engine:
     def policy(self) -> Policy:
         return self.driver.policy
 
-    def check(self, policy: Policy) -> None:
-        """Raises PolicyError where the policy chooses experts and the model's routers cannot follow."""
-        if not policy.exact:
-            self.backbone.check_choices(f"policy {policy.name}")
-
     def set_policy(
         self,
         policy: Policy,
@@ -99,7 +94,6 @@ class Engine:
         memory, decode = self.memory, self.counters.phases["decode"]
         if policy.uses_device and memory.slab is None:
             raise PolicyError(f"policy {policy.name} keeps experts on the device, and the engine has no slab")
-        self.check(policy)
         if costs is not None and (self.corrections is None or self.corrections.measured != costs):
             self.corrections = Corrections(costs)
         timing = Timing(memory, self.device, costs, self.corrections if follow else None)

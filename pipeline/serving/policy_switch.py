@@ -51,7 +51,8 @@ class PolicySwitch:
         engine cannot go on."""
         engine = self._parts.engine
         policy: Policy = make_policy(request, self._parts.config.options.seed)
-        engine.check(policy)  # before it is asked to be calibrated
+        if not policy.exact:  # before it is asked to be calibrated
+            engine.backbone.check_choices(f"policy {policy.name}")
         if policy.uses_device and engine.memory.slab is None:
             engine.memory = self._opener.open()
         costs, calibration = self._costs_for(policy), self._calibration_for(policy)

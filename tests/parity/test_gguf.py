@@ -14,7 +14,7 @@ from comparison import check_policies, within
 from families import Case, Options, drawn_texts, save, texts
 from family_cases import TIED, WHOLE_GROUPS, partly, scaled, yarn
 from gguf import GGMLQuantizationType as Type
-from gguf_files import Kind, plain, read_checkpoint, rounded, write_gguf
+from gguf_files import Kind, plain, read_checkpoint, rewritten, rounded, write_gguf
 from in_process import InProcess
 from oracle import EXACT, Oracle
 from quantized_oracle import QuantizedOracle
@@ -213,30 +213,6 @@ def test_a_file_that_is_no_such_model_is_refused(
     save(Case("mixtral", "refused"), tmp_path / "checkpoint")
     path = write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf")
     assert words in refusal(rewritten(path, changes, tensors))
-
-
-def rewritten(path: Path, changes: Options, tensors: dict[str, tuple[int, ...] | None]) -> Path:
-    """The file with other settings and tensors; None: without it."""
-    reader, copy = gguf.GGUFReader(path), path.with_name("other.gguf")
-    settings = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-    kinds = {key: field.types[0] for key, field in reader.fields.items()}
-    settings, number = settings | changes, gguf.GGUFValueType.UINT32
-    writer = gguf.GGUFWriter(copy, settings.pop("general.architecture"))
-    for key, value in settings.items():
-        if value is not None:
-            kind = gguf.GGUFValueType.STRING if isinstance(value, str) else kinds.get(key, number)
-            writer.add_key_value(key, value, kind)
-    shapes: dict[str, tuple[int, ...] | None] = {
-        t.name: tuple(t.shape.tolist()[::-1]) for t in reader.tensors
-    }
-    for name, shape in (shapes | tensors).items():
-        if shape is not None:
-            writer.add_tensor(name, np.zeros(shape, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return copy
 
 
 def test_layers_that_predict_further_tokens_are_left_aside(tmp_path: Path) -> None:
