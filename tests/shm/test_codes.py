@@ -184,12 +184,13 @@ def test_numbers_are_rounded_as_by_llama_cpp(format: str) -> None:
 @settings(max_examples=25, deadline=None)
 @given(formats, st.integers(1, 40), st.integers(1, 300), seeds, st.sampled_from([1e-3, 0.02, 30.0]))
 def test_rounded_numbers_are_near(fmt: FileFormat, n: int, k: int, seed: int, scale: float) -> None:
-    """Each within half of its group's widest step, but for scales that are rounded themselves."""
+    """Each within half of its group's widest step, but for scales that are rounded themselves: 127 steps of
+    q8_0, each by 2^-11, are .06 of one."""
     w = (np.random.default_rng(seed).standard_normal((n, k)) * scale).astype(np.float32)
     out = np.empty(fmt.matrix_bytes(n, k), np.uint8)
     fmt.encode_matrix(w, out)
     most = np.maximum.reduceat(np.abs(w), range(0, k, fmt.group), axis=1).repeat(fmt.group, axis=1)[:, :k]
-    share = {"q8_0": 1 / 240, "q4_0": 1 / 7.9, "nvfp4": 1 / 5.5, "mxfp4": 1 / 3.9}.get(fmt.name)
+    share = {"q8_0": 1 / 225, "q4_0": 1 / 7.9, "nvfp4": 1 / 5.5, "mxfp4": 1 / 3.9}.get(fmt.name)
     off = np.abs(decode_matrix(fmt, out, n, k) - w)
     if share is None:  # optimised: outliers may be far off
         assert off.mean() <= 0.08 * most.mean()

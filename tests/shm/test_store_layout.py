@@ -11,7 +11,7 @@ from shm.expert_math import SWIGLU, ExpertMath, Relu2
 from shm.formats import round_to_bf16
 from shm.layout import FORMATS, PAGE, BlockFormat, ExpertShape, FloeFormat, StoreLayout, TileFormat
 
-WORST = {2: 0.75, 4: 0.35, 8: 0.01, 16: 0.004, 32: 0}  # of the largest weight, by bits
+WORST = {2: 0.75, 4: 0.35, 8: 0.01, 16: 0.004, 32: 0, "fp8": 0.036}  # of the largest weight, by bits
 
 
 @st.composite
@@ -25,11 +25,12 @@ def layouts(draw: st.DrawFn) -> StoreLayout:
     return StoreLayout(ExpertShape(*sizes, tile, draw(st.sampled_from(kinds))), format)
 
 
-def bits_of(format: TileFormat) -> tuple[int, int, int]:
-    """Of gate, up and down."""
+def bits_of(format: TileFormat) -> tuple[int | str, int | str, int | str]:
+    """Of gate, up and down, as keys of WORST."""
     if isinstance(format, FloeFormat):
         return format.rows.bits, format.up.bits, format.rows.bits
-    bits = format.bits if isinstance(format, BlockFormat) else {"f32": 32, "bf16": 16}[format.name]
+    plain = {"f32": 32, "bf16": 16}.get(format.name, format.name)
+    bits = format.bits if isinstance(format, BlockFormat) else plain
     return bits, bits, bits
 
 
