@@ -8,10 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from launch.errors import WrongUsage
-from pipeline.models.shapes import GGUF
+from pipeline.models.shapes import GGUF, OTHER_GGUF
 
-# Projectors of pictures, statistics for quantizing, and layers that predict further tokens.
-OTHERS = ("mmproj", "imatrix", "mtp-")
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 TYPE = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|B?F16|F32|(?:MX|NV)FP4)\w*)$", re.IGNORECASE)
 MOST_TYPES = 40  # in a message
@@ -25,7 +23,7 @@ def gguf_models(files: Iterable[str]) -> Models:
     found: Models = {}
     for file in sorted(files):
         path = PurePosixPath(file)
-        if path.suffix.lower() == GGUF and not path.name.lower().startswith(OTHERS):
+        if path.suffix.lower() == GGUF and not path.name.lower().startswith(OTHER_GGUF):
             match = PART.fullmatch(path.stem)
             found.setdefault(match[1] if match else path.stem, []).append(file)
     return found

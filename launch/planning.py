@@ -126,7 +126,7 @@ def every_format(source: ModelSource, asked: EngineConfig, names: Sequence[Forma
         try:
             fitting.append(needs(source, asked, name))
         except UsageError as e:
-            if isinstance(e, ModelError) or len(names) == 1:
+            if isinstance(e, ModelError) or (not fitting and name == names[-1]):
                 raise
     return fitting
 

@@ -29,6 +29,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from pipeline.checkpoint.headers import MAX_TENSORS, Shard, TensorEntry
 from pipeline.checkpoint.quantized import MAX_NAME
 from pipeline.errors import ModelError
+from pipeline.models.shapes import OTHER_GGUF
 from protocol.files import open_regular
 
 SUFFIX = ".gguf"
@@ -79,7 +80,7 @@ def gguf_in(folder: Path) -> Path | None:
     """The first file of the one GGUF model in this folder, None where it has none or safetensors. Raises
     ModelError where it has several."""
     names = sorted(path.name for path in folder.glob("*") if path.suffix.lower() == SUFFIX)
-    firsts = [name for name in names if not name.startswith("mmproj") and part_of(name)[0] == 1]
+    firsts = [name for name in names if not name.lower().startswith(OTHER_GGUF) and part_of(name)[0] == 1]
     if not firsts or any(folder.glob("*.safetensors*")):
         return None
     if len(firsts) > 1:

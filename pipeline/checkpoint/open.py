@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.checkpoint.encode import SAME_BITS, encode_experts
+from pipeline.checkpoint.headers import TensorEntry
 from pipeline.checkpoint.index import CONFIG_FILE, CheckpointIndex, check_tensors, fingerprint, read_fields
 from pipeline.checkpoint.model_source import ModelSource, OwnMatrix
 from pipeline.checkpoint.packed import Packed
@@ -75,7 +76,7 @@ class Checkpoint(ModelSource):
         self._spec = model_spec(self.config)
         self.fused = self._architecture.is_fused(self._index.headers, self._spec)
         check_tensors(self._index, self._architecture, self._spec, self.fused)
-        packed = [self._index.packed.get(part.name) for part in self.locate(0, 0)]
+        packed = [self._index.packed.get(name) for name in (self._experts() if self._index.packed else ())]
         self.quantized, self.own_format = _kinds(packed)
         self._whole = any(matrix is not None and matrix.whole for matrix in packed)
         backbone = {tensor.name for tensor in self._architecture.backbone(self._spec, self.fused)}
@@ -92,8 +93,7 @@ class Checkpoint(ModelSource):
         """False where the store has the checkpoint's bits: reading the checkpoint again is about as fast."""
         if format_name == self.own_format:
             return False
-        shape = len(self._spec.moe_layers), self._spec.experts
-        names = {part.name for place in np.ndindex(shape) for part in self.locate(*place)}
+        names = self._experts()
         if any(name in self._index.packed for name in names):
             return True
         return any(SAME_BITS.get(self._index.tensors[name].dtype) != format_name for name in names)
@@ -113,6 +113,11 @@ class Checkpoint(ModelSource):
             with WholeExperts(self.locate, read) as experts:
                 encode_experts(experts, experts.locate, builder, progress)
             return reader.bytes_read
+
+    def _experts(self) -> set[str]:
+        """The names of the experts' matrices."""
+        shape, number = (len(self._spec.moe_layers), self._spec.experts), self._spec.math.matrices
+        return {part.name for place in np.ndindex(shape) for part in self.locate(*place)[:number]}
 
     def locate(self, layer: int, expert: int) -> ExpertRows:
         """An expert's location; `layer` counts only layers with experts, as in the store."""
@@ -138,7 +143,10 @@ class ConvertedCheckpoint(ModelSource):
             self.note = check_headers(self.config, index.headers)
         except ModelError as e:
             raise ModelError(f"{file or index.listing}: {e}") from None
-        self.quantized, self.own_format = _kinds(m for name, m in index.packed.items() if EXPERT.search(name))
+        matrices: list[Packed | None] = [m for name, m in index.packed.items() if EXPERT.search(name)]
+        if matrices and any(EXPERT.search(name) and _is_matrix(name, e) for name, e in index.tensors.items()):
+            matrices.append(None)
+        self.quantized, self.own_format = _kinds(matrices)
         if file is not None:
             others = {name: m for name, m in index.packed.items() if not EXPERT.search(name)}
             self.own_matrices = {
@@ -171,8 +179,14 @@ class ConvertedCheckpoint(ModelSource):
             return reader.bytes_read
 
 
+def _is_matrix(name: str, entry: TensorEntry) -> bool:
+    return len(entry.shape) > 1 and "bias" not in name
+
+
 def _kinds(matrices: Iterable[Packed | None]) -> tuple[str, str | None]:
     """What a user calls these matrices of experts, and the native format that keeps them all."""
     kinds = {("", None) if matrix is None else (matrix.kind, matrix.format) for matrix in matrices}
     names, formats = {name for name, _ in kinds if name}, {format for _, format in kinds}
+    if names and ("", None) in kinds:
+        names.add("plain")
     return " and ".join(sorted(names)), formats.pop() if len(formats) == 1 else None

@@ -39,6 +39,7 @@ Matrix = Codes | Float32
 NATIVE_GROUPS = {128: "int4-f16-g128", 64: "int4-f16", 32: "int4-f16-g32"}
 AWQ_ORDER = (0, 2), (4, 6), (1, 3), (5, 7)  # the outputs of each byte of a word
 FP8_BLOCK = 128
+UNCHECKED: Any = {"invalid": "ignore", "over": "ignore"}  # numbers that are not finite: their encoder refuses
 TRANSPOSED = 16  # rows of words that are transposed at a time: those of a line of 64 bytes
 
 
@@ -128,7 +129,8 @@ class Gptq(Integers):
             if not np.array_equal(order, np.arange(inputs) // self.group):
                 numbers: Float32 = codes.astype(np.float32)
                 numbers -= zeros[:, order]
-                numbers *= scales[:, order]
+                with np.errstate(**UNCHECKED):
+                    numbers *= scales[:, order]
                 return numbers[lo:hi]
         return of_integers(codes, scales, zeros, self.group, self.bits)[lo:hi]
 
@@ -265,7 +267,8 @@ def of_integers(codes: Bytes, scales: Float32, zeros: Numbers, group: int, bits:
 
     numbers: Float32 = codes.astype(np.float32)
     numbers -= over(zeros.astype(np.float32))
-    numbers *= over(scales)
+    with np.errstate(**UNCHECKED):
+        numbers *= over(scales)
     return numbers
 
 

@@ -108,7 +108,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         format=format,
         backbone_dtype=backbone_dtype(source, config),
         aside=tuple(filter(None, (facts.left_aside, source.note))),
-        rounded="" if format in (source.own_format, "f32", "bf16") else stored,
+        rounded="" if format in (source.own_format, "f32") else stored,
         store=store,
         present=min(store, _allocated(store_name(fingerprint))),
         heads=shape.layers * shape.experts * heads if cuda else 0,

@@ -19,6 +19,9 @@ from protocol.files import read_json
 
 PREFIX = "shape:"
 GGUF = ".gguf"
+# Beginnings of the names of files beside a model: projectors of pictures, statistics, and layers
+# that predict further tokens.
+OTHER_GGUF = ("mmproj", "imatrix", "mtp-")
 LAYERS = "num_hidden_layers"
 TEXT = "text_config"  # of a model that also sees or hears
 QUANTIZED = "quantization_config"  # says how weights are stored, and there are none

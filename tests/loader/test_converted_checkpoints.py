@@ -245,6 +245,23 @@ def packed_up(tensors: dict[str, Tensor], packing: Packing) -> dict[str, Tensor]
     return meant
 
 
+@pytest.mark.parametrize("family", ["mixtral", "dots1"])  # of a family of our own, and of another
+def test_experts_that_a_file_has_in_two_ways_have_no_own_format(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of its last layer are not quantized: in the others' format they would be rounded."""
+    tensors = tensors_in(saved(tiny_model(family, moe_intermediate_size=96), tmp_path, original=True))
+    layers = {int(name.split(".layers.")[1].split(".")[0]) for name in tensors if ROUTED.search(name)}
+    plain = {name: tensors.pop(name) for name in list(tensors) if f".layers.{max(layers)}." in name}
+    packing = packers.awq(32, "int4-f16-g32")
+    packed_up(tensors, packing)
+    rewrite(tmp_path, tensors | plain, quantization_config=packing.settings)
+    monkeypatch.setattr(opening, "check_headers", checked)
+    monkeypatch.setattr(opening, "facts_of", lambda config: None)
+    source = opening.open_model(tmp_path)
+    assert (source.quantized, source.own_format) == ("AWQ int4 and plain", None)
+
+
 @pytest.mark.parametrize(
     ("family", "packing", "tile", "kind"),
     [
