@@ -109,8 +109,11 @@ class BlockFormat(MatrixFormat):
         size = self.blocks_bytes(n, k)
         return whole_lines(size) + LINE if self.factors else size
 
-    def encode_matrix(self, w: Float32, out: Bytes) -> None:
-        """Quantize w [n, k] (any strides) into out, uint8 [matrix_bytes(n, k)]. Raises WeightsUnusable."""
+    def encode_matrix(self, w: Float32 | Codes, out: Bytes) -> None:
+        """Write w [n, k] (any strides) into out, uint8 [matrix_bytes(n, k)]: codes of this format without
+        loss, and else quantized. Raises WeightsUnusable."""
+        if isinstance(w, Codes) and w.format != self.name:
+            w = w.values()
         size, factor = self.blocks_bytes(*w.shape), self.factor_of(w)
         self.encode_part(w, out[:size], factor)
         self._put_factors(out, size, factor)
@@ -121,9 +124,11 @@ class BlockFormat(MatrixFormat):
         WeightsUnusable."""
         encode_blocks(w.values() if isinstance(w, Codes) else w, self.bits, self.group, out)
 
-    def factor_of(self, w: Float32) -> float:
-        """The factor of a matrix that is quantized, or of one with the same largest magnitude; 1 where the
-        format has none."""
+    def factor_of(self, w: Float32 | Codes) -> float:
+        """The factor of codes of this format, of a matrix that is quantized, or of one with the same largest
+        magnitude; 1 where the format has none."""
+        if isinstance(w, Codes):
+            return w.factor
         return largest_factor(float(np.abs(w).max())) if self.factors else 1.0
 
     def matrices_bytes(self, hidden: int, tile: int, matrices: int = 3) -> int:
@@ -200,15 +205,6 @@ class FileFormat(BlockFormat):
         super().__init__(name, kind.group, bits, groups * kind.group, head)
         self.scales = scales
         self.factors = name == "nvfp4"
-
-    def encode_codes(self, codes: Codes, out: Bytes) -> None:
-        """Write the codes of a matrix, of this format, into out, uint8 [matrix_bytes(n, k)], without loss.
-        Raises WeightsUnusable."""
-        if codes.format != self.name:
-            raise ValueError(f"codes of {codes.format} are none of {self.name}")
-        size = self.blocks_bytes(*codes.shape)
-        self.encode_part(codes, out[:size])
-        self._put_factors(out, size, codes.factor)
 
     def encode_part(self, w: Float32 | Codes, out: Bytes, factor: float = 1.0) -> None:
         if not isinstance(w, Codes) or w.format != self.name:

@@ -20,12 +20,12 @@ from torch import Tensor
 from pipeline.checkpoint.converted import Conversion, Source, like_tensor, raw_of, read_tensor
 from pipeline.checkpoint.decoder import MATRICES
 from pipeline.checkpoint.found_math import matrices_of
-from pipeline.checkpoint.packed import FP8_BLOCK
-from pipeline.checkpoint.reader import RawTensor, TensorReader
+from pipeline.checkpoint.reader import RawTensor, TensorReader, raw_tensor
 from pipeline.checkpoint.whole_experts import Part, WholeExperts
 from pipeline.models.architecture import ExpertRows, TensorRows
 from pipeline.models.facts import Headers
 from shm.codes import Codes
+from shm.fp8 import BLOCK
 
 TWO = ("gate_up_proj", "up_proj", "down_proj")  # the parameters that have an expert's matrices
 BIASES = ("gate_up_proj_bias", "up_proj_bias")
@@ -102,10 +102,9 @@ class _Kept(NamedTuple):
     def rows_in(self, whole: Part) -> Part:
         if not isinstance(whole, Codes):
             return RawTensor(whole.dtype, whole.bits[self.rows].shape, whole.bits[self.rows])
-        regular = isinstance(self.rows, slice) and self.rows.step == 1 and self.rows.start % FP8_BLOCK == 0
+        regular = isinstance(self.rows, slice) and self.rows.step == 1 and self.rows.start % BLOCK == 0
         if whole.format == "fp8" and not regular:  # rows of a block must have one scale
-            numbers = whole[self.rows].values()
-            return RawTensor("F32", numbers.shape, numbers.view(np.uint32))
+            return raw_tensor(whole[self.rows].values())
         return whole[self.rows]
 
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.checkpoint.reader import RawTensor, numbers_of
+from pipeline.checkpoint.reader import RawTensor, numbers_of, raw_tensor
 from pipeline.errors import ModelError
 from pipeline.models.architecture import ExpertRows, TensorRows
 from shm.codes import Codes
@@ -414,7 +414,4 @@ def _transposed_columns(whole: RawTensor | Codes, first: int, last: int) -> RawT
 
 def _as_numbers(rows: RawTensor | Codes) -> RawTensor:
     """Codes as the numbers that they mean."""
-    if isinstance(rows, RawTensor):
-        return rows
-    numbers = rows.values()
-    return RawTensor("F32", numbers.shape, numbers.view(np.uint32))
+    return rows if isinstance(rows, RawTensor) else raw_tensor(rows.values())

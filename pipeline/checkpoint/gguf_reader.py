@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pipeline.checkpoint.gguf_names import Source
 from pipeline.checkpoint.index import BITS, CheckpointIndex
-from pipeline.checkpoint.reader import Bits, RawTensor, TensorReader, numbers_of
+from pipeline.checkpoint.reader import Bits, RawTensor, TensorReader, numbers_of, raw_tensor, together
 from pipeline.models.architecture import TensorRows
 from shm.codes import Codes
 from shm.huge import private
@@ -103,7 +103,7 @@ class GgufReader:
     def stacked(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor | Codes:
         """Tensors stacked by rows, as the files have them; their numbers where kinds differ. Raises
         ModelError."""
-        return _stacked([self._whole(self._sources(name, shape), shape) for name, shape in tensors])
+        return together([self._whole(self._sources(name, shape), shape) for name, shape in tensors])
 
     def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor | Codes:
         """As TensorReader.rows, of a tensor by its name in the file."""
@@ -126,17 +126,17 @@ class GgufReader:
         parts = [self._rows(name, 0, self._tensors[name].shape[0]) for name, _ in source.parts]
         if source.made is not None and len(parts) > 1:
             of_parts = zip(parts, source.parts, strict=True)
-            return _raw(source.made(*(numbers_of(part).reshape(size) for part, (_, size) in of_parts)))
-        whole = _stacked(parts)
+            return raw_tensor(source.made(*(numbers_of(part).reshape(size) for part, (_, size) in of_parts)))
+        whole = together(parts)
         if isinstance(whole, Codes) and (len(shape) != 2 or source.made is not None):
-            whole = _raw(whole.values())
+            whole = raw_tensor(whole.values())
         if isinstance(whole, Codes):
             return _ordered_codes(whole, source)
         bits = whole.bits.reshape(shape)
         bits = bits if source.rows is None else bits[source.rows]
         bits = bits if source.columns is None else bits[:, source.columns]
         whole = RawTensor(whole.dtype, shape, bits)
-        return whole if source.made is None else _raw(source.made(numbers_of(whole)))
+        return whole if source.made is None else raw_tensor(source.made(numbers_of(whole)))
 
     def _rows(self, name: str, lo: int, hi: int) -> RawTensor | Codes:
         """Rows [lo, hi) of a tensor of the file; the caller owns them."""
@@ -147,29 +147,7 @@ class GgufReader:
             return RawTensor(entry.dtype, shape, bits.reshape(shape))
         part = self._reader.part
         decoded = decode(lambda a, b: part(name, a, b).reshape(b - a, row), entry.dtype, shape[1], lo, hi)
-        return decoded if isinstance(decoded, Codes) else _raw(decoded)
-
-
-def _stacked(parts: Sequence[RawTensor | Codes]) -> RawTensor | Codes:
-    """Stacked by rows: as they are where all are of one kind, else their numbers."""
-    if len(parts) == 1:
-        return parts[0]
-    coded = [part for part in parts if isinstance(part, Codes)]
-    if len(coded) == len(parts) and len({part.format for part in coded}) == 1:
-        codes, scales = (
-            np.concatenate([getattr(part, name) for part in coded]) for name in ("codes", "scales")
-        )
-        return Codes(coded[0].format, codes, scales)
-    raw = [part for part in parts if isinstance(part, RawTensor)]
-    if len(raw) == len(parts) and len({part.dtype for part in raw}) == 1:
-        bits = np.concatenate([part.bits for part in raw])
-        return RawTensor(raw[0].dtype, bits.shape, bits)
-    return _raw(np.concatenate([numbers_of(part) for part in parts]))
-
-
-def _raw(numbers: Float32) -> RawTensor:
-    numbers = np.ascontiguousarray(numbers)
-    return RawTensor("F32", numbers.shape, numbers.view(np.uint32))
+        return decoded if isinstance(decoded, Codes) else raw_tensor(decoded)
 
 
 def _ordered_codes(codes: Codes, source: Source) -> RawTensor | Codes:
@@ -182,5 +160,5 @@ def _ordered_codes(codes: Codes, source: Source) -> RawTensor | Codes:
     first = source.columns[::group]
     groups = (first[:, None] + np.arange(group)).reshape(-1)
     if (first % group).any() or not np.array_equal(groups, source.columns):
-        return _raw(codes.values()[:, source.columns])
+        return raw_tensor(codes.values()[:, source.columns])
     return Codes(codes.format, codes.codes[:, groups], codes.scales[:, first // group])

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from pipeline.checkpoint.headers import TensorEntry
 from pipeline.errors import ModelError
 from shm.codes import E4M3, E8M0, Codes
+from shm.fp8 import BLOCK
 from shm.layout import Bytes, Float32
 
 Numbers = NDArray[Any]
@@ -38,7 +39,6 @@ Matrix = Codes | Float32
 
 NATIVE_GROUPS = {128: "int4-f16-g128", 64: "int4-f16", 32: "int4-f16-g32"}
 AWQ_ORDER = (0, 2), (4, 6), (1, 3), (5, 7)  # the outputs of each byte of a word
-FP8_BLOCK = 128
 UNCHECKED: Any = {"invalid": "ignore", "over": "ignore"}  # numbers that are not finite: their encoder refuses
 TRANSPOSED = 16  # rows of words that are transposed at a time: those of a line of 64 bytes
 
@@ -174,8 +174,7 @@ class Fp8(Packed):
     def format(self) -> str | None:
         rows, columns = self.shape[-2:]
         fits = all(
-            step % FP8_BLOCK == 0 or step >= size
-            for step, size in zip(self.block, (rows, columns), strict=True)
+            step % BLOCK == 0 or step >= size for step, size in zip(self.block, (rows, columns), strict=True)
         )
         return "fp8" if fits else None
 
@@ -191,7 +190,7 @@ class Fp8(Packed):
         of_blocks = _float32(self.scale, stored).reshape(-1, -(-columns // wide))
         scales = of_blocks[np.arange(lo, hi) // high - first]  # of rows
         if self.format is not None:
-            each = np.arange(-(-columns // FP8_BLOCK)) * FP8_BLOCK // wide
+            each = np.arange(-(-columns // BLOCK)) * BLOCK // wide
             return Codes("fp8", codes, np.ascontiguousarray(scales[:, each]))
         numbers = E4M3.take(codes)
         numbers *= scales.repeat(wide, axis=1)[:, :columns]

@@ -99,7 +99,7 @@ class TensorReader:
         matrix = self.packed[name].rows(self._stored, lo, hi, place)
         if isinstance(matrix, Codes):
             return matrix
-        return RawTensor("F32", matrix.shape, np.ascontiguousarray(matrix).view(np.uint32))
+        return raw_tensor(matrix)
 
     def _stored(self, entry: TensorEntry, lo: int, hi: int) -> NDArray[Any]:
         """As `packed.Read`; a tensor without axes has one of one place."""
@@ -188,7 +188,7 @@ def numbers_of(rows: RawTensor | Codes) -> Float32:
 
 
 def together(parts: Sequence[RawTensor | Codes]) -> RawTensor | Codes:
-    """Stacked by rows: as codes where all have those of one format, else as numbers."""
+    """Stacked by rows: as codes or bits where all have those of one kind, else as numbers."""
     if len(parts) == 1:
         return parts[0]
     codes = [part for part in parts if isinstance(part, Codes)]
@@ -200,5 +200,14 @@ def together(parts: Sequence[RawTensor | Codes]) -> RawTensor | Codes:
             scales=np.concatenate([part.scales for part in codes]),
             zeros=np.concatenate(zeros) if zeros else None,
         )
-    numbers = np.concatenate([numbers_of(part) for part in parts])
+    raw = [part for part in parts if isinstance(part, RawTensor)]
+    if len(raw) == len(parts) and len({part.dtype for part in raw}) == 1:
+        bits = np.concatenate([part.bits for part in raw])
+        return RawTensor(raw[0].dtype, bits.shape, bits)
+    return raw_tensor(np.concatenate([numbers_of(part) for part in parts]))
+
+
+def raw_tensor(numbers: Float32) -> RawTensor:
+    """Numbers as a tensor."""
+    numbers = np.ascontiguousarray(numbers)
     return RawTensor("F32", numbers.shape, numbers.view(np.uint32))

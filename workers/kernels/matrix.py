@@ -103,7 +103,7 @@ def _fp8_parts(format: FP8, w: Float32 | Codes, out: Bytes) -> Iterator[Callable
 def _block_parts(format: BlockFormat, w: Float32 | Codes, out: Bytes) -> Iterator[Callable[[], None]]:
     outputs, inputs = w.shape
     blocks = out[: format.blocks_bytes(outputs, inputs)]
-    factor = w.factor if isinstance(w, Codes) else format.factor_of(w)
+    factor = format.factor_of(w)
     if format.factors:
         out[len(blocks) :] = 0
         format.factors_of(out)[0] = factor
