@@ -24,6 +24,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from pipeline.assets import heldout, model_dir
+from shm.codes import Codes
 from shm.layout import FORMATS, Bytes, ExpertShape, Float32, FloeFormat, Int4, StoreLayout, TileFormat
 from shm.mask import DENSE
 from shm.quantize import encode_blocks
@@ -48,8 +49,8 @@ class RoundToNearest(Int4):
         super().__init__(group)
         self.name += "-rtn"
 
-    def encode_matrix(self, w: Float32, out: Bytes) -> None:
-        encode_blocks(w, 4, self.group, out, steps=0)
+    def encode_part(self, w: Float32 | Codes, out: Bytes, factor: float = 1.0) -> None:
+        encode_blocks(w.values() if isinstance(w, Codes) else w, 4, self.group, out, steps=0)
 
 
 MEASURED: dict[str, TileFormat] = FORMATS | {f.name: f for f in (RoundToNearest(64), RoundToNearest(128))}

@@ -217,7 +217,7 @@ def rounded(w: Float32, format: str, factor: float = 1.0) -> Codes:
             table = E8M0 if format == "mxfp4" else E4M3
             steps = table.take(bits) * np.float32(factor)
             codes = _nearest_e2m1(_divided(groups, steps))
-    scales = steps.astype(np.float16).view(np.uint16) if kind.scales is None else bits
+        scales = steps.astype(np.float16).view(np.uint16) if kind.scales is None else bits
     return Codes(format, codes.reshape(n, -1)[:, :k], scales, factor=factor)
 
 

@@ -7,6 +7,7 @@ undone as it is read. The gguf package's map says what a tensor of a checkpoint 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -123,13 +124,17 @@ class Names:
             values = spec.recurrent.value_heads * spec.recurrent.value_dim
             both = (("in_proj_qkv", spec.recurrent.channels), ("in_proj_z", values))
             parts = [(self._name(f"{base}.{name}.weight"), (rows, spec.hidden)) for name, rows in both]
-            return Source(tuple(parts), _joined_rows(spec.recurrent))
+            fit = all(self._shapes[name] == shape for name, shape in parts)
+            return Source(tuple(parts), _joined_rows(spec.recurrent) if fit else None)
         if role == "expansion" and isinstance(a := spec.attention, Latent):
             keys, values_name = (self._name(f"{base}.{name}_b_proj.weight", "") for name in "kv")
             if keys:
                 shapes = (a.heads, a.rank, a.nope_dim), (a.heads, a.value_dim, a.rank)
                 return Source(((keys, shapes[0]), (values_name, shapes[1])), made=_expanded)
-        source = Source(((self._name(tensor.name), tensor.shape),))
+        name = self._name(tensor.name)
+        source = Source(((name, tensor.shape),))
+        if math.prod(self._shapes[name]) != math.prod(tensor.shape):
+            return source  # which is refused; the settings may claim any size
         source = source._replace(**self._changes(spec, role, tensor.name))
         if role == "decay_log":
             return source._replace(made=_log_of_decay)
