@@ -25,6 +25,7 @@ ROUTERS = ("gate", "router")  # names of a router, beside its experts
 MATRICES = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias")  # those of tiles
 IMPLEMENTATION = "described"
 TOKENS = 7  # of the forward: fewer than any window, and another number than heads or widths
+RESERVED = 3  # tokens of a vocabulary that a trial does not take
 MAPPINGS = (
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
     modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING,

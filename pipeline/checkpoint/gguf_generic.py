@@ -13,7 +13,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from pipeline.checkpoint.gguf_config import Header, Shape, config_of
 from pipeline.checkpoint.gguf_file import read_model
-from pipeline.checkpoint.gguf_reader import CODED, READ, decode
+from pipeline.checkpoint.gguf_reader import CODED, TYPES, decode
 from pipeline.checkpoint.headers import TensorEntry
 from pipeline.checkpoint.index import BITS, CheckpointIndex
 from pipeline.checkpoint.packed import Matrix, Packed, Read
@@ -154,7 +154,7 @@ def _placed(name: str, entry: TensorEntry, header: Header) -> Iterator[tuple[str
             f"the tensor {name[:MAX_NAME]} is not one of this architecture: the model is of a variant that "
             "is not supported"
         )
-    if entry.dtype not in READ:
+    if entry.dtype not in TYPES:
         raise ModelError(
             f"the tensor {name} has the type {entry.dtype}, which is not read: download the model in another "
             "one, like Q4_K_M or Q8_0"

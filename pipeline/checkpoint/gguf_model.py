@@ -10,7 +10,7 @@ from pipeline.checkpoint.encode import SAME_BITS, encode_experts
 from pipeline.checkpoint.gguf_config import Header, config_of
 from pipeline.checkpoint.gguf_file import read_model
 from pipeline.checkpoint.gguf_names import Names, Source
-from pipeline.checkpoint.gguf_reader import CODED, READ, GgufReader
+from pipeline.checkpoint.gguf_reader import CODED, TYPES, GgufReader
 from pipeline.checkpoint.headers import TensorEntry
 from pipeline.checkpoint.index import BITS, CheckpointIndex, fingerprint
 from pipeline.checkpoint.model_source import ModelSource, OwnMatrix
@@ -121,7 +121,7 @@ def _check(required: dict[str, tuple[int, ...]], entries: dict[str, TensorEntry]
             raise ModelError(
                 f"the tensor {name} has the shape {list(entry.shape)}; the settings give {list(shape)}"
             )
-        if entry.dtype not in READ:
+        if entry.dtype not in TYPES:
             raise ModelError(
                 f"the tensor {name} has the type {entry.dtype}, which is not read: download the model in "
                 "another one, like Q4_K_M or Q8_0"

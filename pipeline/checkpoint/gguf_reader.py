@@ -65,7 +65,7 @@ def _mxfp4(data: Bytes) -> Codes:
 
 # Types that are read as codes: of rows [n, bytes]. The formats that keep them have the same names.
 CODED: dict[str, Callable[[Bytes], Codes]] = {"Q4_0": _q4_0, "Q8_0": _q8_0, "MXFP4": _mxfp4}
-READ = (*BITS, *CODED, *DEQUANTIZED)
+TYPES = (*BITS, *CODED, *DEQUANTIZED)
 
 
 def decode(read: Callable[[int, int], Bytes], dtype: str, columns: int, lo: int, hi: int) -> Codes | Float32:

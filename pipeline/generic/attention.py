@@ -81,12 +81,13 @@ def _in_blocks(one: Callable[..., Any]) -> Callable[..., Any]:
         step = max(1, EXPANDED_KV_BYTES // (4 * heads * key.shape[-2]))
         if count <= step:
             return one(module, query, key, value, mask, **kwargs)
-        by_row = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and count in v.shape[-2:-1]}
+        # biases of positions, or sinks, [1, heads, T, *]
+        by_row = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and v.shape[2:-1] == (count,)}
         parts = []
         for lo in range(0, count, step):
             hi = min(lo + step, count)
             part = mask if mask is None or mask.shape[-2] != count else mask[..., lo:hi, :]
-            named = kwargs | {k: v[..., lo:hi, :] for k, v in by_row.items()}  # such as biases of positions
+            named = kwargs | {k: v[..., lo:hi, :] for k, v in by_row.items()}
             parts.append(one(module, query[:, :, lo:hi], key, value, part, **named)[0])
         return torch.cat(parts, 1), None
 

@@ -23,7 +23,16 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipeline.checkpoint.converted import check_headers
-from pipeline.checkpoint.decoder import MATRICES, ROUTERS, TOKENS, decoder_of, experts_of, run, without_memory
+from pipeline.checkpoint.decoder import (
+    MATRICES,
+    RESERVED,
+    ROUTERS,
+    TOKENS,
+    decoder_of,
+    experts_of,
+    run,
+    without_memory,
+)
 from pipeline.checkpoint.found_math import found_math
 from pipeline.errors import ModelError
 from pipeline.generic.caches import check_layers, kept_by
@@ -32,7 +41,6 @@ from pipeline.models.facts import Group, ModelFacts, pack
 from shm.expert_math import ExpertMath
 
 MEMORY = 24 << 30  # bytes of addresses that the process may use: a config can describe any number of modules
-RESERVED = 3  # tokens that a trial does not take
 DEFAULT_POSITIONS = 1 << 17  # of a model whose config gives no limit
 
 

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from pipeline.backbone.kv_cache import SequenceKV
+from pipeline.checkpoint.decoder import RESERVED, TOKENS
 from pipeline.errors import ModelError
 from pipeline.generic import attention
 from pipeline.generic.caches import LayerKept, Rows, kept_by
@@ -24,7 +25,6 @@ from pipeline.generic.packing import Packing
 from pipeline.generic.routers import Seen
 from pipeline.generic.skeleton import MoeLayer, Skeleton
 
-TOKENS = 7  # of the trial's sequences: fewer than any window
 DECODING = ((4, 0, 0), (1, 0, 0), (1, 5, 0), (1, 1, 4), (0, 1, 1))  # new tokens of three sequences, by step
 ALONE = ((4,), (1,), (1,), (1,))
 CHUNKS = ((3,), (4,))
@@ -61,7 +61,7 @@ def output_of(x: Tensor) -> Tensor:
 @torch.inference_mode()
 def observe(skeleton: Skeleton, vocabulary: int) -> Observed:
     """Run the decoder as transformers does, on the first few tokens of a sequence."""
-    tokens = [(5 * i + 3) % (vocabulary - 3) + 3 for i in range(TOKENS)]
+    tokens = [(5 * i + 3) % (vocabulary - RESERVED) + RESERVED for i in range(TOKENS)]
     watched = [_Watched(layer) for layer in skeleton.layers]
     cache = new_cache(skeleton.decoder)
     ids = torch.tensor([tokens], device=next(skeleton.decoder.parameters()).device)

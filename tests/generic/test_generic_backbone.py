@@ -18,7 +18,7 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import SequenceKV
 from pipeline.backbone.linear import Precision, QuantizedLinear
 from pipeline.backbone.protocol import LayerCall
-from pipeline.checkpoint.decoder import without_memory
+from pipeline.checkpoint.decoder import TOKENS, without_memory
 from pipeline.checkpoint.model_source import OwnMatrix
 from pipeline.checkpoint.reader import numbers_of
 from pipeline.device.cpu import CpuDevice
@@ -27,7 +27,7 @@ from pipeline.generic import attention
 from pipeline.generic.backbone import GenericBackbone
 from pipeline.generic.describe import describe
 from pipeline.generic.modules import OwnLinear
-from pipeline.generic.trial import TOKENS, new_cache, sequence
+from pipeline.generic.trial import new_cache, sequence
 from shm.codes import Codes, rounded
 from tests.tiny_families import FAMILIES, REFUSED, tiny_model
 
@@ -190,9 +190,9 @@ def test_refused(family: str) -> None:
         loaded(family)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "inkling2"])
 def test_scores_and_expanded_latents_in_blocks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two queries of four heads at a time, and one head's keys."""
+    """Two queries of four heads at a time, and one head's keys; inkling2 has biases by query."""
     monkeypatch.setattr(attention, "EXPANDED_KV_BYTES", 2 * 4 * 4 * 32)
     monkeypatch.setattr(attention, "EXPANDED_ROWS", 6)
     with torch.inference_mode():

@@ -13,7 +13,7 @@ from gguf_files import SCALES, encoded
 
 from pipeline.checkpoint.gguf_file import read_gguf
 from pipeline.checkpoint.gguf_names import Source
-from pipeline.checkpoint.gguf_reader import CODED, READ, GgufReader
+from pipeline.checkpoint.gguf_reader import CODED, TYPES, GgufReader
 from pipeline.checkpoint.index import BITS, CheckpointIndex
 from pipeline.checkpoint.reader import RawTensor, numbers_of
 from pipeline.models.architecture import TensorRows
@@ -61,10 +61,10 @@ def test_every_type_that_the_package_knows_is_read() -> None:
             continue
         known.add(kind.name)
         assert block > 1 or kind.name in BITS
-    assert known - NOT_READ == set(READ)
+    assert known - NOT_READ == set(TYPES)
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", TYPES)
 def test_numbers_are_the_packages(name: str, numbers: np.ndarray, tmp_path: Path) -> None:
     kind = Type[name]
     data = written(tmp_path / "model.gguf", numbers, kind)
