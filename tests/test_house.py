@@ -18,7 +18,7 @@ LINES = {
     "protocol": 2_330,
     "shm": 4_470,
     "workers": 9_200,
-    "pipeline": 32_780,
+    "pipeline": 32_790,
     "launch": 11_340,
     "benchmarks": 4_640,
     "tests": 55_645,

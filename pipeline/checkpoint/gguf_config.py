@@ -68,7 +68,10 @@ class Header:
         every = self.whole("block_count")
         if every > min(len(self.shapes), MAX_COUNT):
             raise ModelError(f"it has {len(self.shapes)} tensors, and claims {every} layers")
-        return every - self.whole("nextn_predict_layers", 0)
+        further = self.whole("nextn_predict_layers", 0)
+        if further >= every:
+            raise ModelError(f"it claims {every} layers, and {further} of them predict further tokens")
+        return every - further
 
     def with_tensor(self, name: str) -> list[int]:
         """The layers with this tensor."""

@@ -21,6 +21,7 @@ from pipeline.checkpoint.quantized import MAX_NAME
 from pipeline.checkpoint.reader import TensorReader
 from pipeline.errors import ModelError
 from pipeline.models.facts import is_own
+from protocol.program import one_line
 
 # Names without their endings, like .weight, or with them; those of a layer without what is before its own.
 # A * is an expert's number: the file has all experts of a layer in one tensor.
@@ -151,8 +152,8 @@ def _placed(name: str, entry: TensorEntry, header: Header) -> Iterator[tuple[str
     found = names.get(own) or (f"{names[base]}.{ending}" if base in names else "")
     if not found:
         raise ModelError(
-            f"the tensor {name[:MAX_NAME]} is not one of this architecture: the model is of a variant that "
-            "is not supported"
+            f"the tensor {one_line(name[:MAX_NAME])} is not one of this architecture: the model is of a"
+            " variant that is not supported"
         )
     if entry.dtype not in TYPES:
         raise ModelError(

@@ -18,6 +18,7 @@ from pipeline.checkpoint.quantized import MAX_NAME
 from pipeline.errors import ModelError
 from pipeline.models.architecture import ExpertRows, TensorSpec
 from pipeline.models.registry import architecture_of, model_spec
+from protocol.program import one_line
 from shm.store import StoreBuilder
 
 
@@ -129,8 +130,8 @@ def _check(required: dict[str, tuple[int, ...]], entries: dict[str, TensorEntry]
     for name in sorted(entries.keys() - required.keys()):
         if not names.unread(name):
             raise ModelError(
-                f"the tensor {name[:MAX_NAME]} is not one of this architecture: the model is of a variant "
-                "that is not supported"
+                f"the tensor {one_line(name[:MAX_NAME])} is not one of this architecture: the model is of a"
+                " variant that is not supported"
             )
 
 

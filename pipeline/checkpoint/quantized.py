@@ -18,6 +18,7 @@ from pipeline.checkpoint.headers import TensorEntry
 from pipeline.checkpoint.packed import Awq, Fp4, Fp8, Gptq, Packed, PackedIntegers, TransposedFp4
 from pipeline.errors import ModelError
 from pipeline.models.config_keys import shown
+from protocol.program import one_line
 
 Settings = Mapping[str, Any]
 Tensors = Mapping[str, TensorEntry]
@@ -133,7 +134,9 @@ def find_packed(settings: Settings, tensors: Tensors) -> tuple[dict[str, Packed]
     packed = dict(finder.matrices())
     both = next((name for name in packed if name in tensors and name not in finder.used), None)
     if both is not None:
-        raise ModelError(f"{tensors[both].file}: {both[:MAX_NAME]} is there twice, quantized and not")
+        raise ModelError(
+            f"{tensors[both].file}: {one_line(both[:MAX_NAME])} is there twice, quantized and not"
+        )
     plain = {n: e for n, e in tensors.items() if n not in finder.used and not LEFT_ASIDE.search(n)}
     return packed, plain
 
@@ -317,11 +320,11 @@ class _Finder:
     def _missing(self, name: str) -> NoReturn:
         first = next(iter(self._tensors.values()))
         raise ModelError(
-            f"{first.file.parent} lacks the tensor {name[:MAX_NAME]} of a quantized matrix: {WRONG}"
+            f"{first.file.parent} lacks the tensor {one_line(name[:MAX_NAME])} of a quantized matrix: {WRONG}"
         )
 
     def _refuse(self, name: str, why: str) -> NoReturn:
-        raise ModelError(f"{self._tensors[name].file}: the tensor {name[:MAX_NAME]} {why}")
+        raise ModelError(f"{self._tensors[name].file}: the tensor {one_line(name[:MAX_NAME])} {why}")
 
 
 def _whole(inputs: int) -> int:

@@ -192,6 +192,8 @@ def refusal(path: Path) -> str:
         ({"llama.expert_count": None}, {}, "no layer has experts"),
         ({"llama.block_count": None}, {}, "llama.block_count must be a number, it is None"),
         ({"llama.block_count": 1 << 30}, {}, "tensors, and claims 1073741824 layers"),
+        ({"llama.block_count": 0}, {}, "it claims 0 layers"),
+        ({"llama.attention.head_count": 1 << 20}, {}, "attn_q.weight has the shape"),
         ({"llama.embedding_length": "x"}, {}, "llama.embedding_length must be a number, it is 'x'"),
         ({"llama.attention.head_count": 0}, {}, "num_attention_heads must be a positive int, it is 0"),
         ({"llama.rope.scaling.type": "longrope"}, {}, "RoPE of type 'longrope' is not supported in GGUF"),
