@@ -25,6 +25,7 @@ from pipeline.backbone.attention import Attention, GroupedQueryAttention, Latent
 from pipeline.backbone.batch import Batch, DecodeRows, Masks, StepInput, TokenSpan
 from pipeline.backbone.decoder_layer import AfterAttention, DecoderLayer, Norm, SwiGLU
 from pipeline.backbone.gated_delta import GatedDeltaNet
+from pipeline.backbone.kv_blocks import BlockPool
 from pipeline.backbone.kv_cache import table_of
 from pipeline.backbone.linear import FEW_ROWS, BiasedLinear, DenseLinear, Linear, Precision
 from pipeline.backbone.protocol import BackboneStep, Probe
@@ -169,9 +170,10 @@ class Backbone:
         positions = [(range(s.kv.length, s.kv.length + len(s.tokens)), s.kv.long) for s in spans]
         device, rope_rows = self._precision.device, self._rope.rows(positions)
         common = self._rope, rope_rows, self._masks, device.flash
-        single = all(len(s.tokens) == 1 and s.kv.layers for s in spans)
+        single = all(len(s.tokens) == 1 and s.kv.stored for s in spans)
         if self.kernels is not None and single:
-            return self.decode_batch(device.from_host(self.decode_table(spans, len(spans))), spans)
+            table = device.from_host(self.decode_table(spans, len(spans)))
+            return self.decode_batch(table, spans[0].kv.pool, spans)
         return Batch(spans, len(tokens), device.from_host(torch.tensor(tokens).numpy()), *common)
 
     def decode_table(self, spans: Sequence[TokenSpan], rows: int) -> NDArray[np.int64]:
@@ -180,10 +182,11 @@ class Backbone:
         tokens = [s.tokens[0] for s in spans]
         return table_of([s.kv for s in spans], tokens, self._rope.rows(positions), rows)
 
-    def decode_batch(self, table: Tensor, spans: Sequence[TokenSpan] = ()) -> Batch:
-        """The rows of such a table, on the device, which has `kernels` for them. It may change later."""
+    def decode_batch(self, table: Tensor, pool: BlockPool, spans: Sequence[TokenSpan] = ()) -> Batch:
+        """The rows of such a table of blocks of this pool, on the device, which has `kernels` for them. It may
+        change later."""
         assert self.kernels is not None
-        decode = DecodeRows(table, len(self.spec.attention.kv_streams), self.kernels)
+        decode = DecodeRows(table, pool, self.kernels)
         flash = self._precision.device.flash
         return Batch(spans, table.shape[1], decode.tokens, self._rope, [], self._masks, flash, decode)
 

@@ -10,7 +10,8 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from pipeline.backbone.kv_cache import CAPACITIES, POSITIONS, ROPE, STREAMS, TOKENS, SequenceKV
+from pipeline.backbone.kv_blocks import BlockPool
+from pipeline.backbone.kv_cache import BLOCKS, POSITIONS, ROPE, TOKENS, SequenceKV
 from pipeline.backbone.rope import RopeTables
 from workers.kernels.cuda.attention import DecodeAttention, Rows
 from workers.kernels.layer import TOKEN, Tokens
@@ -41,11 +42,11 @@ Masks = dict[int | None, list[Tensor | None]]
 @dataclass(frozen=True)
 class DecodeRows:
     """Rows that are single tokens of sequences, and the device's kernels that append to these and attend to
-    them. A table on the device has their tokens and positions, and where their keys and values lie; one copy
-    brings it. What reads it is the same for every step, so also a CUDA graph can."""
+    them. A table on the device has their tokens, positions and blocks; one copy brings it. What reads it is
+    the same for every step, so also a CUDA graph can."""
 
     table: Tensor  # as `table_of`, on the device
-    streams: int  # of a layer
+    pool: BlockPool  # of the rows' blocks
     kernels: DecodeAttention
 
     @property
@@ -75,9 +76,9 @@ class DecodeRows:
 
     def _of(self, layer: int) -> Rows:
         rows, first = self.table.shape[1], self.table.data_ptr()
-        positions, capacities = (first + NUMBER * rows * line for line in (POSITIONS, CAPACITIES))
-        lines = range(STREAMS + layer * self.streams, STREAMS + (layer + 1) * self.streams)
-        return Rows(rows, positions, capacities, tuple(first + NUMBER * rows * line for line in lines))
+        positions, blocks = (first + NUMBER * rows * line for line in (POSITIONS, BLOCKS))
+        streams = tuple(slab.numbers.data_ptr() for slab in self.pool.slabs[layer])
+        return Rows(rows, positions, blocks, streams)
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Batch:
     def stored(self) -> bool:
         """Returns whether all spans' keys and values are stored: not in a step that torch computes
         gradients of."""
-        return all(span.kv.layers for span in self.spans)
+        return all(span.kv.stored for span in self.spans)
 
     @cached_property
     def host_tokens(self) -> Tokens:
@@ -125,7 +126,8 @@ class Batch:
         rows = np.empty(self.rows, TOKEN)
         rows["cosines"], rows["sines"] = self.rope.addresses(self.rope_rows)
         for row, span in enumerate(self.spans):
-            rows["streams"][row], rows["states"][row] = span.kv.addresses, span.kv.state_addresses
+            rows["streams"][row], rows["states"][row] = span.kv.pool.addresses, span.kv.state_addresses
+            rows["blocks"][row] = span.kv.blocks.ctypes.data
             rows["capacity"][row], rows["position"][row] = span.kv.capacity, span.kv.length
         return Tokens(rows)
 

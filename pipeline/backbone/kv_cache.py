@@ -1,8 +1,9 @@
-"""The KV cache: keys and values of sequences, or the latents they are expanded from, in a token budget; and
+"""The KV cache: keys and values of sequences, or the latents they are expanded from, in blocks of tokens; and
 the states of layers that are recurrent.
 
-A sequence starts with the capacity that it is known to need and grows while it is decoded. The budget counts
-capacity, filled or not; the scheduler decides which sequence to preempt when it is spent.
+All memory is one slab for each layer's stream, and a sequence has a table of its blocks, the same in all
+slabs. A block may be held more than once: by sequences that begin with the same tokens, and by what keeps
+prefixes. Then it is never written: a sequence that has to write into it takes a copy first.
 
 A recurrent state sums up all tokens so far, whatever their number, so it cannot be cut back to an earlier
 token. A step reads `states` and writes `pending`, and `advance` exchanges them: a step that fails leaves a
@@ -21,12 +22,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipeline.backbone.kv_blocks import BlockPool, Blocks, addresses, blocks_for
 from pipeline.config import KV_BLOCK, SNAPSHOTS
 from pipeline.errors import OutOfDeviceMemory, RequestError
 from pipeline.memory.needs import out_of_memory
 
-GROWTH = 1.25  # factor by which a sequence grows, so that it is seldom copied
-TOKENS, ROPE, POSITIONS, CAPACITIES, STREAMS = range(5)  # lines of the table, and the first of the addresses
+TOKENS, ROPE, POSITIONS, BLOCKS = range(4)  # lines of the table, and the first of the blocks
 
 States = list[tuple[Tensor, ...]]  # of each decoder layer, float32; none where it is not recurrent
 
@@ -48,43 +49,114 @@ class Cached(Protocol):
 
 
 class SequenceKV:
-    """The cached tokens of one sequence; `length` of `capacity` are filled. A layer caches any number of
-    streams of numbers for each token: keys and values, or a latent. Or it keeps `states` of all tokens so
-    far, which are 0 at length 0. `id` is unique in this process."""
+    """The cached tokens of one sequence; `length` of `capacity` are filled. Token t is in block
+    blocks[t // KV_BLOCK]. Recurrent layers keep `states` of all tokens so far instead, which are 0 at length
+    0. `id` is unique in this process. Made by `KVCache`."""
 
+    stored = True  # what `write` gets
     _ids = itertools.count()
 
-    def __init__(
-        self, layers: list[list[Tensor]], switch: int | None, states: States | None = None, capacity: int = 0
-    ) -> None:
-        """`switch`: as in the model's Rope; `states`: all 0; `capacity`: where no layer has streams."""
+    def __init__(self, pool: BlockPool, switch: int | None, states: States) -> None:
+        """`switch`: as in the model's Rope; `states`: all 0."""
         self.id = next(self._ids)
-        self.layers = layers  # for each layer its streams [heads, capacity, numbers]
-        self.states: States = [() for _ in layers] if states is None else states
-        self.pending: States = [tuple(map(torch.zeros_like, layer)) for layer in self.states]
+        self.pool = pool
+        self.states = states
+        self.pending: States = [tuple(map(torch.zeros_like, layer)) for layer in states]
         self.length = 0
         self.long = False  # which of the two rotary embeddings the cached tokens have, see Rope
         self._switch = switch
+        self._table: Blocks = np.empty(16, np.int32)
+        self._count = 0  # of its blocks
         self._snapshots: dict[int, States] = {}  # by length, in ascending order
-        self._recurrent = any(self.states)
-        self._find_streams(capacity)
+        self._recurrent = any(states)
         both = [(*now, *then) for now, then in zip(self.states, self.pending, strict=True)]
         swapped = [(*then, *now) for now, then in zip(self.states, self.pending, strict=True)]
-        self._state_addresses, self._swapped_addresses = _addresses(both), _addresses(swapped)
+        self._state_addresses, self._swapped_addresses = addresses(both), addresses(swapped)
 
     def renumber(self) -> None:
         """Take a new `id`: the tokens are from now on another request's."""
         self.id = next(self._ids)
 
-    def _find_streams(self, capacity: int) -> None:
-        self.capacity = next((s.shape[1] for streams in self.layers for s in streams), capacity)
-        self.stream_addresses = _addresses(self.layers)  # [layers, most streams of a layer]
+    # --- blocks ------------------------------------------------------------------------------------------
 
     @property
-    def addresses(self) -> int:
-        """Address of an array of the streams' addresses, [layers, streams]; valid until `resize`."""
-        address: int = self.stream_addresses.ctypes.data
-        return address
+    def blocks(self) -> Blocks:
+        """Its blocks, a view; their memory is in place until the next `grow`."""
+        return self._table[: self._count]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that its blocks have room for."""
+        return KV_BLOCK * self._count
+
+    def missing(self, tokens: int) -> int:
+        """Free blocks that `grow` takes for so many tokens."""
+        return max(0, blocks_for(tokens) - self._count) + self._shares_next(tokens)
+
+    def grow(self, tokens: int) -> None:
+        """Have room for so many tokens, those behind the filled ones in blocks that no one else holds. Raises
+        RequestError, and takes no block, where fewer are free than are `missing`."""
+        missing = self.missing(tokens)
+        if not missing:
+            return
+        self.pool.check(missing)
+        if self._shares_next(tokens):
+            at = self.length // KV_BLOCK
+            self._table[at] = self.pool.copied(self._table[at])
+            missing -= 1
+        self.append(self.pool.take(missing))
+
+    def append(self, blocks: Blocks) -> None:
+        """Add blocks, whose references become this sequence's."""
+        count = self._count + len(blocks)
+        if count > len(self._table):
+            self._table = np.resize(self._table, max(count, 2 * len(self._table)))
+        self._table[self._count : count] = blocks
+        self._count = count
+
+    def drop(self, kept: int = 0) -> None:
+        """Give up all but so many of its first blocks."""
+        if kept < self._count:
+            self.pool.drop(self._table[kept : self._count])
+            self._count = kept
+
+    def _shares_next(self, tokens: int) -> bool:
+        """Whether the next of so many tokens belongs into a block that others hold too."""
+        at, filled = divmod(self.length, KV_BLOCK)
+        return tokens > self.length and filled > 0 and self.pool.references[self._table[at]] > 1
+
+    # --- tokens ------------------------------------------------------------------------------------------
+
+    def write(self, layer: int, *new: Tensor) -> list[Tensor]:
+        """Append T tokens to one layer, [heads, T, numbers] for each stream; returns the layer's streams
+        including them, in the dtype of the new ones. `length` changes only by `advance`, after all layers are
+        written."""
+        for stream, tokens in enumerate(new):
+            self.store(layer, stream, tokens)
+        end = self.length + new[0].shape[1]
+        return [self.read(layer, stream, 0, end, tokens.dtype) for stream, tokens in enumerate(new)]
+
+    def store(self, layer: int, stream: int, new: Tensor) -> None:
+        """Append T tokens [heads, T, numbers] to one stream."""
+        blocks = self._between(self.length, self.length + new.shape[1])
+        self.pool.slabs[layer][stream].store(blocks, self.length % KV_BLOCK, new)
+
+    def read(self, layer: int, stream: int, first: int, end: int, dtype: torch.dtype) -> Tensor:
+        """A copy of these tokens of one stream, [heads, T, numbers]."""
+        slab = self.pool.slabs[layer][stream]
+        return slab.read(self._between(first, end), first % KV_BLOCK, end - first, dtype)
+
+    def _between(self, first: int, end: int) -> list[int]:
+        """The blocks of these tokens."""
+        blocks: list[int] = self.blocks[first // KV_BLOCK : blocks_for(end)].tolist()
+        return blocks
+
+    def advance(self, count: int) -> None:
+        """Count `count` more tokens as filled, which all layers have been written for."""
+        self.length += count
+        if self._recurrent:
+            self.states, self.pending = self.pending, self.states
+            self._state_addresses, self._swapped_addresses = self._swapped_addresses, self._state_addresses
 
     @property
     def state_addresses(self) -> int:
@@ -93,20 +165,7 @@ class SequenceKV:
         address: int = self._state_addresses.ctypes.data
         return address
 
-    def write(self, layer: int, *new: Tensor) -> list[Tensor]:
-        """Append T tokens to one layer, [heads, T, numbers] for each stream; returns the layer's streams
-        including them. `length` changes only by `advance`, after all layers are written."""
-        end = self.length + new[0].shape[1]
-        for stream, tokens in zip(self.layers[layer], new, strict=True):
-            stream[:, self.length : end] = tokens
-        return [stream[:, :end] for stream in self.layers[layer]]
-
-    def advance(self, count: int) -> None:
-        """Count `count` more tokens as filled, which all layers have been written for."""
-        self.length += count
-        if self._recurrent:
-            self.states, self.pending = self.pending, self.states
-            self._state_addresses, self._swapped_addresses = self._swapped_addresses, self._state_addresses
+    # --- back to fewer tokens ----------------------------------------------------------------------------
 
     @property
     def snapshots(self) -> tuple[int, ...]:
@@ -133,8 +192,9 @@ class SequenceKV:
         return max((kept for kept in self._snapshots if kept <= length), default=0)
 
     def truncate(self, length: int) -> bool:
-        """Drop all but the first `length` tokens. False, dropping none, where recurrent states are not known
-        at that length: they are at 0, at the present length, and at those of snapshots."""
+        """Drop all but the first `length` tokens, and the blocks that are then not needed, also where no
+        token is dropped. False, dropping none, where recurrent states are not known at that length: they are
+        at 0, at the present length, and at those of snapshots."""
         if self.reachable(length) != min(length, self.length):
             return False
         if self._recurrent and length < self.length:
@@ -145,54 +205,18 @@ class SequenceKV:
                 for state in itertools.chain(*self.states):
                     state.zero_()
         self.length = min(self.length, length)
+        self.drop(kept=blocks_for(self.length))
         return True
 
     def select_rope(self, tokens: int) -> bool:
         """Choose the rotary embedding for a sequence of `tokens` tokens, filled or not. False where that
-        dropped the filled tokens, because they were rotated by the other one."""
+        dropped the filled tokens and their blocks, because they were rotated by the other one."""
         long = self._switch is not None and tokens > self._switch
         dropped = long != self.long and self.length > 0
-        if long != self.long:
+        if dropped:
             self.truncate(0)
-            self.long = long
+        self.long = long
         return not dropped
-
-    def resize(self, capacity: int) -> None:
-        """Copy to streams of another capacity, one by one: memory holds only one stream twice. Where that
-        fails, `capacity` is the smaller of the two."""
-        reached = self.capacity
-        try:
-            for streams in self.layers:
-                for n, old in enumerate(streams):
-                    new = old.new_empty((old.shape[0], capacity, old.shape[2]))
-                    new[:, : self.length] = old[:, : self.length]
-                    streams[n] = new
-            reached = capacity
-        except BaseException:
-            least = min(s.shape[1] for streams in self.layers for s in streams)
-            for streams in self.layers:
-                streams[:] = [self._cut(s, least) for s in streams]
-            raise
-        finally:
-            self._find_streams(reached)
-
-    def _cut(self, stream: Tensor, capacity: int) -> Tensor:
-        """The stream with this capacity, in its own memory: kernels take one capacity for all."""
-        if stream.shape[1] == capacity:
-            return stream
-        cut = stream.view(-1)[: stream.shape[0] * capacity * stream.shape[2]]
-        cut = cut.view(stream.shape[0], capacity, stream.shape[2])
-        for head in range(1, len(stream)):  # the first lies there already, the others behind their place
-            cut[head, : self.length] = stream[head, : self.length].clone()
-        return cut
-
-
-def _addresses(tensors: Sequence[Sequence[Tensor]]) -> NDArray[np.int64]:
-    """Of each layer's tensors, [layers, most tensors of a layer]; 0 where a layer has fewer."""
-    table = np.zeros((len(tensors), max(map(len, tensors), default=0)), np.int64)
-    for layer, row in zip(tensors, table, strict=True):
-        row[: len(layer)] = [tensor.data_ptr() for tensor in layer]
-    return table
 
 
 def _copy(states: States, to: States) -> None:
@@ -200,20 +224,8 @@ def _copy(states: States, to: States) -> None:
         new.copy_(old)
 
 
-class TransientKV(SequenceKV):
-    """KV of a sequence computed in one step: `write` stores nothing, so torch can compute gradients."""
-
-    def __init__(self, tokens: int, switch: int | None) -> None:
-        """`tokens`: at least 2, because decode attention of a single token reads stored ones."""
-        super().__init__([], switch)
-        self.select_rope(tokens)
-
-    def write(self, layer: int, *new: Tensor) -> list[Tensor]:
-        return list(new)
-
-
-class KVCache:
-    """Allocates sequences; their capacities sum to at most `budget` tokens."""
+class KVCache(BlockPool):
+    """Blocks for `budget` tokens, and the sequences that have them."""
 
     def __init__(
         self,
@@ -223,16 +235,11 @@ class KVCache:
         budget: int,
         sequences: int | None = None,
     ) -> None:
-        """`sequences`: at most so many exist at once, if the model is recurrent; None: any number."""
-        self.budget = budget
-        self.used = 0
+        """`dtype`: float32, bfloat16 or int8; `budget`: rounded up to whole blocks; `sequences`: at most so
+        many exist at once, if the model is recurrent; None: any number. Raises torch.OutOfMemoryError."""
+        super().__init__(model.kv_streams, dtype, device, budget)
         self._model = model
-        self._dtype, self._device = dtype, device
         self._places = sequences if any(model.state_shapes) else None  # that are free
-
-    @property
-    def free(self) -> int:
-        return self.budget - self.used
 
     @property
     def places(self) -> int | None:
@@ -240,52 +247,43 @@ class KVCache:
         return self._places
 
     def allocate(self, tokens: int) -> SequenceKV:
-        """A sequence of this capacity. Raises RequestError where fewer tokens are `free` or there is no
-        place, OutOfDeviceMemory where the device has no memory for them."""
-
-        def streams(layer: Sequence[tuple[int, int]]) -> list[Tensor]:
-            shapes = [(heads, tokens, width) for heads, width in layer]
-            return [torch.empty(shape, dtype=self._dtype, device=self._device) for shape in shapes]
-
-        def states(layer: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-            return tuple(torch.zeros(shape, dtype=torch.float32, device=self._device) for shape in layer)
-
-        self._check(tokens)
+        """A sequence with room for so many tokens. Raises RequestError where fewer are free or there is no
+        place, OutOfDeviceMemory where the device has no memory for recurrent states."""
+        self.check(blocks_for(tokens))
         if self._places == 0:
             raise RequestError("the KV cache has no room for the states of another sequence")
         with _one_line():
-            sequence = SequenceKV(
-                [streams(layer) for layer in self._model.kv_streams],
-                self._model.rope_switch,
-                [states(layer) for layer in self._model.state_shapes],
-                tokens,
-            )
-        self.used += tokens
+            states = [
+                tuple(torch.zeros(shape, dtype=torch.float32, device=self.device) for shape in layer)
+                for layer in self._model.state_shapes
+            ]
+            sequence = SequenceKV(self, self._model.rope_switch, states)
+        sequence.grow(tokens)
         self._take_places(1)
         return sequence
 
-    def resize(self, sequence: SequenceKV, capacity: int) -> None:
-        """Change a sequence's capacity. Raises as `allocate`; its tokens are then as they were."""
-        before = sequence.capacity
-        self._check(capacity - before)
-        try:
-            with _one_line():
-                sequence.resize(capacity)
-        finally:
-            self.used += sequence.capacity - before
-
     def release(self, sequence: SequenceKV) -> None:
-        """Return a sequence's capacity and place."""
-        self.used -= sequence.capacity
+        """Return a sequence's blocks and place."""
+        sequence.drop()
         self._take_places(-1)
 
     def _take_places(self, number: int) -> None:
         if self._places is not None:
             self._places -= number
 
-    def _check(self, tokens: int) -> None:
-        if tokens > self.free:
-            raise RequestError(f"{tokens} tokens do not fit the KV cache, {self.free} are free")
+
+class TransientKV(SequenceKV):
+    """KV of a sequence computed in one step: `write` stores nothing, so torch can compute gradients."""
+
+    stored = False
+
+    def __init__(self, tokens: int, switch: int | None) -> None:
+        """`tokens`: at least 2, because decode attention of a single token reads stored ones."""
+        super().__init__(BlockPool((), torch.float32, torch.device("cpu"), tokens=0), switch, [])
+        self.select_rope(tokens)
+
+    def write(self, layer: int, *new: Tensor) -> list[Tensor]:
+        return list(new)
 
 
 @contextmanager
@@ -296,21 +294,17 @@ def _one_line() -> Iterator[None]:
         raise OutOfDeviceMemory(out_of_memory(e)) from e
 
 
-def capacity_for(tokens: int, limit: int) -> int:
-    """`tokens` rounded up to whole blocks, at most `limit`."""
-    return min(-(-tokens // KV_BLOCK) * KV_BLOCK, limit)
-
-
 def table_of(
     sequences: Sequence[SequenceKV], tokens: Sequence[int], rope: Sequence[int], rows: int
 ) -> NDArray[np.int64]:
-    """int64 [4 + layers * streams, rows], of at least as many rows as sequences; the others have none."""
-    addresses = [kv.stream_addresses.ravel() for kv in sequences]
-    table = np.zeros((STREAMS + len(addresses[0]), rows), np.int64)
+    """int64 [3 + most blocks, rows], of at least as many rows as sequences; the others have none. A line for
+    each block, so that what is copied of a longer table lies together."""
+    most = max(len(kv.blocks) for kv in sequences)
+    table = np.zeros((BLOCKS + most, rows), np.int64)
     table[POSITIONS] = -1
     used = table[:, : len(sequences)]
     used[TOKENS], used[ROPE] = tokens, rope
     used[POSITIONS] = [kv.length for kv in sequences]
-    used[CAPACITIES] = [kv.capacity for kv in sequences]
-    used[STREAMS:] = np.stack(addresses, axis=1)
+    for row, kv in enumerate(sequences):
+        used[BLOCKS : BLOCKS + len(kv.blocks), row] = kv.blocks
     return table

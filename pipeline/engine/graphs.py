@@ -25,7 +25,8 @@ from pipeline.arrays import FloatArray, IntArray
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.decoder_layer import DecoderLayer
-from pipeline.backbone.kv_cache import STREAMS
+from pipeline.backbone.kv_blocks import BlockPool, blocks_for
+from pipeline.backbone.kv_cache import BLOCKS
 from pipeline.backbone.step import Attended, StepLayers, greedy
 from pipeline.config import GRAPH_BYTES, GraphsName
 from pipeline.device import Device
@@ -50,6 +51,7 @@ class StepGraphs:
         """`backbone`: one of ours; without, there are none."""
         self._backbone, self._device = backbone, device
         self._buckets: dict[int, Bucket] = {}
+        self._pool: BlockPool | None = None  # of the sequences in all steps by graphs: its slabs' addresses
         self._gpu: CudaGraphs | None = None
         self.taken = 0  # bytes of the device's memory
         self.captured = 0  # graphs
@@ -83,13 +85,16 @@ class StepGraphs:
         """Return a decode step by graphs, or None where it has to be done without."""
         if self._off or self._gpu is None or self._backbone is None:
             return None
-        if not all(len(span.tokens) == 1 and span.kv.layers for span in spans):
+        if not all(len(span.tokens) == 1 and span.kv.stored for span in spans):
             return None
         rows = next((rows for rows in BUCKETS if len(spans) <= rows), None)
         if rows is None:
             return None
+        pool = self._pool = self._pool or spans[0].kv.pool
+        if any(span.kv.pool is not pool for span in spans):
+            return None
         if rows not in self._buckets:
-            self._buckets[rows] = Bucket(self, self._backbone, self._device, self._gpu, rows)
+            self._buckets[rows] = Bucket(self, self._backbone, self._device, self._gpu, rows, pool)
         bucket = self._buckets[rows]
         bucket.begin(spans, probing)
         return bucket
@@ -165,14 +170,21 @@ class Bucket:
     """Decode steps of at most so many rows: StepLayers, one step after the other."""
 
     def __init__(
-        self, graphs: StepGraphs, backbone: Backbone, device: Device, gpu: CudaGraphs, rows: int
+        self,
+        graphs: StepGraphs,
+        backbone: Backbone,
+        device: Device,
+        gpu: CudaGraphs,
+        rows: int,
+        pool: BlockPool,
     ) -> None:
         self._graphs, self._backbone, self._device, self._gpu = graphs, backbone, device, gpu
-        spec, there = backbone.spec, device.torch_device
+        spec, there, kernels = backbone.spec, device.torch_device, backbone.kernels
+        assert kernels is not None
         self._bucket_rows = rows
-        lines = STREAMS + spec.layers * len(spec.attention.kv_streams)
+        lines = BLOCKS + blocks_for(kernels.context)
         self._table = torch.zeros((lines, rows), dtype=torch.int64, device=there)
-        self._batch = backbone.decode_batch(self._table)
+        self._batch = backbone.decode_batch(self._table, pool)
         self._h, self._x, self._shared = (
             torch.zeros((rows, spec.hidden), dtype=torch.float32, device=there) for _ in range(3)
         )
@@ -190,7 +202,8 @@ class Bucket:
     def begin(self, spans: Sequence[TokenSpan], probing: Probing) -> None:
         """A step begins."""
         self._rows, self._probing = len(spans), probing
-        self._gpu.write(self._table, self._backbone.decode_table(spans, self._bucket_rows))
+        table = self._backbone.decode_table(spans, self._bucket_rows)
+        self._gpu.write(self._table[: len(table)], table)
         self._steps += 1
         self._captures = CAPTURES if self._steps > WARM else 0
 

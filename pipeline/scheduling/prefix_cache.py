@@ -10,8 +10,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeline.backbone.kv_blocks import blocks_for
 from pipeline.backbone.kv_cache import KVCache, SequenceKV
-from pipeline.errors import OutOfDeviceMemory
+from pipeline.config import KV_BLOCK
 
 PrefixKey = tuple[bytes, str]  # of a conversation: its client, and the client's name for it
 
@@ -35,44 +36,37 @@ class PrefixCache:
 
     @property
     def available(self) -> int:
-        """Tokens of capacity that are free once every kept sequence is evicted."""
-        return self._kv.free + self.tokens
+        """Blocks that are free once every kept sequence is evicted."""
+        return self._kv.free + self.tokens // KV_BLOCK
 
     @property
     def has_place(self) -> bool:
         """Whether another sequence may exist then."""
         return self._kv.places != 0 or len(self) > 0
 
-    def allocate(self, capacity: int, key: PrefixKey | None, prompt: Sequence[int]) -> SequenceKV:
-        """Returns a sequence of this `available` capacity, where it `has_place`: the one kept under
-        `key`, as `take`, else an empty one."""
+    def allocate(self, tokens: int, key: PrefixKey | None, prompt: Sequence[int]) -> SequenceKV:
+        """Returns a sequence with room for so many tokens, which are `available`, where it `has_place`: the
+        one kept under `key`, as `take`, else an empty one."""
         kept = None if key is None else self.take(key, prompt)
         if kept is None:
-            self.evict_for(capacity)
+            self.evict_for(blocks_for(tokens))
             if self._kv.places == 0:
                 self._evict(next(iter(self._kept)))
-            return self._kv.allocate(capacity)
-        self.evict_for(capacity - kept.capacity)
-        try:
-            self._kv.resize(kept, capacity)
-        except OutOfDeviceMemory:
-            self._kv.release(kept)
-            raise
+            return self._kv.allocate(tokens)
+        self.grow(kept, tokens)
         return kept
 
-    def grow(self, kv: SequenceKV, capacity: int) -> bool:
-        """Grow a sequence's capacity. False where the capacity is not available."""
-        if not self.evict_for(capacity - kv.capacity):
+    def grow(self, kv: SequenceKV, tokens: int) -> bool:
+        """Give a sequence room for so many tokens. False where the blocks are not available."""
+        if not self.evict_for(kv.missing(tokens)):
             return False
-        try:
-            self._kv.resize(kv, capacity)
-        except OutOfDeviceMemory:
-            return False
+        kv.grow(tokens)
         return True
 
     def keep(self, key: PrefixKey, tokens: Sequence[int], kv: SequenceKV) -> None:
         """Keep a sequence, filled with the first of `tokens`, in place of the one under this key."""
         self._evict(key)
+        kv.truncate(kv.length)
         self._kept[key] = _Kept(list(tokens[: kv.length]), kv)
         self.tokens += kv.capacity
 
@@ -91,11 +85,11 @@ class PrefixCache:
         kept.kv.renumber()
         return kept.kv
 
-    def evict_for(self, tokens: int) -> bool:
-        """Evict sequences until `tokens` tokens are free. False, evicting none, where that is not enough."""
-        if tokens > self.available:
+    def evict_for(self, blocks: int) -> bool:
+        """Evict sequences until so many blocks are free. False, evicting none, where that is not enough."""
+        if blocks > self.available:
             return False
-        while tokens > self._kv.free:
+        while blocks > self._kv.free:
             self._evict(next(iter(self._kept)))
         return True
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.batch import StepInput
-from pipeline.backbone.kv_cache import GROWTH, KVCache, SequenceKV, capacity_for
-from pipeline.config import KV_BLOCK
+from pipeline.backbone.kv_blocks import blocks_for
+from pipeline.backbone.kv_cache import KVCache, SequenceKV
 from pipeline.counters import difference, fidelity
 from pipeline.engine.engine import Engine
 from pipeline.errors import NumberInUse, OutOfDeviceMemory, PipelineError, RequestError, StepFailed
@@ -110,7 +110,7 @@ class Scheduler:
         for job in list(self._running):
             self._resume(job)
         ready = [job for job in self._running if job.ready and not self._congested(job.client)]
-        self._step(self._next_prefill(ready), "prefill")
+        self._step(self._with_capacity(self._next_prefill(ready)), "prefill")
         decoding = [job for job in ready if job.ready and not job.prefilling and job.reason is None]
         self._step(self._with_capacity(decoding), "decode")
         return bool(ready)
@@ -176,25 +176,25 @@ class Scheduler:
     def _allocate(self, job: Job) -> SequenceKV | None:
         """Returns a sequence for the job; None without a place or capacity beside what the running sequences
         need next."""
-        wanted = capacity_for(len(job.tokens) + 1, job.max_kv_tokens) if job.grows else job.max_kv_tokens
-        growing = [(j, j.kv.capacity) for j in self._running if j.grows and j.kv is not None]
-        growth = sum(min(KV_BLOCK, j.max_kv_tokens - capacity) for j, capacity in growing)
-        if wanted + growth > self._prefixes.available or not self._prefixes.has_place:
+        wanted = len(job.tokens) + 1 if job.grows else job.max_kv_tokens
+        growing = (j for j in self._running if j.grows and j.kv is not None)
+        growth = sum(j.kv.capacity < j.max_kv_tokens for j in growing)
+        blocks = blocks_for(wanted) + growth
+        if blocks > self._prefixes.available or not self._prefixes.has_place:
             return None
         # The prefix cache may hold a newer turn of a preempted job. What goes on behind a prefix is a chunk.
         reuses = job.admission < 0 and self.engine.backbone.chunks
         return self._prefixes.allocate(wanted, job.prefix_key if reuses else None, job.tokens)
 
-    def _with_capacity(self, decoding: list[Job]) -> list[Job]:
-        """Grow each sequence by a token, preempting others if needed. Returns those that can step."""
-        for job in decoding:
-            while job.kv is not None and job.filled == job.kv.capacity:
-                ample = capacity_for(int(job.filled * GROWTH), job.max_kv_tokens)
-                least = capacity_for(job.filled + 1, job.max_kv_tokens)
-                if not (self._prefixes.grow(job.kv, ample) or self._prefixes.grow(job.kv, least)):
-                    paused = [j for j in self._running if self._congested(j.client) and j not in decoding]
-                    self._preempt((paused or [j for j in self._running if j.grows])[-1])
-        return [job for job in decoding if job.kv is not None]
+    def _with_capacity(self, jobs: list[Job]) -> list[Job]:
+        """Give each sequence room for the next tokens, preempting others if needed. Returns those that can
+        step."""
+        for job in jobs:
+            wanted = job.prefill_end if job.prefilling else job.filled + 1
+            while job.kv is not None and not self._prefixes.grow(job.kv, wanted):
+                paused = [j for j in self._running if self._congested(j.client) and j not in jobs]
+                self._preempt((paused or [j for j in self._running if j.grows])[-1])
+        return [job for job in jobs if job.kv is not None]
 
     def _preempt(self, job: Job) -> None:
         self._running.remove(job)

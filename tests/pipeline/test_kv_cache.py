@@ -1,4 +1,4 @@
-"""The KV cache: its budget of tokens, and sequences that keep their rows when they are resized."""
+"""The KV cache: its blocks, who holds them, and sequences that keep their rows in them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 from test_models import GOOD
 
-from pipeline.backbone.kv_cache import KVCache, SequenceKV, capacity_for
+from pipeline.backbone.kv_blocks import quantized, widened
+from pipeline.backbone.kv_cache import BLOCKS, POSITIONS, KVCache, SequenceKV, table_of
 from pipeline.config import KV_BLOCK, SNAPSHOTS
 from pipeline.errors import RequestError
 from pipeline.models.facts import facts_of
@@ -18,7 +19,7 @@ from pipeline.models.spec import GatedDelta
 
 @pytest.fixture
 def cache() -> KVCache:
-    return KVCache(model_spec(GOOD), torch.float32, torch.device("cpu"), budget=100)
+    return KVCache(model_spec(GOOD), torch.float32, torch.device("cpu"), budget=4 * KV_BLOCK)
 
 
 def random_rows(counts: tuple[int, ...]) -> list[torch.Tensor]:
@@ -36,27 +37,78 @@ def append(sequence, rows: torch.Tensor) -> None:
 
 
 def test_budget_bounds_allocation_and_growth(cache) -> None:
-    first, second = cache.allocate(60), cache.allocate(30)
-    assert (first.capacity, second.capacity, cache.used, cache.free) == (60, 30, 90, 10)
-    with pytest.raises(RequestError, match="11 tokens do not fit the KV cache, 10 are free"):
-        cache.allocate(11)
-    with pytest.raises(RequestError, match="11 tokens do not fit"):
-        cache.resize(first, 71)
-    cache.resize(first, 70)
-    assert (first.capacity, cache.free) == (70, 0)
-    cache.resize(first, 20)
-    assert (first.capacity, cache.free) == (20, 50)
-    cache.resize(first, 70)
+    first, second = cache.allocate(KV_BLOCK + 1), cache.allocate(1)
+    assert (first.capacity, second.capacity) == (2 * KV_BLOCK, KV_BLOCK)
+    assert (cache.used, cache.free) == (3 * KV_BLOCK, 1)
+    with pytest.raises(RequestError, match="128 tokens do not fit the KV cache, 64 are free"):
+        cache.allocate(KV_BLOCK + 1)
+    with pytest.raises(RequestError, match="128 tokens do not fit"):
+        first.grow(3 * KV_BLOCK + 1)
+    assert cache.free == 1
+    assert [first.missing(n) for n in (1, 128, 129, 193)] == [0, 0, 1, 2]
+    first.grow(2 * KV_BLOCK + 1)
+    assert (first.capacity, cache.free) == (3 * KV_BLOCK, 0)
+    assert sorted([*first.blocks, *second.blocks]) == [0, 1, 2, 3]
+    first.truncate(0)
+    assert (first.capacity, cache.free) == (0, 3)
     cache.release(first)
-    assert cache.free == 70
     cache.release(second)
-    assert cache.used == 0
+    assert (cache.used, cache.free) == (0, 4)
+
+
+def test_a_block_is_free_when_its_last_holder_drops_it(cache) -> None:
+    blocks = cache.take(3)
+    cache.hold(blocks[:2])
+    cache.drop(blocks)
+    assert (cache.references[blocks].tolist(), cache.free) == ([1, 1, 0], 2)
+    cache.drop(blocks[:2])
+    assert cache.free == 4
+    with pytest.raises(RequestError, match="320 tokens do not fit"):
+        cache.take(5)
+
+
+def test_a_shared_block_is_copied_before_it_is_written(cache) -> None:
+    """A sequence goes on behind 70 tokens of another one, in a copy of the block that has the last six."""
+    (rows, ours, theirs) = random_rows((70, 5, 5))
+    first, second = cache.allocate(75), cache.allocate(0)
+    append(first, rows)
+    cache.hold(first.blocks)
+    second.append(first.blocks)
+    second.advance(70)
+    assert [second.missing(n) for n in (70, 71, 128, 129)] == [0, 1, 1, 2]
+    second.grow(75)
+    assert first.blocks[0] == second.blocks[0]
+    assert first.blocks[1] != second.blocks[1]
+    assert (cache.free, first.missing(75)) == (1, 0)
+    append(first, ours)
+    append(second, theirs)
+    for sequence, last in ((first, ours), (second, theirs)):
+        for stream in (0, 1):
+            found = sequence.read(1, stream, 60, 75, torch.float32)
+            assert torch.equal(found, torch.cat((rows, last), 3)[stream, 1, :, 60:])
+    first.truncate(64)
+    assert cache.free == 2
+    for sequence in (first, second):
+        cache.release(sequence)
+    assert cache.free == 4
+
+
+def test_without_a_free_block_a_shared_one_stays(cache) -> None:
+    first, second = cache.allocate(10), cache.allocate(0)
+    first.advance(10)
+    cache.hold(first.blocks)
+    second.append(first.blocks)
+    second.advance(10)
+    cache.allocate(3 * KV_BLOCK)
+    with pytest.raises(RequestError, match="do not fit"):
+        second.grow(11)
+    assert second.blocks == first.blocks
 
 
 def test_writes_append_and_count_after_advance(cache) -> None:
     spec = model_spec(GOOD)
-    sequence = cache.allocate(5)
-    steps = random_rows((3, 1, 1))
+    sequence = cache.allocate(200)
+    steps = random_rows((60, 1, 1, 1, 1, 1, 127))
     for step, (keys, values) in enumerate(steps):
         so_far = torch.cat(steps[: step + 1], dim=3)
         for layer in range(spec.layers):
@@ -66,19 +118,18 @@ def test_writes_append_and_count_after_advance(cache) -> None:
             assert torch.equal(v, so_far[1, layer])
             assert sequence.length == before
         sequence.advance(keys.shape[2])
-    assert sequence.length == sequence.capacity
+    assert sequence.length == 192
 
 
-def test_resized_and_truncated_sequence_keeps_its_rows(cache) -> None:
-    first, second, third = random_rows((4, 3, 2))
-    sequence = cache.allocate(4)
+def test_truncated_sequence_keeps_its_rows_and_grows_again(cache) -> None:
+    first, second, third = random_rows((64, 63, 2))
+    sequence = cache.allocate(64)
     append(sequence, first)
-    cache.resize(sequence, 8)
+    sequence.grow(127)
     append(sequence, second)
-    sequence.truncate(5)
-    sequence.truncate(7)  # dropped tokens stay dropped
-    assert sequence.length == 5
-    cache.resize(sequence, 7)
+    sequence.truncate(65)
+    sequence.truncate(67)  # dropped tokens stay dropped
+    assert (sequence.length, sequence.capacity) == (65, 128)
     wanted = torch.cat((first, second[:, :, :, :1], third), dim=3)
     for layer in range(wanted.shape[1]):
         keys, values = sequence.write(layer, third[0, layer], third[1, layer])
@@ -86,20 +137,43 @@ def test_resized_and_truncated_sequence_keeps_its_rows(cache) -> None:
         assert torch.equal(values, wanted[1, layer])
 
 
-def test_sequences_do_not_share_memory(cache) -> None:
-    a, b = cache.allocate(4), cache.allocate(4)
-    ones = torch.ones(2, 4, 16)
-    a.write(0, ones, ones)
-    b.write(0, 2 * ones, 2 * ones)
-    assert (a.layers[0][0] == 1).all()
-    assert (b.layers[0][1] == 2).all()
+def test_many_blocks_stay_in_order() -> None:
+    cache = KVCache(model_spec(GOOD), torch.float32, torch.device("cpu"), budget=100 * KV_BLOCK)
+    sequence = cache.allocate(1)
+    for tokens in range(KV_BLOCK, 90 * KV_BLOCK, 50):
+        sequence.grow(tokens)
+    assert sequence.blocks.tolist() == list(range(len(sequence.blocks)))
 
 
-def test_capacity_is_whole_blocks_up_to_the_limit() -> None:
-    assert capacity_for(1, 1000) == KV_BLOCK
-    assert capacity_for(KV_BLOCK, 1000) == KV_BLOCK
-    assert capacity_for(KV_BLOCK + 1, 1000) == 2 * KV_BLOCK
-    assert capacity_for(KV_BLOCK + 1, KV_BLOCK + 5) == KV_BLOCK + 5
+@pytest.mark.parametrize("width", [16, 128, 200, 576])
+def test_int8_is_within_half_a_step_of_each_run(width: int) -> None:
+    x = torch.randn(3, 5, width, generator=torch.Generator().manual_seed(1)) * 10
+    x[1, 2] = 0
+    numbers, scales = quantized(x)
+    assert (numbers.dtype, numbers.shape, scales.shape) == (torch.int8, x.shape, (3, 5, -(-width // 128)))
+    for first in range(0, width, 128):
+        run = slice(first, first + 128)
+        step = x[..., run].abs().amax(-1, keepdim=True) / 127
+        error = (widened(numbers, scales)[..., run] - x[..., run]).abs()
+        assert (error <= step * 0.5001).all()
+
+
+def test_int8_is_read_as_it_is_written() -> None:
+    cache = KVCache(model_spec(GOOD), torch.int8, torch.device("cpu"), budget=200)
+    (rows,) = random_rows((70,))
+    sequence = cache.allocate(70)
+    for layer in range(rows.shape[1]):
+        for found, wanted in zip(sequence.write(layer, *rows[:, layer]), rows[:, layer], strict=True):
+            assert torch.equal(found, widened(*quantized(wanted)))
+
+
+def test_table_has_a_line_for_each_block_of_the_rows(cache) -> None:
+    first, second = cache.allocate(65), cache.allocate(1)
+    second.advance(7)
+    table = table_of([first, second], [3, 4], [0, 7], rows=4)
+    assert table[:BLOCKS].tolist() == [[3, 4, 0, 0], [0, 7, 0, 0], [0, 7, -1, -1]]
+    assert POSITIONS == 2
+    assert table[BLOCKS:, :2].tolist() == [[0, 2], [1, 0]]
 
 
 LATENT = {
@@ -116,8 +190,8 @@ LATENT = {
 
 def test_latent_attention_caches_one_stream() -> None:
     spec = model_spec(GOOD | LATENT)
-    sequence = KVCache(spec, torch.float32, torch.device("cpu"), budget=10).allocate(7)
-    assert [[stream.shape for stream in streams] for streams in sequence.layers] == [[(1, 7, 28)]] * 2
+    cache = KVCache(spec, torch.float32, torch.device("cpu"), budget=10)
+    assert [[slab.numbers.shape for slab in layer] for layer in cache.slabs] == [[(1, 1, KV_BLOCK, 28)]] * 2
     assert facts_of(GOOD | LATENT).kv_numbers_per_token == 2 * 28
 
 
@@ -134,7 +208,7 @@ def test_crossing_the_rope_switch_drops_the_filled_tokens() -> None:
     assert sequence.select_rope(6)
     assert (sequence.long, sequence.length) == (False, 6)
     assert not sequence.select_rope(7)
-    assert (sequence.long, sequence.length) == (True, 0)
+    assert (sequence.long, sequence.length, sequence.capacity) == (True, 0, 0)
 
 
 def test_without_a_rope_switch_nothing_is_dropped(cache) -> None:
@@ -151,7 +225,7 @@ RECURRENT = GatedDelta(key_heads=1, value_heads=2, key_dim=3, value_dim=5, taps=
 def recurrent() -> KVCache:
     """Of a model whose first layer is recurrent, for two sequences."""
     spec = replace(model_spec(GOOD), recurrent=RECURRENT, recurrent_layers=(0,))
-    return KVCache(spec, torch.float32, torch.device("cpu"), budget=100, sequences=2)
+    return KVCache(spec, torch.float32, torch.device("cpu"), budget=4 * KV_BLOCK, sequences=2)
 
 
 def step(sequence: SequenceKV, tokens: int) -> None:
@@ -167,14 +241,9 @@ def states_are(sequence: SequenceKV, number: int) -> bool:
 
 def test_recurrent_layers_keep_states_instead_of_streams(recurrent) -> None:
     sequence = recurrent.allocate(7)
-    assert [len(streams) for streams in sequence.layers] == [0, 2]
+    assert [len(streams) for streams in recurrent.slabs] == [0, 2]
     assert [[s.shape for s in layer] for layer in sequence.states] == [[(3, 16), (2, 3, 5)], []]
-    assert sequence.capacity == 7
     assert states_are(sequence, 0)
-    table = torch.tensor(sequence.stream_addresses)
-    assert table[1].tolist() == [stream.data_ptr() for stream in sequence.layers[1]]
-    recurrent.resize(sequence, 9)
-    assert (sequence.capacity, recurrent.used) == (9, 9)
 
 
 def test_a_step_reads_states_and_writes_pending_ones(recurrent) -> None:
