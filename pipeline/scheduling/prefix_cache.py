@@ -1,120 +1,126 @@
-"""Allocates the KV cache's capacity, and keeps the sequences of conversations in its free part between their
-turns.
+"""Gives requests their sequences in the KV cache, which begin with what is computed already of their prompts.
 
-Where a request needs the capacity, the least recently used kept sequence is evicted. Handles token ids, no
+What a running request has computed, and what ended ones have left, is in a `PrefixTree`, separate for each
+client. Where blocks are needed, those that no running sequence holds are evicted. Handles token ids, no
 requests and no text. Used by the engine's thread alone."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+
+import numpy as np
+import torch
 
 from pipeline.backbone.kv_blocks import blocks_for
-from pipeline.backbone.kv_cache import KVCache, SequenceKV
+from pipeline.backbone.kv_cache import KVCache, SequenceKV, States
 from pipeline.config import KV_BLOCK
+from pipeline.scheduling.prefix_tree import Match, PrefixTree, Tokens, common_prefix
 
-PrefixKey = tuple[bytes, str]  # of a conversation: its client, and the client's name for it
-
-
-@dataclass(frozen=True)
-class _Kept:
-    tokens: list[int]  # of the filled part
-    kv: SequenceKV
+OPENING = 16  # last tokens of a prompt, with which a template opens the answer: another turn may lack them
 
 
 class PrefixCache:
-    """The kept sequences of all clients, the least recently used first."""
+    """The KV of all clients' tokens, by prefix."""
 
     def __init__(self, kv: KVCache) -> None:
-        self.tokens = 0  # capacity of all kept sequences
         self._kv = kv
-        self._kept: OrderedDict[PrefixKey, _Kept] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._kept)
+        self._tree: PrefixTree[States] = PrefixTree(kv, kv.snapshots)
 
     @property
     def available(self) -> int:
-        """Blocks that are free once every kept sequence is evicted."""
-        return self._kv.free + self.tokens // KV_BLOCK
+        """Blocks that are free once all is evicted that no sequence holds."""
+        return self._kv.free + self._tree.evictable
 
     @property
-    def has_place(self) -> bool:
-        """Whether another sequence may exist then."""
-        return self._kv.places != 0 or len(self) > 0
+    def kept(self) -> int:
+        """Tokens of the blocks that no sequence holds."""
+        return KV_BLOCK * self._tree.evictable
 
-    def allocate(self, tokens: int, key: PrefixKey | None, prompt: Sequence[int]) -> SequenceKV:
-        """Returns a sequence with room for so many tokens, which are `available`, where it `has_place`: the
-        one kept under `key`, as `take`, else an empty one."""
-        kept = None if key is None else self.take(key, prompt)
-        if kept is None:
-            self.evict_for(blocks_for(tokens))
-            if self._kv.places == 0:
-                self._evict(next(iter(self._kept)))
-            return self._kv.allocate(tokens)
-        self.grow(kept, tokens)
-        return kept
+    def stats(self) -> dict[str, int]:
+        return {
+            "kv_evicted_blocks": self._tree.evicted,
+            "kv_shared_blocks": self._tree.shared,
+            "kv_snapshots": len(self._tree.snapshots),
+        }
+
+    def find(self, client: bytes, tokens: Tokens) -> Match:
+        """Returns the longest prefix of a client's tokens that is computed, without their last one, which
+        must be computed for its logits."""
+        return self._tree.find((client, self._kv.is_long(len(tokens))), tokens[:-1])
+
+    def expected(self, tokens: Tokens, others: Tokens) -> tuple[int, int]:
+        """Returns how many of a prompt's tokens will be found once all of `others` are computed, and how many
+        of those must be for that."""
+        common = common_prefix(tokens[:-1], others)
+        whole = common // KV_BLOCK * KV_BLOCK
+        if common == whole or whole + KV_BLOCK > len(others) or self._kv.snapshots is not None:
+            return whole, whole
+        return common, whole + KV_BLOCK
+
+    def begin(self, match: Match | None, tokens: int, room: int, spare: int) -> SequenceKV | None:
+        """Returns a sequence with room for `room` tokens, of which those of the match are there; `tokens`:
+        those that are known. None where fewer blocks than that and `spare` are available, or no place."""
+        blocks = [] if match is None else [node.block for node in match.path]
+        whole = 0 if match is None else len(match.nodes)
+        own = blocks_for(room) - whole
+        idle = np.count_nonzero(self._kv.references[blocks] == 1)  # so far evictable
+        if self._kv.places == 0:
+            return None
+        if own + spare > self.available - idle:
+            if match is None or match.tail is None:
+                return None
+            # The tail is copied, and holds one block more meanwhile.
+            whole_blocks = Match(match.nodes, None, KV_BLOCK * whole, match.common)
+            return self.begin(None if self._kv.snapshots else whole_blocks, tokens, room, spare)
+        kv = self._kv.allocate(0)
+        kv.select_rope(tokens)
+        if match is not None and match.length:
+            self._tree.touch(match.path)
+            taken = np.array(blocks, np.int32)
+            self._kv.hold(taken)
+            kv.begin(taken, match.length, self._tree.snapshots.get(match.path[-1]))
+        self.grow(kv, room)
+        return kv
 
     def grow(self, kv: SequenceKV, tokens: int) -> bool:
         """Give a sequence room for so many tokens. False where the blocks are not available."""
-        if not self.evict_for(kv.missing(tokens)):
+        missing = kv.missing(tokens)
+        if missing > self.available:
             return False
+        self._tree.evict(missing - self._kv.free)
         kv.grow(tokens)
         return True
 
-    def keep(self, key: PrefixKey, tokens: Sequence[int], kv: SequenceKV) -> None:
-        """Keep a sequence, filled with the first of `tokens`, in place of the one under this key."""
-        self._evict(key)
-        kv.truncate(kv.length)
-        self._kept[key] = _Kept(list(tokens[: kv.length]), kv)
-        self.tokens += kv.capacity
+    def publish(self, client: bytes, tokens: Tokens, kv: SequenceKV, snapshot: bool) -> None:
+        """Let others begin with the filled blocks of a running sequence; of a recurrent model with
+        `snapshot`, at the end of a block."""
+        node = self._tree.insert((client, kv.long), tokens[: kv.length], kv.blocks)
+        if snapshot and node is not None and self._tree.wants_states(node):
+            with suppress(torch.OutOfMemoryError):
+                self._tree.snapshots[node] = kv.copied_states()
 
-    def take(self, key: PrefixKey, prompt: Sequence[int]) -> SequenceKV | None:
-        """Returns the sequence kept under this key, truncated to the prefix that it shares with `prompt`
-        without its last token, which must be computed for its logits; of a recurrent model to the longest
-        snapshot within it. None where nothing is left."""
-        kept = self._remove(key)
-        if kept is None:
-            return None
-        common = kept.kv.reachable(common_prefix(kept.tokens, prompt[:-1]))
-        if common == 0:
-            self._kv.release(kept.kv)
-            return None
-        kept.kv.truncate(common)
-        kept.kv.renumber()
-        return kept.kv
+    def keep(self, client: bytes, tokens: Tokens, kv: SequenceKV) -> None:
+        """Keep all filled tokens of a sequence, which ends."""
+        if kv.length:
+            node = self._tree.insert((client, kv.long), tokens[: kv.length], kv.blocks, partial=True)
+            if node is not None and self._tree.wants_states(node):
+                self._tree.snapshots[node] = kv.states
+        self._kv.release(kv)
 
-    def evict_for(self, blocks: int) -> bool:
-        """Evict sequences until so many blocks are free. False, evicting none, where that is not enough."""
-        if blocks > self.available:
-            return False
-        while blocks > self._kv.free:
-            self._evict(next(iter(self._kept)))
-        return True
+    def discard(self, client: bytes, tokens: Tokens, kv: SequenceKV) -> None:
+        """Forget a sequence, which ends, with all that begins as it does: its numbers may be wrong, whoever
+        computed them."""
+        self._tree.discard((client, kv.long), tokens[: kv.length], 0)
+        self._kv.release(kv)
 
     def forget(self, client: bytes) -> None:
-        """Evict the conversations of a client that has disconnected."""
-        for key in [key for key in self._kept if key[0] == client]:
-            self._evict(key)
+        """Forget all of a client that has disconnected."""
+        self._tree.forget(client)
 
-    def _evict(self, key: PrefixKey) -> None:
-        kept = self._remove(key)
-        if kept is not None:
-            self._kv.release(kept.kv)
-
-    def _remove(self, key: PrefixKey) -> _Kept | None:
-        kept = self._kept.pop(key, None)
-        if kept is not None:
-            self.tokens -= kept.kv.capacity
-        return kept
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Returns the number of equal leading tokens."""
-    count = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        count += 1
-    return count
+    def stops(self, match: Match, tokens: int) -> set[int]:
+        """Returns the lengths at which a recurrent model's states are worth a snapshot, while so many tokens
+        are prefilled: where others have gone on otherwise, and before the end, where the next turn may."""
+        if self._kv.snapshots is None:
+            return set()
+        last = max(0, tokens - OPENING) // KV_BLOCK * KV_BLOCK
+        return {length for length in (match.common, last) if length > match.length}

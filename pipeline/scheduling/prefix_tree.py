@@ -1,9 +1,10 @@
 """A tree of token sequences whose KV is in blocks: finds the longest computed prefix of a prompt.
 
-A node is one block of an account's tokens behind those of its parents. Inner nodes are whole blocks; a leaf may
-be a last, partly filled one. The tree holds a reference of each block. A sequence that runs holds those of its
-path too, and what it holds is not evicted; of the rest, the least recently used goes first, leaves before
-their parents. Models with recurrent states continue only where those are known: at nodes with a snapshot.
+A node is one block of an account's tokens behind those of its parents. Inner nodes are whole blocks; a leaf
+may be a last, partly filled one. The tree holds a reference of each block. A sequence that runs holds those
+of its path too, and what it holds is not evicted; of the rest, the least recently used goes first, leaves
+before their parents. Models with recurrent states continue only where those are known: at nodes with a
+snapshot.
 
 Handles token ids and block numbers, no requests and no tensors. Used by the engine's thread alone."""
 
@@ -12,28 +13,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.backbone.kv_blocks import BlockPool, Blocks
 from pipeline.config import KV_BLOCK
 
 Tokens = NDArray[np.int32]
 Account = tuple[bytes, bool]  # whose tokens: a client, and which of the two rotary embeddings they have
 States = TypeVar("States")
-
-
-class Blocks(Protocol):
-    """Counts the holders of each block."""
-
-    references: NDArray[np.int32]  # of each block; 0: it is free
-
-    def hold(self, blocks: Sequence[int]) -> None:
-        """Count one more holder of each."""
-
-    def drop(self, blocks: Sequence[int]) -> None:
-        """Count one holder less; a block without any is free."""
 
 
 @dataclass(eq=False, slots=True)
@@ -48,32 +38,36 @@ class Node:
 
 @dataclass(frozen=True)
 class Match:
-    """The common prefix of a prompt and the tree: whole blocks, and of `tail` the first `count` tokens."""
+    """A computed prefix of a prompt, of `length` tokens: whole blocks, and the first tokens of `tail`.
+    `common`: tokens of all whole blocks that the tree has of the prompt, more than can be used where
+    snapshots are missing."""
 
     nodes: list[Node]
     tail: Node | None
-    count: int
-    length: int  # tokens
+    length: int
+    common: int
 
     @property
-    def last(self) -> Node | None:
-        """The node that it ends in."""
-        return self.tail or (self.nodes[-1] if self.nodes else None)
+    def path(self) -> list[Node]:
+        """Its nodes, each the parent of the next one."""
+        return self.nodes if self.tail is None else [*self.nodes, self.tail]
 
 
 class PrefixTree(Generic[States]):
     """The computed prefixes of all accounts."""
 
-    def __init__(self, blocks: Blocks, snapshots: int | None = None, size: int = KV_BLOCK) -> None:
-        """`snapshots`: of states, at most; None where the model is not recurrent. `size`: tokens of a block."""
+    def __init__(self, pool: BlockPool, snapshots: float | None = None, size: int = KV_BLOCK) -> None:
+        """`snapshots`: of states, at most; None where the model is not recurrent. `size`: tokens of a
+        block."""
         self.evicted = 0  # blocks
         self.snapshots: OrderedDict[Node, States] = OrderedDict()  # least recently used first
         self._most = snapshots
-        self._blocks = blocks
+        self._pool = pool
         self._size = size
         self._roots: dict[Account, Node] = {}
-        self._order: OrderedDict[Node, None] = OrderedDict()  # least recently used first, children before parents
-        self._held = np.zeros(len(blocks.references), np.bool_)  # which blocks the tree holds
+        # Least recently used first, children before their parents.
+        self._order: OrderedDict[Node, None] = OrderedDict()
+        self._held = np.zeros(len(pool.references), np.bool_)  # which blocks the tree holds
 
     def __len__(self) -> int:
         return len(self._order)
@@ -81,12 +75,12 @@ class PrefixTree(Generic[States]):
     @property
     def evictable(self) -> int:
         """Blocks that only the tree holds."""
-        return int(np.count_nonzero(self._held & (self._blocks.references == 1)))
+        return int(np.count_nonzero(self._held & (self._pool.references == 1)))
 
     @property
     def shared(self) -> int:
         """Blocks that more than one sequence holds."""
-        return int(np.count_nonzero(self._blocks.references - self._held > 1))
+        return int(np.count_nonzero(self._pool.references - self._held > 1))
 
     def find(self, account: Account, prompt: Tokens) -> Match:
         """Returns the longest prefix of the prompt that a sequence can begin with."""
@@ -99,11 +93,12 @@ class PrefixTree(Generic[States]):
                 break
             node = child
             nodes.append(node)
-        tail, count = self._tail(node, prompt[len(nodes) * self._size :])
+        common = len(nodes) * self._size
+        tail, count = self._tail(node, prompt[common:])
         while self._most is not None and tail is None and nodes and nodes[-1] not in self.snapshots:
             node = nodes.pop().parent
             tail, count = self._tail(node, prompt[len(nodes) * self._size :])
-        return Match(nodes, tail, count, len(nodes) * self._size + count)
+        return Match(nodes, tail, len(nodes) * self._size + count, common)
 
     def _tail(self, node: Node | None, rest: Tokens) -> tuple[Node | None, int]:
         """Returns the child that shares the most tokens with `rest`, and their number; of a recurrent model
@@ -118,22 +113,22 @@ class PrefixTree(Generic[States]):
         return best, most
 
     def insert(
-        self, account: Account, tokens: Tokens, blocks: NDArray[np.int32], *, partial: bool = False
+        self, account: Account, tokens: Tokens, blocks: Blocks, *, partial: bool = False
     ) -> Node | None:
-        """Add a sequence's tokens and hold their blocks, the last one only if it is full or `partial`. Where the
-        tree has another block of the same tokens, that replaces the sequence's in `blocks`. Returns the last
-        node."""
+        """Add a sequence's tokens and hold their blocks, the last one only if it is full or `partial`. Where
+        the tree has another block of the same tokens, that replaces the sequence's in `blocks`. Returns the
+        last node."""
         path = [self._roots.setdefault(account, Node(tokens[:0], -1, None))]
         end = len(tokens) if partial else len(tokens) // self._size * self._size
         for number, start in enumerate(range(0, end, self._size)):
             part = tokens[start : start + self._size]
             child = self._child(path[-1], part)
             if child is None:
-                child = self._add(path[-1], part.copy(), int(blocks[number]))
+                child = self._add(path[-1], part.copy(), blocks[number : number + 1])
             elif child.block != blocks[number] and len(part) == self._size:
-                self._blocks.hold([child.block])
-                self._blocks.drop([int(blocks[number])])
+                self._pool.drop(blocks[number : number + 1])
                 blocks[number] = child.block
+                self._pool.hold(blocks[number : number + 1])
             path.append(child)
         self.touch(path[1:])
         return path[-1] if len(path) > 1 else None
@@ -146,9 +141,9 @@ class PrefixTree(Generic[States]):
             return next((c for c in parent.children.values() if _begins(c.tokens, part)), None)
         return child
 
-    def _add(self, parent: Node, part: Tokens, block: int) -> Node:
-        node = parent.children[part.tobytes()] = Node(part, block, parent)
-        self._blocks.hold([block])
+    def _add(self, parent: Node, part: Tokens, block: Blocks) -> Node:
+        node = parent.children[part.tobytes()] = Node(part, int(block[0]), parent)
+        self._pool.hold(block)
         self._held[block] = True
         self._order[node] = None
         if self._most is None:
@@ -157,26 +152,26 @@ class PrefixTree(Generic[States]):
         return node
 
     def touch(self, path: Sequence[Node]) -> None:
-        """Count these nodes, each the parent of the next one, as used now."""
+        """Count these nodes, each the parent of the next one, as used now, and the last one's snapshot."""
         for node in reversed(path):
             self._order.move_to_end(node)
+        if path and path[-1] in self.snapshots:
+            self.snapshots.move_to_end(path[-1])
 
-    def keep_states(self, node: Node, states: States) -> None:
-        """Keep a snapshot at the end of a node's tokens; see `make_room`."""
-        self.snapshots[node] = states
-        self.snapshots.move_to_end(node)
-
-    def make_room(self) -> bool:
-        """Drop the least recently used snapshot where there are as many as may be. False where none may be."""
-        if self._most and len(self.snapshots) >= self._most:
+    def wants_states(self, node: Node) -> bool:
+        """Whether to keep a snapshot at the end of a node's tokens: there is none. Then the least recently
+        used one is dropped where there are as many as may be."""
+        if not self._most or node in self.snapshots:
+            return False
+        if len(self.snapshots) >= self._most:
             self.snapshots.popitem(last=False)
-        return bool(self._most)
+        return True
 
     def evict(self, count: int) -> None:
         """Free `count` of the `evictable` blocks, or all where they are fewer."""
         left = count
         for node in list(self._order) if count > 0 else ():
-            if not node.children and self._blocks.references[node.block] == 1:
+            if not node.children and self._pool.references[node.block] == 1:
                 self._remove(node)
                 self.evicted += 1
                 left -= 1
@@ -184,7 +179,8 @@ class PrefixTree(Generic[States]):
                     return
 
     def discard(self, account: Account, tokens: Tokens, start: int) -> None:
-        """Remove the path of these tokens, of its whole blocks, from that of token `start` on, and all behind."""
+        """Remove the path of these tokens, of its whole blocks, from that of token `start` on, and all
+        behind."""
         node = self._roots.get(account)
         for first in range(0, len(tokens) - self._size + 1, self._size):
             node = None if node is None else node.children.get(tokens[first : first + self._size].tobytes())
@@ -209,7 +205,7 @@ class PrefixTree(Generic[States]):
         del self._order[node]
         self.snapshots.pop(node, None)
         self._held[node.block] = False
-        self._blocks.drop([node.block])
+        self._pool.drop(np.array([node.block], np.int32))
 
 
 def _below(top: Node) -> Iterator[Node]:

@@ -3,10 +3,11 @@
 One round is a prefill chunk of one request that is still prefilling (clients take turns), then one decode
 step of all other running requests. A request is admitted when its prompt and a few more tokens fit the KV
 cache; the others wait in the `WaitingQueue`. A sequence grows while it is decoded.
-When the cache is full, kept conversations are evicted first; then the request that was admitted last is
-preempted: it waits again, its tokens are prefilled again, and it continues where it was. Requests whose
-clients do not read pause; they are preempted first, and admitted last. Every request ends with exactly one
-Done. Used by the engine's thread alone."""
+A request begins with the longest prefix of its prompt that is computed (`PrefixCache`), and waits for another
+one that is computing more of it. When the cache is full, what no request uses is evicted first; then the
+request that was admitted last is preempted: it waits again, its tokens are prefilled again, and it continues
+where it was. Requests whose clients do not read pause; they are preempted first, and admitted last. Every
+request ends with exactly one Done. Used by the engine's thread alone."""
 
 from __future__ import annotations
 
@@ -18,11 +19,19 @@ from typing import Any
 
 from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.batch import StepInput
-from pipeline.backbone.kv_blocks import blocks_for
 from pipeline.backbone.kv_cache import KVCache, SequenceKV
+from pipeline.config import KV_BLOCK
 from pipeline.counters import difference, fidelity
 from pipeline.engine.engine import Engine
-from pipeline.errors import NumberInUse, OutOfDeviceMemory, PipelineError, RequestError, StepFailed
+from pipeline.errors import (
+    NotFinite,
+    NumberInUse,
+    OutOfDeviceMemory,
+    PipelineError,
+    RequestError,
+    ShardFailed,
+    StepFailed,
+)
 from pipeline.fairness import Held, Turns
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.jobs import Job
@@ -33,6 +42,7 @@ from protocol.messages import Generate, Score
 Send = Callable[[list[tuple[bytes, object]]], None]  # messages and their clients
 
 POSITION_SECONDS = 0.5  # between two reports of queue positions
+DOUBTFUL = NotFinite, ShardFailed  # after these the KV of a request may be wrong
 
 
 class Scheduler:
@@ -67,7 +77,8 @@ class Scheduler:
         self._prefill_turns = Turns()
         self._held = Held()  # by waiting and running requests
         self._reported = 0.0  # when queue positions were last reported
-        self._reused = 0
+        self._hits = 0  # requests that began with computed tokens
+        self._reused = 0  # those tokens
         self._preemptions = 0
         self._ended = 0  # requests
 
@@ -82,6 +93,7 @@ class Scheduler:
         job = self._jobs.make(client, message, functools.partial(self._answer, client))
         if not self._held.take(client, job.size):
             raise RequestError("too many requests are already queued; try again later")
+        job.shares &= self.engine.backbone.chunks  # what goes on behind a prefix is a chunk
         self._live[client, message.request] = job
         self._waiting.add(job)
 
@@ -92,7 +104,7 @@ class Scheduler:
             self._end(job, "cancelled")
 
     def forget(self, client: bytes) -> None:
-        """End the requests of a client that has disconnected, and evict its conversations."""
+        """End the requests of a client that has disconnected, and what is kept of them."""
         for job in list(self._live.values()):
             if job.client == client:
                 self._end(job, "cancelled")
@@ -124,7 +136,7 @@ class Scheduler:
         return [first[self._prefill_turns.next(first)]] if first else []
 
     def stats(self) -> dict[str, Any]:
-        kept = self._prefixes.tokens
+        kept = self._prefixes.kept
         return {
             "waiting": len(self._waiting),
             "running": len(self._running),
@@ -133,7 +145,8 @@ class Scheduler:
             "kv_tokens_kept": kept,
             "kv_tokens": self.kv.budget,
             "kv_reused_tokens": self._reused,
-            "conversations": len(self._prefixes),
+            "kv_hits": self._hits,
+            **self._prefixes.stats(),
             "preemptions": self._preemptions,
             "ended": self._ended,
             "prefill_chunk": self.chunk,
@@ -146,23 +159,28 @@ class Scheduler:
     def _admit(self) -> None:
         """Admit in the queue's order. A client with many requests does not block others: one slot is reserved
         for clients without a running request, and where that slot or the capacity is taken, a request of the
-        client with most is preempted. For a request that can run, paused ones are preempted before."""
+        client with most is preempted. For a request that can run, paused ones are preempted before. Those
+        that wait for another one's prefill are left out."""
         paused = functools.cache(self._congested)  # one answer for the whole loop, so that it ends
-        while self._waiting:
-            order = self._waiting.in_order(self._running)
-            job = next((job for job in order if not paused(job.client)), None)
-            job = job or next(self._waiting.in_order(self._running))
+        while True:
+            order = functools.partial(self._waiting.in_order, self._running)
+            reading = (job for job in order() if not paused(job.client) and not self._awaits(job))
+            job = next(reading, None) or next((job for job in order() if not self._awaits(job)), None)
+            if job is None:
+                return
             running = {j.client for j in self._running}
             slots = self._max_sequences + (job.client not in running)
             try:
                 kv = self._allocate(job) if len(self._running) < slots else None
             except OutOfDeviceMemory as e:
-                self._end(job, "error", str(e))
+                self._end(job, "error", e)
                 continue
             if kv is not None:
                 self._waiting.admit(job)
-                self._reused += kv.length
                 job.admit(kv, next(self._admissions), self.engine.counters.snapshot())
+                if not job.preemptions:
+                    self._hits += job.reused > 0
+                    self._reused += job.reused
                 self._running.append(job)
             elif paused(job.client):
                 return
@@ -179,12 +197,33 @@ class Scheduler:
         wanted = len(job.tokens) + 1 if job.grows else job.max_kv_tokens
         growing = (j for j in self._running if j.grows and j.kv is not None)
         growth = sum(j.kv.capacity < j.max_kv_tokens for j in growing)
-        blocks = blocks_for(wanted) + growth
-        if blocks > self._prefixes.available or not self._prefixes.has_place:
-            return None
-        # The prefix cache may hold a newer turn of a preempted job. What goes on behind a prefix is a chunk.
-        reuses = job.admission < 0 and self.engine.backbone.chunks
-        return self._prefixes.allocate(wanted, job.prefix_key if reuses else None, job.tokens)
+        match = self._prefixes.find(job.client, job.ids) if job.shares else None
+        kv = self._prefixes.begin(match, len(job.tokens), wanted, growth)
+        if kv is not None and match is not None:
+            job.stops = self._prefixes.stops(match, job.prefill_end)
+        return kv
+
+    def _awaits(self, job: Job) -> bool:
+        """Whether a running request of the same client is prefilling at least a block more of the job's
+        prompt than is computed now."""
+        if job.awaited is not None:
+            other, until = job.awaited
+            if other in self._running and other.prefilling and other.filled < until:
+                return True
+            job.awaited = None
+        others = [j for j in self._running if j.client == job.client and j.shares and j.prefilling]
+        if not job.shares or not others:
+            return False
+        known = self._prefixes.find(job.client, job.ids).length
+        for other in others:
+            common, until = self._prefixes.expected(job.ids, other.ids[: other.prefill_end])
+            same = other.kv is not None and other.kv.long == self.kv.is_long(len(job.ids))
+            if same and common >= known + KV_BLOCK and until > other.filled:
+                job.awaited = other, until
+                if self.kv.snapshots is not None:
+                    other.stops.add(until)
+                return True
+        return False
 
     def _with_capacity(self, jobs: list[Job]) -> list[Job]:
         """Give each sequence room for the next tokens, preempting others if needed. Returns those that can
@@ -198,7 +237,7 @@ class Scheduler:
 
     def _preempt(self, job: Job) -> None:
         self._running.remove(job)
-        self.kv.release(job.preempt())
+        self._release(job, job.preempt())
         self._waiting.add(job)
         self._preemptions += 1
 
@@ -218,7 +257,7 @@ class Scheduler:
         try:
             job.resume()
         except PipelineError as e:
-            self._end(job, "error", str(e))
+            self._end(job, "error", e)
             return
         if job.reason is not None:
             self._end(job, job.reason)
@@ -244,7 +283,7 @@ class Scheduler:
             logits = self.engine.step(inputs, phase, live)
         except StepFailed as e:
             if len(jobs) == 1:
-                self._end(jobs[0], "error", str(e))
+                self._end(jobs[0], "error", e)
             else:  # run each by itself, so that only the job that causes the failure ends
                 for job in jobs:
                     self._step([job], phase)
@@ -262,15 +301,15 @@ class Scheduler:
         self, jobs: list[Job], inputs: list[StepInput], logits: list[FloatArray], phase: Phase, started: float
     ) -> None:
         """Give the jobs of a step its logits, and end those that are complete or have failed."""
-        failed: dict[Job, str] = {}
+        failed: dict[Job, PipelineError] = {}
         for job in jobs if phase == "prefill" else ():
-            if job.prefix_key is not None and job.kv is not None:
-                job.kv.snapshot()  # the next turn may begin with a part of this one's prompt
+            if job.shares and job.kv is not None:
+                self._prefixes.publish(job.client, job.ids, job.kv, snapshot=job.filled in job.stops)
         for job, rows in zip(jobs, logits, strict=True):
             try:
                 job.take_logits(rows)
             except PipelineError as e:  # for example, this job's logits are not finite; the others continue
-                failed[job] = str(e)
+                failed[job] = e
         seconds = time.perf_counter() - started
         for job, step_input in zip(jobs, inputs, strict=True):
             job.count_step(phase, len(step_input.span.tokens), seconds)
@@ -286,8 +325,8 @@ class Scheduler:
         else:
             self._step_answers.append((client, message))
 
-    def _end(self, job: Job, reason: str, error: str = "") -> None:
-        """Remove a job and send its Done. A conversation's KV is kept, unless a failure made it doubtful."""
+    def _end(self, job: Job, reason: str, error: PipelineError | None = None) -> None:
+        """Remove a job and send its Done. Its KV is kept, unless a failure made it doubtful."""
         del self._live[job.client, job.request]
         self._held.give_back(job.client, job.size)
         policy = self.engine.policy
@@ -299,9 +338,16 @@ class Scheduler:
             self._waiting.remove(job)
         else:
             self._running.remove(job)
-            if job.prefix_key is not None and reason != "error" and job.filled:
-                self._prefixes.keep(job.prefix_key, job.tokens, job.kv)
+            if job.shares and isinstance(error, DOUBTFUL):
+                self._prefixes.discard(job.client, job.ids, job.kv)
             else:
-                self.kv.release(job.kv)
+                self._release(job, job.kv)
         self._ended += 1
-        job.finish(reason, stats, error)
+        job.finish(reason, stats, "" if error is None else str(error))
+
+    def _release(self, job: Job, kv: SequenceKV) -> None:
+        """Give up a sequence, whose tokens are kept as long as there is room."""
+        if job.shares:
+            self._prefixes.keep(job.client, job.ids, kv)
+        else:
+            self.kv.release(kv)
