@@ -76,8 +76,8 @@ class _Measurement:
         self._order = TokenOrder(ctx.engine.shape)
         if self._width < 1:
             raise RequestError(
-                f"the KV cache has {free} tokens free of the {longest} that calibrating needs: requests and"
-                " kept conversations of other clients hold them; try again when those have ended"
+                f"the KV cache has {free} tokens free of the {longest} that calibrating needs: requests of"
+                " other clients hold them; try again when those have ended"
             )
 
     def measure(self) -> tuple[Calibration, Findings]:

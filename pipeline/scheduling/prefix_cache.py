@@ -117,6 +117,10 @@ class PrefixCache:
         """Forget all of a client that has disconnected."""
         self._tree.forget(client)
 
+    def clear(self) -> None:
+        """Forget all that no sequence holds."""
+        self._tree.evict(self._tree.evictable)
+
     def stops(self, match: Match, tokens: int) -> set[int]:
         """Returns the lengths at which a recurrent model's states are worth a snapshot, while so many tokens
         are prefilled: where others have gone on otherwise, and before the end, where the next turn may."""

@@ -110,6 +110,10 @@ class Scheduler:
                 self._end(job, "cancelled")
         self._prefixes.forget(client)
 
+    def drop_kept(self) -> None:
+        """Free what no request uses: a calibration needs the KV cache."""
+        self._prefixes.clear()
+
     def cancel_all(self) -> None:
         """End every request as cancelled: the engine shuts down."""
         for job in list(self._live.values()):
