@@ -21,8 +21,10 @@ from workers.kernels.native import Library, Team, handle_of
 QK_NORMS = ("", "head", "all")  # of queries and keys: none, of each head, of all heads together
 TOKEN_STEP = 1024  # scratch for attention grows by so many tokens
 
+KV_BLOCK = 64  # tokens of a block of the KV cache
+
 TOKEN = np.dtype(
-    [(name, "u8") for name in ("cosines", "sines", "streams", "states")]
+    [(name, "u8") for name in ("cosines", "sines", "streams", "blocks", "states")]
     + [("capacity", "i8"), ("position", "i8")]
 )
 
@@ -212,17 +214,18 @@ class SpanKernel:
         self,
         qkv: Address,
         cos_sin: tuple[Address, Address],
-        streams: tuple[Address, Address],
+        streams: Address,
+        blocks: Address,
         capacity: int,
         position: int,
         count: int,
         out: Address,
     ) -> None:
         """`count` tokens, the first after `position` others: qkv [count, (heads + 2 kv_heads) * width], after
-        the gates if it is gated, changed in place; cosines and sines [count, rope]; the streams are keys and
-        values [kv_heads, capacity, width]; out [count, heads * width]. Raises IndexError for positions
-        outside the capacity."""
+        the gates if it is gated, changed in place; cosines and sines [count, rope]; `streams`: addresses [2] of
+        the layer's slabs of keys and values; `blocks` int32 [capacity / KV_BLOCK]; out [count, heads *
+        width]. Raises IndexError for positions outside the capacity."""
         self._function(
-            handle_of(self._team), ctypes.byref(self._grouped), qkv, *cos_sin, *streams, capacity, position,
-            count, out, self._scratch.reserve(self._size),
+            handle_of(self._team), ctypes.byref(self._grouped), qkv, *cos_sin, streams, blocks, capacity,
+            position, count, out, self._scratch.reserve(self._size),
         )  # fmt: skip
