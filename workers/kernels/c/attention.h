@@ -65,7 +65,7 @@ static void rotate(float *x, const float *cosines, const float *sines, int64_t w
 
 /* Where the keys and values of a head lie: in slabs of so many heads, or with `blocks` NULL one after the other. */
 struct stream {
-    const void *keys, *values;
+    const void *keys, *values; /* the same: values are the first numbers of keys */
     const int32_t *blocks;
     int64_t heads, head, key_width, value_width;
 };
@@ -78,6 +78,9 @@ static int64_t slab_row(const int32_t *blocks, int64_t heads, int64_t head, int6
 static int64_t row_of_token(const struct stream *s, int64_t t) {
     return s->blocks ? slab_row(s->blocks, s->heads, s->head, t) : t;
 }
+
+/* Numbers from a value to the next one. */
+static int64_t value_step(const struct stream *s) { return s->values == s->keys ? s->key_width : s->value_width; }
 
 static void prefetch_bytes(const char *from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) PREFETCH(from + i);
@@ -96,7 +99,8 @@ INLINE void score_keys(const struct stream *s, const int bits, const float *q, i
             prefetch_bytes((const char *)s->keys + row_of_token(s, later) * s->key_width * (bits / 8),
                            s->key_width * (bits / 8));
         if (s->values != s->keys)
-            prefetch_bytes((const char *)s->values + row * (bits / 8), s->value_width * (bits / 8));
+            prefetch_bytes((const char *)s->values + row_of_token(s, t) * s->value_width * (bits / 8),
+                           s->value_width * (bits / 8));
         for (int64_t i = 0; i < whole; i += LANES) {
             vector key = vector_at(s->keys, row + i, bits);
             for (int r = 0; r < heads; r++) sums[r] = VFMA(key, loaded(q + r * stride + i), sums[r]);
@@ -130,7 +134,7 @@ INLINE void weigh_values(const struct stream *s, const int bits, const int heads
         for (int r = 0; r < heads; r++)
             for (int v = 0; v < WIDE; v++) sums[r][v] = (vector){0};
         for (int64_t t = first; t < tokens; t++) {
-            int64_t row = row_of_token(s, t) * s->key_width;
+            int64_t row = row_of_token(s, t) * value_step(s);
             for (int v = 0; v < WIDE; v++) {
                 vector value = vector_at(s->values, row + i + v * LANES, bits), zero = {0};
                 for (int r = 0; r < heads; r++)
@@ -144,7 +148,7 @@ INLINE void weigh_values(const struct stream *s, const int bits, const int heads
         for (int r = 0; r < heads; r++) {
             float sum = 0.0f;
             for (int64_t t = first; t < tokens; t++)
-                sum += number_at(s->values, row_of_token(s, t) * s->key_width + i, bits) *
+                sum += number_at(s->values, row_of_token(s, t) * value_step(s) + i, bits) *
                        scores[r * scores_stride + t - first];
             out[r * width + i] = sum;
         }
@@ -274,6 +278,41 @@ static void attend_latent(const struct latent *l, const float *q, const struct t
         latent_head(l, BF16, q, t, seen, head, scratch, out);
     else
         latent_head(l, 32, q, t, seen, head, scratch, out);
+}
+
+/* --- one token on given queries ------------------------------------------------------------------------------- */
+
+struct attending {
+    const struct heads *h;
+    const float *q;
+    struct seen seen;
+    float *scores, *out;
+};
+
+static void attend_some(void *context, int64_t lo, int64_t hi) {
+    const struct attending *a = context;
+    const struct heads *h = a->h;
+    for (int64_t head = lo; head < hi; head++) {
+        struct stream s = {a->seen.streams[0], a->seen.streams[h->latent ? 0 : 1], a->seen.blocks, h->kv_heads,
+                           head / (h->heads / h->kv_heads), h->key_width, h->value_width};
+        attend(&s, h->bits, a->q + head * h->key_width, h->key_width, 1, a->seen.first, a->seen.tokens, h->scale,
+               h->sinks ? h->sinks + head : NULL, a->scores + head * (a->seen.tokens - a->seen.first),
+               a->out + head * h->value_width);
+    }
+}
+
+int64_t tandem_attend_scratch(const struct heads *h, int64_t threads, int64_t tokens) {
+    (void)threads;
+    return 4 * h->heads * tokens;
+}
+
+int tandem_attend(struct team *team, const struct heads *h, const float *q, char *const *streams, const int32_t *blocks,
+                  int64_t capacity, int64_t position, float *out, void *scratch) {
+    if (position < 0 || position >= capacity) return BAD_POSITION;
+    struct token token = {.streams = streams, .blocks = blocks, .position = position};
+    struct attending a = {h, q, seen_by(&token, 0, 0, h->window), scratch, out};
+    parallel_for(team, attend_some, &a, h->heads, 0);
+    return FINE;
 }
 
 void tandem_rms_norm(const float *x, const float *weight, int64_t rows, int64_t width, float eps, float *out) {

@@ -231,6 +231,22 @@ struct delta {
     float eps;
 };
 
+/* Attention of one new token of a sequence on given queries, for layers that are computed elsewhere: all keys and values,
+ * its own included, are in the cache. */
+struct heads {
+    int64_t bits, heads, kv_heads, key_width, value_width;
+    int64_t latent; /* 1: there is one stream, and a value is the first numbers of its key */
+    int64_t window; /* as in struct grouped, and so are the following */
+    const float *sinks;
+    float scale;
+};
+
+/* out [heads, value_width] of q [heads, key_width]; streams of its layer. The token has `position` others before it.
+ * `scratch`, 64-byte aligned, has tandem_attend_scratch bytes, where it attends to at most `tokens`. */
+int64_t tandem_attend_scratch(const struct heads *heads, int64_t threads, int64_t tokens);
+int tandem_attend(struct team *team, const struct heads *heads, const float *q, char *const *streams,
+                  const int32_t *blocks, int64_t capacity, int64_t position, float *out, void *scratch);
+
 struct layer { /* pointers to what a layer does not have are NULL */
     int64_t hidden, experts;
     struct norm attention_norm, mlp_norm;
