@@ -183,8 +183,8 @@ class Backbone:
         return table_of([s.kv for s in spans], tokens, self._rope.rows(positions), rows)
 
     def decode_batch(self, table: Tensor, pool: BlockPool, spans: Sequence[TokenSpan] = ()) -> Batch:
-        """The rows of such a table of blocks of this pool, on the device, which has `kernels` for them. It may
-        change later."""
+        """The rows of such a table, with blocks of this pool, on the device, which has `kernels` for them. The
+        table may change later."""
         assert self.kernels is not None
         decode = DecodeRows(table, pool, self.kernels)
         flash = self._precision.device.flash

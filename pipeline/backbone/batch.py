@@ -77,8 +77,10 @@ class DecodeRows:
     def _of(self, layer: int) -> Rows:
         rows, first = self.table.shape[1], self.table.data_ptr()
         positions, blocks = (first + NUMBER * rows * line for line in (POSITIONS, BLOCKS))
-        streams = tuple(slab.numbers.data_ptr() for slab in self.pool.slabs[layer])
-        return Rows(rows, positions, blocks, streams)
+        slabs = self.pool.slabs[layer]
+        streams = tuple(slab.numbers.data_ptr() for slab in slabs)
+        scales = tuple(0 if slab.scales is None else slab.scales.data_ptr() for slab in slabs)
+        return Rows(rows, positions, blocks, rows, streams, scales)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,16 @@
-"""Attention's parts as formulas in float64, and numbers as a cache holds them."""
+"""Attention's parts as formulas in float64, and numbers as a cache holds them, in blocks."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
+from workers.kernels.layer import KV_BLOCK
+
 EPS = 1e-6
+SPARE = 2  # blocks of a slab that no sequence has
+UNTOUCHED = 77
 
 
 def numbers(random: np.random.Generator, *shape: int) -> np.ndarray:
@@ -24,6 +30,43 @@ def read(cached: np.ndarray) -> np.ndarray:
     if cached.dtype == np.float32:
         return cached.astype(np.float64)
     return (cached.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+@dataclass
+class Paged:
+    """Caches [heads, tokens, width] of one stream of some sequences, in a slab of blocks in random order, of
+    which a few belong to nobody."""
+
+    slab: np.ndarray
+    tables: list[np.ndarray]  # of each sequence
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, caches: list[np.ndarray], tables: list[np.ndarray]) -> Paged:
+        heads, _, width = caches[0].shape
+        number = sum(map(len, tables)) + SPARE
+        slab = np.full((number, heads, KV_BLOCK, width), UNTOUCHED, caches[0].dtype)
+        for cache, table in zip(caches, tables, strict=True):
+            for n, block in enumerate(table):
+                part = cache[:, n * KV_BLOCK : (n + 1) * KV_BLOCK]
+                slab[block, :, : part.shape[1]] = part
+        return cls(slab, tables, [cache.shape[1] for cache in caches])
+
+    def caches(self) -> list[np.ndarray]:
+        """Raises AssertionError where anything else was written."""
+        found = [
+            np.concatenate(list(self.slab[table]), axis=1)[:, :length]
+            for table, length in zip(self.tables, self.lengths, strict=True)
+        ]
+        assert np.array_equal(Paged.of(found, self.tables).slab, self.slab)
+        return found
+
+
+def tables_of(random: np.random.Generator, lengths: list[int]) -> list[np.ndarray]:
+    """Block tables of sequences with room for so many tokens, each int32."""
+    counts = [-(-length // KV_BLOCK) for length in lengths]
+    order = random.permutation(sum(counts) + SPARE).astype(np.int32)
+    return [part.copy() for part in np.split(order, np.cumsum(counts))[:-1]]
 
 
 def turned(x: np.ndarray, angles: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from attention_cases import (
     EPS,
+    Paged,
     as_cached,
     grouped_inputs,
     normed,
@@ -15,6 +16,7 @@ from attention_cases import (
     read,
     softmax,
     tables,
+    tables_of,
     turned,
 )
 from decoding import decode_matrix
@@ -24,6 +26,7 @@ from shm.formats import MatrixFormat
 from shm.layout import format_named
 from workers.kernels.c_types import Kept
 from workers.kernels.layer import (
+    KV_BLOCK,
     QK_NORMS,
     TOKEN,
     Grouped,
@@ -193,7 +196,7 @@ class Rows:
 
     layer: Layer
     positions: list[int]
-    spare: int = 3  # capacity beyond the position
+    spare: int = 3  # tokens beyond the position
 
     def __post_init__(self) -> None:
         s, random = self.layer.shape, self.layer.random
@@ -206,21 +209,23 @@ class Rows:
             ]
             for p in self.positions
         ]
+        self.tables = tables_of(random, [p + self.spare for p in self.positions])
 
     def compute(self, kernel: LayerKernel, rows: list[int], logits: bool = True) -> dict[str, np.ndarray]:
         """Of some rows, in this order, from fresh copies of their caches."""
         s = self.layer.shape
-        caches = [[cache.copy() for cache in self.caches[row]] for row in rows]
-        addresses = [np.array([c.ctypes.data for c in of_row], np.uint64) for of_row in caches]
+        slabs = [Paged.of(list(of_rows), self.tables) for of_rows in zip(*self.caches, strict=True)]
+        addresses = np.array([paged.slab.ctypes.data for paged in slabs], np.uint64)
         turns = np.ascontiguousarray(np.stack([tables(each) for each in self.angles[rows]], axis=1))
         tokens = np.zeros(len(rows), TOKEN)
         for i, row in enumerate(rows):
             tokens[i] = (
                 turns[0, i].ctypes.data,
                 turns[1, i].ctypes.data,
-                addresses[i].ctypes.data,
+                addresses.ctypes.data,
+                self.tables[row].ctypes.data,
                 0,
-                caches[i][0].shape[1],
+                len(self.tables[row]) * KV_BLOCK,
                 self.positions[row],
             )
         h = self.h[rows]
@@ -229,9 +234,17 @@ class Rows:
         addresses_of = {name: array.ctypes.data for name, array in found.items()}
         if not logits:
             addresses_of["logits"] = None  # type: ignore[assignment]
-        kernel(Tokens(tokens), h.ctypes.data, **addresses_of)
+        try:
+            kernel(Tokens(tokens), h.ctypes.data, **addresses_of)
+        except IndexError:
+            for paged, of_rows in zip(slabs, zip(*self.caches, strict=True), strict=True):
+                assert np.array_equal(paged.slab, Paged.of(list(of_rows), self.tables).slab)
+            raise
         assert np.array_equal(h, self.h[rows])
-        return found | {f"cache {n}": _each([c[n] for c in caches]) for n in range(len(caches[0]))}
+        caches = [paged.caches() for paged in slabs]
+        return found | {
+            f"cache {n}": _each([of_rows[row] for row in rows]) for n, of_rows in enumerate(caches)
+        }
 
     def expected(self, row: int, caches: list[np.ndarray]) -> dict[str, np.ndarray]:
         """The formula in float64, in the order of definition: latents are expanded for every token. `caches`:

@@ -102,7 +102,7 @@ class Rows:
         for at, row in enumerate(rows):
             both = zip(self.states[row], pending[at], strict=True)
             tables.append(np.array([[a.ctypes.data for a in (*now, *then)] for now, then in both], np.uint64))
-            tokens[at] = 0, 0, 0, tables[at].ctypes.data, 50, 7
+            tokens[at] = 0, 0, 0, 0, tables[at].ctypes.data, 50, 7
         out, x = np.empty((2, len(rows), HIDDEN), np.float32)
         h = np.ascontiguousarray(self.h[rows])
         before = [[[a.copy() for a in layer] for layer in row] for row in self.states]

@@ -5,12 +5,23 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from attention_cases import EPS, as_cached, grouped_inputs, numbers, opened, read, softmax, tables
+from attention_cases import (
+    EPS,
+    Paged,
+    as_cached,
+    grouped_inputs,
+    numbers,
+    opened,
+    read,
+    softmax,
+    tables,
+    tables_of,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from workers.kernels.c_types import Kept
-from workers.kernels.layer import QK_NORMS, Grouped, SpanKernel
+from workers.kernels.layer import KV_BLOCK, QK_NORMS, Grouped, SpanKernel
 from workers.kernels.native import Library, Team
 
 FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -27,20 +38,27 @@ def spans(
     **facts: object,
 ) -> np.ndarray:
     """The kernel's result [tokens, heads, width] for qkv [tokens, heads + 2 kv_heads, width], after as many
-    gates as queries where the facts say so, in calls of so many tokens each."""
-    kv_heads, capacity, width = caches[0].shape
+    gates as queries where the facts say so, in calls of so many tokens each. The caches [kv_heads, tokens,
+    width] are changed."""
+    kv_heads, room, width = caches[0].shape
+    table = tables_of(np.random.default_rng(0), [room])
+    slabs = [Paged.of([cache], table) for cache in caches]
+    streams = np.array([paged.slab.ctypes.data for paged in slabs], np.uint64)
     heads = (qkv.shape[1] - 2 * kv_heads) // (2 if facts.get("gated") else 1)
     shape = {"bits": 8 * caches[0].itemsize, "heads": heads, "kv_heads": kv_heads, "width": width}
     shape["rope"] = turns.shape[2]
     kernel = SpanKernel(library, team, Grouped(**shape, eps=EPS, scale=width**-0.5, **facts), Kept())
     out = np.full((len(qkv), heads, width), np.nan, np.float32)
-    addresses, done = tuple(cache.ctypes.data for cache in caches), 0
-    for count in counts:
-        where = turns[0, done:].ctypes.data, turns[1, done:].ctypes.data
-        kernel(
-            qkv[done:].ctypes.data, where, addresses, capacity, position + done, count, out[done:].ctypes.data
-        )
-        done += count
+    capacity, done = len(table[0]) * KV_BLOCK, 0
+    try:
+        for count in counts:
+            where = turns[0, done:].ctypes.data, turns[1, done:].ctypes.data
+            places = streams.ctypes.data, table[0].ctypes.data, capacity, position + done
+            kernel(qkv[done:].ctypes.data, where, *places, count, out[done:].ctypes.data)
+            done += count
+    finally:
+        for cache, paged in zip(caches, slabs, strict=True):
+            cache[:] = paged.caches()[0]
     return out
 
 
@@ -109,9 +127,9 @@ def test_spans(
 
 def test_tokens_outside_the_cache_are_refused(library) -> None:
     random = np.random.default_rng(0)
-    caches = [np.zeros((1, 5, 4), np.float32) for _ in range(2)]
+    caches = [np.zeros((1, KV_BLOCK, 4), np.float32) for _ in range(2)]
     turns = np.stack([tables(np.zeros(2))] * 4, axis=1)
-    for position, count in ((-1, 2), (2, 4), (5, 1), (1000, 1)):
+    for position, count in ((-1, 2), (KV_BLOCK - 3, 4), (KV_BLOCK, 1), (1000, 1)):
         with pytest.raises(IndexError, match="outside the KV cache"):
             spans(library, None, numbers(random, 4, 3, 4), turns, caches, position, [count])
     assert not any(cache.any() for cache in caches)

@@ -21,8 +21,10 @@ from workers.kernels.native import Library, Team, handle_of
 QK_NORMS = ("", "head", "all")  # of queries and keys: none, of each head, of all heads together
 TOKEN_STEP = 1024  # scratch for attention grows by so many tokens
 
+KV_BLOCK = 64  # tokens of a block of the KV cache
+
 TOKEN = np.dtype(
-    [(name, "u8") for name in ("cosines", "sines", "streams", "states")]
+    [(name, "u8") for name in ("cosines", "sines", "streams", "blocks", "states")]
     + [("capacity", "i8"), ("position", "i8")]
 )
 
@@ -52,6 +54,17 @@ class Grouped(ctypes.Structure):
         *((name, SIZE) for name in ("window", "normed")),
         *((name, POINTER) for name in ("query_norm", "key_norm", "sinks")),
         *((name, ctypes.c_float) for name in ("eps", "clip", "scale")),
+    )
+
+
+class Heads(ctypes.Structure):
+    """Attention of one token on given queries. `latent`: 1 where a value is the first numbers of its key."""
+
+    _fields_ = (
+        *((name, SIZE) for name in ("bits", "heads", "kv_heads", "key_width", "value_width")),
+        *((name, SIZE) for name in ("latent", "window")),
+        ("sinks", POINTER),
+        ("scale", ctypes.c_float),
     )
 
 
@@ -212,17 +225,41 @@ class SpanKernel:
         self,
         qkv: Address,
         cos_sin: tuple[Address, Address],
-        streams: tuple[Address, Address],
+        streams: Address,
+        blocks: Address,
         capacity: int,
         position: int,
         count: int,
         out: Address,
     ) -> None:
         """`count` tokens, the first after `position` others: qkv [count, (heads + 2 kv_heads) * width], after
-        the gates if it is gated, changed in place; cosines and sines [count, rope]; the streams are keys and
-        values [kv_heads, capacity, width]; out [count, heads * width]. Raises IndexError for positions
-        outside the capacity."""
+        the gates if it is gated, changed in place; cosines and sines [count, rope]; `streams`: addresses of
+        the layer's slabs; `blocks` int32 [capacity / KV_BLOCK]; out [count, heads * width]. Raises
+        IndexError for positions outside the capacity."""
         self._function(
-            handle_of(self._team), ctypes.byref(self._grouped), qkv, *cos_sin, *streams, capacity, position,
-            count, out, self._scratch.reserve(self._size),
+            handle_of(self._team), ctypes.byref(self._grouped), qkv, *cos_sin, streams, blocks, capacity,
+            position, count, out, self._scratch.reserve(self._size),
+        )  # fmt: skip
+
+
+class TokenAttention:
+    """Attention of one new token of a sequence on given queries: all keys and values are in the cache. Used by
+    one thread at a time, like the scratch."""
+
+    def __init__(self, library: Library, team: Team | None, heads: Heads, scratch: Kept) -> None:
+        types = (*[POINTER] * 5, SIZE, SIZE, POINTER, POINTER)
+        self._function = typed(library.functions.tandem_attend, *types, result=checked)
+        self._size = typed(library.functions.tandem_attend_scratch, POINTER, SIZE, SIZE, result=SIZE)
+        self._team, self._threads = team, 1 if team is None else team.threads
+        self._heads, self._scratch = heads, scratch
+
+    def __call__(
+        self, q: Address, streams: Address, blocks: Address, capacity: int, position: int, out: Address
+    ) -> None:
+        """A token with `position` others before it: q float32 [heads, key_width]; streams and blocks as for a
+        span; out float32 [heads, value_width]. Raises IndexError for a position outside the capacity."""
+        heads = ctypes.byref(self._heads)
+        scratch = self._scratch.reserve(self._size(heads, self._threads, position + 1))
+        self._function(
+            handle_of(self._team), heads, q, streams, blocks, capacity, position, out, scratch
         )  # fmt: skip

@@ -47,7 +47,7 @@ VARIANTS = {  # best first
     "avx2": "AVX2",
     "portable": "portable C",
 }
-VERSION = 22  # of the functions in c/kernels.h
+VERSION = 23  # of the functions in c/kernels.h
 OTHER_VERSION = "compiled from another version: install again"
 
 log = logging.getLogger(__name__)

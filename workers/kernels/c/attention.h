@@ -63,11 +63,24 @@ static void rotate(float *x, const float *cosines, const float *sines, int64_t w
     }
 }
 
-/* Where the keys and values of some heads lie: token t's begin at number t * step. */
+/* Where the keys and values of a head lie: in slabs of so many heads, or with `blocks` NULL one after the other. */
 struct stream {
-    const void *keys, *values;
-    int64_t step, key_width, value_width;
+    const void *keys, *values; /* the same: values are the first numbers of keys */
+    const int32_t *blocks;
+    int64_t heads, head, key_width, value_width;
 };
+
+/* The row of a slab of `heads` heads, [rows, width], that has token t of a head. */
+static int64_t slab_row(const int32_t *blocks, int64_t heads, int64_t head, int64_t t) {
+    return (blocks[t / KV_BLOCK] * heads + head) * KV_BLOCK + t % KV_BLOCK;
+}
+
+static int64_t row_of_token(const struct stream *s, int64_t t) {
+    return s->blocks ? slab_row(s->blocks, s->heads, s->head, t) : t;
+}
+
+/* Numbers from a value to the next one. */
+static int64_t value_step(const struct stream *s) { return s->values == s->keys ? s->key_width : s->value_width; }
 
 static void prefetch_bytes(const char *from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) PREFETCH(from + i);
@@ -81,17 +94,21 @@ INLINE void score_keys(const struct stream *s, const int bits, const float *q, i
     for (int64_t t = first; t < tokens; t++) {
         vector sums[SHARING];
         for (int r = 0; r < heads; r++) sums[r] = (vector){0};
-        prefetch_bytes((const char *)s->keys + t * s->step * (bits / 8) + AHEAD, s->key_width * (bits / 8));
+        int64_t row = row_of_token(s, t) * s->key_width, later = t + AHEAD / (s->key_width * (bits / 8));
+        if (later < tokens)
+            prefetch_bytes((const char *)s->keys + row_of_token(s, later) * s->key_width * (bits / 8),
+                           s->key_width * (bits / 8));
         if (s->values != s->keys)
-            prefetch_bytes((const char *)s->values + t * s->step * (bits / 8), s->value_width * (bits / 8));
+            prefetch_bytes((const char *)s->values + row_of_token(s, t) * s->value_width * (bits / 8),
+                           s->value_width * (bits / 8));
         for (int64_t i = 0; i < whole; i += LANES) {
-            vector key = vector_at(s->keys, t * s->step + i, bits);
+            vector key = vector_at(s->keys, row + i, bits);
             for (int r = 0; r < heads; r++) sums[r] = VFMA(key, loaded(q + r * stride + i), sums[r]);
         }
         for (int r = 0; r < heads; r++) {
             float sum = SUM(sums[r]);
             for (int64_t i = whole; i < s->key_width; i++)
-                sum += number_at(s->keys, t * s->step + i, bits) * q[r * stride + i];
+                sum += number_at(s->keys, row + i, bits) * q[r * stride + i];
             scores[r * scores_stride + t - first] = sum * scale;
         }
     }
@@ -116,12 +133,14 @@ INLINE void weigh_values(const struct stream *s, const int bits, const int heads
         vector sums[SHARING][WIDE];
         for (int r = 0; r < heads; r++)
             for (int v = 0; v < WIDE; v++) sums[r][v] = (vector){0};
-        for (int64_t t = first; t < tokens; t++)
+        for (int64_t t = first; t < tokens; t++) {
+            int64_t row = row_of_token(s, t) * value_step(s);
             for (int v = 0; v < WIDE; v++) {
-                vector value = vector_at(s->values, t * s->step + i + v * LANES, bits), zero = {0};
+                vector value = vector_at(s->values, row + i + v * LANES, bits), zero = {0};
                 for (int r = 0; r < heads; r++)
                     sums[r][v] = VFMA(value, scores[r * scores_stride + t - first] - zero, sums[r][v]);
             }
+        }
         for (int r = 0; r < heads; r++)
             for (int v = 0; v < WIDE; v++) memcpy(out + r * width + i + v * LANES, &sums[r][v], sizeof(vector));
     }
@@ -129,7 +148,8 @@ INLINE void weigh_values(const struct stream *s, const int bits, const int heads
         for (int r = 0; r < heads; r++) {
             float sum = 0.0f;
             for (int64_t t = first; t < tokens; t++)
-                sum += number_at(s->values, t * s->step + i, bits) * scores[r * scores_stride + t - first];
+                sum += number_at(s->values, row_of_token(s, t) * value_step(s) + i, bits) *
+                       scores[r * scores_stride + t - first];
             out[r * width + i] = sum;
         }
 }
@@ -156,16 +176,14 @@ static void attend(const struct stream *s, int64_t bits, const float *q, int64_t
 
 /* A token and the range of the cached tokens that it attends to. */
 struct seen {
-    char *streams[2];
-    int64_t capacity, first, tokens;
+    char *const *streams;
+    const int32_t *blocks;
+    int64_t first, tokens;
 };
 
 static struct seen seen_by(const struct token *t, int64_t layer, int64_t streams, int64_t window) {
     int64_t tokens = t->position + 1;
-    struct seen seen = {.capacity = t->capacity, .tokens = tokens,
-                        .first = window && tokens > window ? tokens - window : 0};
-    for (int64_t n = 0; n < streams; n++) seen.streams[n] = t->streams[layer * streams + n];
-    return seen;
+    return (struct seen){t->streams + layer * streams, t->blocks, window && tokens > window ? tokens - window : 0, tokens};
 }
 
 /* Numbers of a row before its queries, and of all. */
@@ -178,8 +196,8 @@ static void apply_gates(const float *gates, int64_t n, float *out) {
 }
 
 /* A token's queries and keys normalised and rotated, all clipped, its keys and values stored in the cache. */
-static void place_token(const struct grouped *g, float *qkv, const float *cosines, const float *sines, void *keys,
-                        void *values, int64_t capacity, int64_t position) {
+static void place_token(const struct grouped *g, float *qkv, const float *cosines, const float *sines,
+                        char *const *streams, const int32_t *blocks, int64_t position) {
     int64_t both[2] = {g->heads * g->width, g->kv_heads * g->width};
     const float *norms[2] = {g->query_norm, g->key_norm};
     float *k = qkv + both[0], *v = k + both[1];
@@ -196,9 +214,9 @@ static void place_token(const struct grouped *g, float *qkv, const float *cosine
             qkv[i] = qkv[i] > g->clip ? g->clip : qkv[i] < -g->clip ? -g->clip : qkv[i];
     for (int64_t head = 0; head < g->heads + g->kv_heads; head++) rotate(qkv + head * g->width, cosines, sines, g->rope);
     for (int64_t head = 0; head < g->kv_heads; head++) {
-        int64_t at = (head * capacity + position) * g->width;
-        store_cached(k + head * g->width, g->width, keys, at, g->bits);
-        store_cached(v + head * g->width, g->width, values, at, g->bits);
+        int64_t at = slab_row(blocks, g->kv_heads, head, position) * g->width;
+        store_cached(k + head * g->width, g->width, streams[0], at, g->bits);
+        store_cached(v + head * g->width, g->width, streams[1], at, g->bits);
     }
 }
 
@@ -206,8 +224,8 @@ static void place_token(const struct grouped *g, float *qkv, const float *cosine
  * tokens attended to. */
 static void attend_grouped(const struct grouped *g, const float *q, const struct seen *seen, int64_t head,
                            int64_t number, float *scores, float *out) {
-    int64_t from = head / (g->heads / g->kv_heads) * seen->capacity * g->width * (g->bits / 8);
-    struct stream s = {seen->streams[0] + from, seen->streams[1] + from, g->width, g->width, g->width};
+    int64_t kv_head = head / (g->heads / g->kv_heads);
+    struct stream s = {seen->streams[0], seen->streams[1], seen->blocks, g->kv_heads, kv_head, g->width, g->width};
     attend(&s, g->bits, q + head * g->width, g->width, number, seen->first, seen->tokens, g->scale,
            g->sinks ? g->sinks + head : NULL, scores, out + head * g->width);
 }
@@ -219,7 +237,7 @@ static void prepare_latent(const struct latent *l, float *latent, const struct t
     int64_t width = l->rank + l->rope;
     rms_norm(latent, l->norm, l->rank, l->eps, latent);
     rotate(latent + l->rank, t->cosines, t->sines, l->rope);
-    store_cached(latent, width, seen->streams[0], t->position * width, l->bits);
+    store_cached(latent, width, seen->streams[0], slab_row(seen->blocks, 1, 0, t->position) * width, l->bits);
 }
 
 /* y [rank] = the sum of q[i] * row i of `rows` rows [rank]. */
@@ -248,9 +266,9 @@ INLINE void latent_head(const struct latent *l, const int bits, const float *q, 
     weighted_rows(rows, bits, l->nope, l->rank, q, down);
     memcpy(down + l->rank, q + l->nope, (size_t)l->rope * sizeof *q);
     rotate(down + l->rank, t->cosines, t->sines, l->rope);
-    struct stream s = {seen->streams[0], seen->streams[0], latent, latent, l->rank};
+    struct stream s = {seen->streams[0], seen->streams[0], seen->blocks, 1, 0, latent, l->rank};
     attend_heads(&s, bits, down, latent, 1, seen->first, seen->tokens, l->scale, NULL, scores, up);
-    struct stream values = {rows + l->nope * l->rank * (bits / 8), NULL, l->rank, l->rank, 0};
+    struct stream values = {rows + l->nope * l->rank * (bits / 8), NULL, NULL, 1, 0, l->rank, 0};
     score_keys(&values, bits, up, 0, 1, 0, l->value, 1.0f, out + head * l->value, 0);
 }
 
@@ -260,6 +278,41 @@ static void attend_latent(const struct latent *l, const float *q, const struct t
         latent_head(l, BF16, q, t, seen, head, scratch, out);
     else
         latent_head(l, 32, q, t, seen, head, scratch, out);
+}
+
+/* --- one token on given queries ------------------------------------------------------------------------------- */
+
+struct attending {
+    const struct heads *h;
+    const float *q;
+    struct seen seen;
+    float *scores, *out;
+};
+
+static void attend_some(void *context, int64_t lo, int64_t hi) {
+    const struct attending *a = context;
+    const struct heads *h = a->h;
+    for (int64_t head = lo; head < hi; head++) {
+        struct stream s = {a->seen.streams[0], a->seen.streams[h->latent ? 0 : 1], a->seen.blocks, h->kv_heads,
+                           head / (h->heads / h->kv_heads), h->key_width, h->value_width};
+        attend(&s, h->bits, a->q + head * h->key_width, h->key_width, 1, a->seen.first, a->seen.tokens, h->scale,
+               h->sinks ? h->sinks + head : NULL, a->scores + head * (a->seen.tokens - a->seen.first),
+               a->out + head * h->value_width);
+    }
+}
+
+int64_t tandem_attend_scratch(const struct heads *h, int64_t threads, int64_t tokens) {
+    (void)threads;
+    return 4 * h->heads * tokens;
+}
+
+int tandem_attend(struct team *team, const struct heads *h, const float *q, char *const *streams, const int32_t *blocks,
+                  int64_t capacity, int64_t position, float *out, void *scratch) {
+    if (position < 0 || position >= capacity) return BAD_POSITION;
+    struct token token = {.streams = streams, .blocks = blocks, .position = position};
+    struct attending a = {h, q, seen_by(&token, 0, 0, h->window), scratch, out};
+    parallel_for(team, attend_some, &a, h->heads, 0);
+    return FINE;
 }
 
 void tandem_rms_norm(const float *x, const float *weight, int64_t rows, int64_t width, float eps, float *out) {

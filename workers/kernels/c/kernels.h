@@ -25,6 +25,7 @@
 
 enum { BLOCK = 16 }; /* outputs interleaved in the integer formats */
 enum { ROWS = 8 };   /* most rows that one read of a block is applied to */
+enum { KV_BLOCK = 64 }; /* tokens of a block of the KV cache */
 enum { STRIP = 128 }; /* rows: their activations stay in a core's cache while all blocks are multiplied */
 
 /* Matrix units: rows of a tile. A tile takes about as long however many of its rows are used. */
@@ -183,7 +184,11 @@ struct norm { /* RMS norm, or with a bias LayerNorm */
     float eps;
 };
 
-/* Attention of a single token: its keys and values are stored in the cache; it attends to itself and to the tokens
+/* The KV cache. A stream (keys, values, or latents) of a layer is one slab for all sequences, [blocks, heads, KV_BLOCK,
+ * width]. A sequence has a table of block numbers, the same in all slabs: its token t lies in block table[t / KV_BLOCK],
+ * at t % KV_BLOCK. `capacity`: KV_BLOCK times the table's length.
+ *
+ * Attention of a single token: its keys and values are stored in the cache; it attends to itself and to the tokens
  * cached before. `bits` of the cached numbers: BF16 or FLOAT32. */
 struct grouped { /* query heads in groups that share keys and values */
     int64_t bits, heads, kv_heads, width;
@@ -197,13 +202,13 @@ struct grouped { /* query heads in groups that share keys and values */
 };
 
 /* `count` new tokens of a sequence, the first at `position`, in the same way: qkv [count, (heads + 2 kv_heads) * width],
- * after the gates if there are any, changed in place; keys, values [kv_heads, capacity, width]; out [count, heads *
- * width]; cosines and sines [count, rope]. `scratch`, 64-byte aligned, has tandem_span_scratch bytes for each thread of
- * the team. A token's bits depend on no token after it whose numbers are finite, nor on how many come with it. */
+ * after the gates if there are any, changed in place; streams [2]: the layer's slabs of keys and values, `blocks` the
+ * sequence's table; out [count, heads * width]; cosines and sines [count, rope]. `scratch`, 64-byte aligned, has
+ * tandem_span_scratch bytes for each thread of the team. A token's bits depend on no token after it whose numbers are finite, nor on how many come with it. */
 int64_t tandem_span_scratch(const struct grouped *grouped);
 int tandem_span(struct team *team, const struct grouped *grouped, float *qkv, const float *cosines,
-                const float *sines, void *keys, void *values, int64_t capacity, int64_t position, int64_t count,
-                float *out, void *scratch);
+                const float *sines, char *const *streams, const int32_t *blocks, int64_t capacity, int64_t position,
+                int64_t count, float *out, void *scratch);
 
 struct latent { /* keys and values are expanded from one cached vector; for a single token, the query is instead */
     int64_t bits, heads, rank, nope, rope, value;
@@ -226,6 +231,22 @@ struct delta {
     float eps;
 };
 
+/* Attention of one new token of a sequence on given queries, for layers that are computed elsewhere: all keys and values,
+ * its own included, are in the cache. */
+struct heads {
+    int64_t bits, heads, kv_heads, key_width, value_width;
+    int64_t latent; /* 1: there is one stream, and a value is the first numbers of its key */
+    int64_t window; /* as in struct grouped, and so are the following */
+    const float *sinks;
+    float scale;
+};
+
+/* out [heads, value_width] of q [heads, key_width]; streams of its layer. The token has `position` others before it.
+ * `scratch`, 64-byte aligned, has tandem_attend_scratch bytes, where it attends to at most `tokens`. */
+int64_t tandem_attend_scratch(const struct heads *heads, int64_t threads, int64_t tokens);
+int tandem_attend(struct team *team, const struct heads *heads, const float *q, char *const *streams,
+                  const int32_t *blocks, int64_t capacity, int64_t position, float *out, void *scratch);
+
 struct layer { /* pointers to what a layer does not have are NULL */
     int64_t hidden, experts;
     struct norm attention_norm, mlp_norm;
@@ -246,8 +267,9 @@ struct layer { /* pointers to what a layer does not have are NULL */
 struct token {
     const float *cosines, *sines; /* [rope] rotate number i with number i + rope / 2 (RoPE); the sines carry the
                                    * halves' signs */
-    char *const *streams;         /* of all layers: keys and values [kv_heads, capacity, width], or latents [capacity,
-                                   * rank + rope] */
+    char *const *streams;         /* [layers, streams of a layer] slabs: of keys and of values, or of latents (heads 1,
+                                   * width rank + rope) */
+    const int32_t *blocks;        /* the sequence's table */
     char *const *states;          /* of all layers four: of the delta rule its inputs [taps - 1, queries, keys and values]
                                    * of the tokens before and its matrices; then the same, written, after the token */
     int64_t capacity, position;   /* `position`: tokens before it */

@@ -166,8 +166,8 @@ static void prepare_rows(void *context, int64_t lo, int64_t hi) {
         struct seen seen = seen_by_row(run, r);
         float *row = run->wide + r * l->first->of.outputs;
         if (l->grouped) {
-            place_token(l->grouped, row + gates_of(l->grouped), token->cosines, token->sines, seen.streams[0], seen.streams[1],
-                        seen.capacity, token->position);
+            place_token(l->grouped, row + gates_of(l->grouped), token->cosines, token->sines, seen.streams, seen.blocks,
+                        token->position);
             continue;
         }
         prepare_latent(l->latent, row + l->first->of.outputs - l->latent->rank - l->latent->rope, token, &seen);

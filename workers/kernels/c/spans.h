@@ -8,7 +8,7 @@
 #include "blocks.h"
 #include "rows.h"
 
-enum { PANEL = 64 };                            /* tokens whose keys and values are widened together */
+enum { PANEL = KV_BLOCK };                      /* tokens whose keys and values are widened together */
 enum { QUERIES = 256 };                         /* query rows of a block, about: what a widened panel serves */
 enum { HIGH = 4 };                              /* rows multiplied together */
 
@@ -16,11 +16,12 @@ struct span_attention {
     const struct grouped *g;
     float *qkv; /* [count, row_of], behind the gates */
     const float *cosines, *sines;
-    char *keys, *values;
-    int64_t capacity, position, count;
+    char *const *streams;
+    const int32_t *blocks;
+    int64_t position, count;
     float *out;
     char *scratch; /* of each task, see span_scratch */
-    int64_t blocks; /* blocks of query rows, of one head of keys */
+    int64_t row_blocks; /* blocks of query rows, of one head of keys */
 };
 
 /* c [rows, columns] = or += a [rows, depth] b [depth, columns]; columns: a multiple of LANES. */
@@ -80,12 +81,12 @@ int64_t tandem_span_scratch(const struct grouped *g) { return lay_out_span(g, NU
 INLINE void widen_panel(const struct span_attention *o, const int bits, int64_t head, int64_t first, int64_t n,
                         float *keys, float *values) {
     int64_t width = o->g->width, padded = rounded_up(width, LANES);
-    int64_t from = (head * o->capacity + first) * width;
+    int64_t from = slab_row(o->blocks, o->g->kv_heads, head, first) * width;
     for (int64_t t = 0; t < PANEL; t++) {
         for (int64_t i = 0; i < width; i++)
-            keys[i * PANEL + t] = t < n ? number_at(o->keys, from + t * width + i, bits) : 0.0f;
+            keys[i * PANEL + t] = t < n ? number_at(o->streams[0], from + t * width + i, bits) : 0.0f;
         for (int64_t i = 0; i < padded; i++)
-            values[t * padded + i] = t < n && i < width ? number_at(o->values, from + t * width + i, bits) : 0.0f;
+            values[t * padded + i] = t < n && i < width ? number_at(o->streams[1], from + t * width + i, bits) : 0.0f;
     }
 }
 
@@ -150,8 +151,8 @@ static void place_tokens(void *context, int64_t lo, int64_t hi) {
     const struct span_attention *o = context;
     int64_t all = row_of(o->g);
     for (int64_t t = lo; t < hi; t++)
-        place_token(o->g, o->qkv + t * all, o->cosines + t * o->g->rope, o->sines + t * o->g->rope, o->keys,
-                    o->values, o->capacity, o->position + t);
+        place_token(o->g, o->qkv + t * all, o->cosines + t * o->g->rope, o->sines + t * o->g->rope,
+                    o->streams, o->blocks, o->position + t);
 }
 
 struct span_queue {
@@ -163,21 +164,21 @@ struct span_queue {
 static void take_blocks(void *context, int64_t lo, int64_t hi) {
     struct span_queue *q = context;
     const struct span_attention *o = q->o;
-    int64_t height = block_tokens(o->g), number = o->blocks * o->g->kv_heads;
+    int64_t height = block_tokens(o->g), number = o->row_blocks * o->g->kv_heads;
     for (int64_t thread = lo; thread < hi; thread++)
         for (int64_t n; (n = __atomic_fetch_add(&q->next, 1, __ATOMIC_RELAXED)) < number;) {
-            int64_t block = o->blocks - 1 - n / o->g->kv_heads;
+            int64_t block = o->row_blocks - 1 - n / o->g->kv_heads;
             attend_block(o, n % o->g->kv_heads, block * height, least((block + 1) * height, o->count),
                          o->scratch + thread * q->step);
         }
 }
 
 int tandem_span(struct team *team, const struct grouped *g, float *qkv, const float *cosines, const float *sines,
-                void *keys, void *values, int64_t capacity, int64_t position, int64_t count, float *out,
-                void *scratch) {
+                char *const *streams, const int32_t *blocks, int64_t capacity, int64_t position, int64_t count,
+                float *out, void *scratch) {
     if (position < 0 || count < 0 || position > capacity || count > capacity - position) return BAD_POSITION;
     int64_t height = block_tokens(g);
-    struct span_attention o = {g, qkv + gates_of(g), cosines, sines, keys, values, capacity, position, count, out, scratch,
+    struct span_attention o = {g, qkv + gates_of(g), cosines, sines, streams, blocks, position, count, out, scratch,
                                (count + height - 1) / height};
     struct span_queue queue = {&o, 0, tandem_span_scratch(g)};
     parallel_for(team, place_tokens, &o, count, WAKE_NS);

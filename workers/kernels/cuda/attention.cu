@@ -1,20 +1,29 @@
-/* Attention of a decode step: one new token of each of some sequences, whose keys and values lie at any addresses. All
- * that changes from one step to the next (addresses, capacities, positions) is read from the device's memory, so the
- * same launches serve every step, also from a CUDA graph. A row without a sequence has the position -1.
+/* Attention of a decode step: one new token of each of some sequences, whose keys and values lie in blocks of TOKENS
+ * tokens anywhere in slabs [blocks, heads, TOKENS, width]. All that changes from one step to the next (positions, tables
+ * of blocks) is read from the device's memory, so the same launches serve every step, also from a CUDA graph. A row
+ * without a sequence has the position -1; the n-th block of row r is blocks[n * stride + r].
  *
- * Keys and values are of BITS bits, float32 or bf16; sums are float32. A sequence's tokens are divided into chunks, of
- * a size that does not depend on the batch: a block of threads takes one chunk of one head of keys and values with a few
- * query heads, and `merge` adds the chunks in their order. So a row's bits depend on its own sequence alone. */
+ * Keys and values are of BITS bits, float32, bf16, or int8 with a scale for each RUN numbers of a token; sums are float32.
+ * A sequence's tokens are divided into chunks, of a size that does not depend on the batch: a block of threads takes one
+ * chunk of one head of keys and values with a few query heads, and `merge` adds the chunks in their order. So a row's bits
+ * depend on its own sequence alone. */
 #include "numbers.cuh"
 
 #if BITS == 16
-typedef uint16_t number;
+typedef uint16_t number; /* of queries and new tokens */
+typedef number cached;
 DEVICE float wide(number bf16) { return widened(bf16); }
 #else
 typedef float number;
 DEVICE float wide(number x) { return x; }
+#if BITS == 8
+typedef int8_t cached;
+#else
+typedef number cached;
+#endif
 #endif
 
+enum { TOKENS = 64, RUN = 128 };
 enum { APPEND_THREADS = 128, ATTEND_THREADS = 256, MERGE_THREADS = 128 };
 enum { STEP = ATTEND_THREADS / 2 };                 /* tokens at a time: two threads compute the scores of each */
 enum { MOST_WIDTH = 576, MOST_CHUNKS = 64 };        /* numbers of a key; chunks of a sequence */
@@ -22,27 +31,68 @@ enum { VECTOR = 128 / BITS };                       /* numbers that a thread rea
 enum { EXTRA = 2 };                                 /* numbers beside the values: largest score, sum of weights */
 #define LEAST -3.0e38f
 
-/* The new tokens' numbers [rows, heads, width], rows that far apart, to their places; of one stream or two. */
+/* The line of a slab, of `width` numbers, that a row's token has in a head: of the first one, the others follow TOKENS
+ * lines apart. */
+DEVICE int64_t line_of(const int64_t *blocks, int64_t stride, int64_t row, int64_t heads, int64_t token) {
+    return blocks[token / TOKENS * stride + row] * heads * TOKENS + token % TOKENS;
+}
+
+DEVICE float larger(float a, float b) { return a > b ? a : b; }
+
+#if BITS == 8
+DEVICE int64_t runs_of(int64_t width) { return (width + RUN - 1) / RUN; }
+
+/* A head's `width` numbers by a warp, whose lanes all call it. */
+DEVICE void quantize(const number *from, int lane, int64_t width, cached *to, float *scales) {
+    for (int64_t lo = 0; lo < width; lo += RUN) {
+        int64_t hi = lo + RUN < width ? lo + RUN : width;
+        float most = 0.0f;
+        for (int64_t at = lo + lane; at < hi; at += WARP) most = larger(from[at] < 0.0f ? -from[at] : from[at], most);
+#pragma unroll
+        for (int far = WARP / 2; far; far /= 2) most = larger(most, __shfl_xor_sync(ALL_LANES, most, far));
+        float scale = __fdiv_rn(most, 127.0f), divisor = scale > 0.0f ? scale : 1.0f;
+        for (int64_t at = lo + lane; at < hi; at += WARP) /* adding 1.5 * 2^23 rounds to whole numbers */
+            to[at] = (cached)(__float_as_int(__fadd_rn(__fdiv_rn(from[at], divisor), 12582912.0f)) - 0x4B400000);
+        if (lane == 0) scales[lo / RUN] = scale;
+    }
+}
+#endif
+
+/* The new tokens' numbers [rows, heads, width], rows that far apart, to their places; of one stream or two, with their
+ * scales. */
 KERNEL(APPEND_THREADS, append, const number *first, int64_t first_stride, const number *second, int64_t second_stride,
-       const int64_t *positions, const int64_t *capacities, number *const *firsts, number *const *seconds,
-       int64_t heads, int64_t width, int64_t streams) {
-    int64_t row = blockIdx.x / streams, position = positions[row], capacity = capacities[row];
+       const int64_t *positions, const int64_t *blocks, int64_t stride, cached *firsts, cached *seconds,
+       float *first_scales, float *second_scales, int64_t heads, int64_t width, int64_t streams) {
+    int64_t row = blockIdx.x / streams, position = positions[row];
     bool other = blockIdx.x % streams != 0;
     if (position < 0) return;
     const number *from = other ? second + row * second_stride : first + row * first_stride;
-    number *to = other ? seconds[row] : firsts[row];
+    cached *to = other ? seconds : firsts;
+    int64_t line = line_of(blocks, stride, row, heads, position);
+#if BITS == 8
+    float *scales = other ? second_scales : first_scales;
+    int64_t runs = runs_of(width);
+    for (int64_t head = threadIdx.x / WARP; head < heads; head += APPEND_THREADS / WARP) {
+        int64_t of_head = line + head * TOKENS;
+        quantize(from + head * width, threadIdx.x % WARP, width, to + of_head * width, scales + of_head * runs);
+    }
+#else
     for (int64_t at = threadIdx.x; at < heads * width; at += APPEND_THREADS)
-        to[(at / width * capacity + position) * width + at % width] = from[at];
+        to[(line + at / width * TOKENS) * width + at % width] = from[at];
+#endif
 }
 
 /* VECTOR numbers, 0 beyond `count`. Where rows are no `whole` vectors, they are not aligned either. */
-DEVICE void read(const number *from, bool whole, int64_t count, float *to) {
+DEVICE void read(const cached *from, bool whole, int64_t count, float *to) {
     if (whole) {
         uint4 all = __ldg((const uint4 *)from);
         uint32_t words[4] = {all.x, all.y, all.z, all.w};
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-#if BITS == 16
+#if BITS == 8
+#pragma unroll
+            for (int k = 0; k < 4; k++) to[4 * i + k] = (float)(int8_t)(words[i] >> 8 * k);
+#elif BITS == 16
             to[2 * i] = __uint_as_float(words[i] << 16), to[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
 #else
             to[i] = __uint_as_float(words[i]);
@@ -55,7 +105,7 @@ DEVICE void read(const number *from, bool whole, int64_t count, float *to) {
 }
 
 /* Two numbers that follow each other, the second only if there is one. */
-DEVICE void read_pair(const number *from, bool aligned, bool two, float *to) {
+DEVICE void read_pair(const cached *from, bool aligned, bool two, float *to) {
 #if BITS == 16
     if (aligned) {
         uint32_t word = __ldg((const uint32_t *)from);
@@ -66,13 +116,11 @@ DEVICE void read_pair(const number *from, bool aligned, bool two, float *to) {
     to[0] = wide(from[0]), to[1] = two ? wide(from[1]) : 0.0f;
 }
 
-DEVICE float larger(float a, float b) { return a > b ? a : b; }
-
 #define ATTEND_ARGUMENTS                                                                                         \
-    const number *q, int64_t q_stride, const int64_t *positions, const int64_t *capacities,                      \
-        const number *const *keys, const number *const *values, int64_t kv_heads, int64_t group, int64_t width,  \
-        int64_t value_width, int64_t value_stride, int64_t window, int64_t chunk, int64_t chunks, int64_t scale,  \
-        float *parts
+    const number *q, int64_t q_stride, const int64_t *positions, const int64_t *blocks, int64_t stride,          \
+        const cached *keys, const cached *values, const float *key_scales, const float *value_scales,            \
+        int64_t kv_heads, int64_t group, int64_t width, int64_t value_width, int64_t value_stride,               \
+        int64_t window, int64_t chunk, int64_t chunks, int64_t scale, float *parts
 /* HEADS query heads of a group. q [rows, kv_heads * group, width]; scale: the bits of a float. */
 template <int HEADS> DEVICE void attend_of(ATTEND_ARGUMENTS) {
     SHARED(float, queries, HEADS *MOST_WIDTH);
@@ -81,15 +129,14 @@ template <int HEADS> DEVICE void attend_of(ATTEND_ARGUMENTS) {
     SHARED(float, most, HEADS);
     SHARED(float, total, HEADS);
     SHARED(float, factor, HEADS);
+    SHARED(int64_t, lines, STEP); /* of the tokens in this head */
     int64_t splits = (group + HEADS - 1) / HEADS, at = blockIdx.x;
     int64_t part = at % chunks, split = at / chunks % splits, head = at / chunks / splits % kv_heads;
     int64_t row = at / chunks / splits / kv_heads;
     int64_t tokens = positions[row] + 1, first = window > 0 && tokens > window ? tokens - window : 0;
     int64_t lo = first + part * chunk, hi = lo + chunk < tokens ? lo + chunk : tokens;
     if (lo >= hi) return; /* the whole block */
-    int64_t query = head * group + split * HEADS, left = group - split * HEADS, capacity = capacities[row];
-    const number *of_keys = keys[row] + head * capacity * width;
-    const number *of_values = values[row] + head * capacity * value_stride;
+    int64_t query = head * group + split * HEADS, left = group - split * HEADS;
     int thread = threadIdx.x, warp = thread / WARP, lane = thread % WARP;
 
     for (int i = thread; i < HEADS * MOST_WIDTH; i += ATTEND_THREADS) {
@@ -107,17 +154,24 @@ template <int HEADS> DEVICE void attend_of(ATTEND_ARGUMENTS) {
 
     for (int64_t base = lo; base < hi; base += STEP) {
         int number_of = (int)(hi - base < STEP ? hi - base : STEP);
-        __syncthreads(); /* queries are there; the weights before have been read */
+        __syncthreads(); /* queries are there; the weights and lines before have been read */
         int token = thread / 2;
         float dots[HEADS];
 #pragma unroll
         for (int h = 0; h < HEADS; h++) dots[h] = 0.0f;
         if (token < number_of) {
-            const number *key = of_keys + (base + token) * width;
+            int64_t line = line_of(blocks, stride, row, kv_heads, base + token) + head * TOKENS;
+            const cached *key = keys + line * width;
+            if (thread % 2 == 0) lines[token] = line;
 #pragma unroll 2
             for (int c = thread % 2 * VECTOR; c < (int)width; c += 2 * VECTOR) {
                 float numbers[VECTOR];
                 read(key + c, whole, width - c, numbers);
+#if BITS == 8
+                float step = key_scales[line * runs_of(width) + c / RUN];
+#pragma unroll
+                for (int i = 0; i < VECTOR; i++) numbers[i] = __fmul_rn(numbers[i], step);
+#endif
 #pragma unroll
                 for (int h = 0; h < HEADS; h++)
 #pragma unroll
@@ -152,11 +206,14 @@ template <int HEADS> DEVICE void attend_of(ATTEND_ARGUMENTS) {
 #pragma unroll
             for (int h = 0; h < HEADS; h++)
                 added[h][0] = __fmul_rn(added[h][0], factor[h]), added[h][1] = __fmul_rn(added[h][1], factor[h]);
-            const number *value = of_values + base * value_stride + column;
 #pragma unroll 8
             for (int t = strip; t < number_of; t += strips) {
                 float pair[2];
-                read_pair(value + t * value_stride, aligned, two, pair);
+                read_pair(values + lines[t] * value_stride + column, aligned, two, pair);
+#if BITS == 8
+                float step = value_scales[lines[t] * runs_of(value_stride) + column / RUN];
+                pair[0] = __fmul_rn(pair[0], step), pair[1] = __fmul_rn(pair[1], step);
+#endif
 #pragma unroll
                 for (int h = 0; h < HEADS; h++) {
                     float weight = scores[h * STEP + t];
@@ -188,8 +245,8 @@ template <int HEADS> DEVICE void attend_of(ATTEND_ARGUMENTS) {
 }
 
 #define ATTEND(heads)                                                                                            \
-    attend_of<heads>(q, q_stride, positions, capacities, keys, values, kv_heads, group, width, value_width,      \
-                     value_stride, window, chunk, chunks, scale, parts)
+    attend_of<heads>(q, q_stride, positions, blocks, stride, keys, values, key_scales, value_scales, kv_heads,   \
+                     group, width, value_width, value_stride, window, chunk, chunks, scale, parts)
 
 KERNEL(ATTEND_THREADS, attend_1, ATTEND_ARGUMENTS) { ATTEND(1); }
 KERNEL(ATTEND_THREADS, attend_2, ATTEND_ARGUMENTS) { ATTEND(2); }

@@ -1,5 +1,5 @@
 """Attention of a decode step by the CUDA kernels: new keys and values are written, each chunk of a sequence
-is attended to, and the chunks are added up. Nothing here depends on a sequence's length or addresses: the
+is attended to, and the chunks are added up. Nothing here depends on a sequence's length or blocks: the
 kernels read those from a table on the device."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROW_NUMBERS = 1 << 19  # of the chunks of a row together: models with many wide 
 
 
 def program(dtype: torch.dtype) -> Program:
-    """Returns the program for keys and values of this dtype, float32 or bfloat16."""
+    """Returns the program for keys and values of this dtype, float32, bfloat16 or int8."""
     return Program("attention.cu", (("BITS", 8 * dtype.itemsize),))
 
 
@@ -39,12 +39,14 @@ def bits_of(number: float) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """The places of a layer's numbers of each row: addresses on the device of int64 [R] each."""
+    """The places of a layer's numbers of each row, by addresses on the device."""
 
     number: int
-    positions: int  # of the new tokens; -1: no sequence
-    capacities: int  # tokens, of the sequences
-    streams: tuple[int, ...]  # of addresses: of keys and values, or of the one stream that has both
+    positions: int  # of int64 [R], of the new tokens; -1: no sequence
+    blocks: int  # of int64 [most blocks, `stride`], of the rows' blocks
+    stride: int
+    streams: tuple[int, ...]  # slabs: of keys and values, or the one that has both
+    scales: tuple[int, ...]  # of these, where they are int8; else 0
 
 
 class DecodeAttention:
@@ -53,20 +55,21 @@ class DecodeAttention:
     def __init__(self, launcher: Launcher, context: int) -> None:
         """`launcher` has the `program` of the cache's dtype."""
         self._launcher = launcher
-        self._context = context
+        self.context = context
 
     def chunk_of(self, heads: int, value_width: int) -> int:
         """Tokens of a chunk for so many query heads: the same for all batches of a model."""
         chunks = min(MOST_CHUNKS, max(1, ROW_NUMBERS // (heads * (value_width + EXTRA))))
-        return STEP * -(-self._context // (STEP * chunks))
+        return STEP * -(-self.context // (STEP * chunks))
 
     def append(self, rows: Rows, *new: Tensor) -> None:
-        """Write the rows' new numbers [R, heads, width] of each stream; a row's lie together."""
+        """Write the rows' new numbers [R, heads, width] of each stream, in the dtype of queries; a row's lie
+        together."""
         first, last = new[0], new[-1]
         self._launch(
             "append", rows.number * len(new),
             first.data_ptr(), first.stride(0), last.data_ptr(), last.stride(0),
-            rows.positions, rows.capacities, rows.streams[0], rows.streams[-1],
+            *_places(rows),
             first.shape[1], first.shape[2], len(new),
         )  # fmt: skip
 
@@ -81,12 +84,13 @@ class DecodeAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of q [R, heads, width] to the tokens up to the new one: float32 [R, heads * value_width].
-        `window`: the last tokens that count. Values are the first numbers of the last stream, whose rows are
-        as wide as keys where it is the only one. `sinks` float32 [heads]: more scores, whose value is 0."""
+        Queries are of the cache's dtype, of int8 float32. `window`: the last tokens that count. Values are
+        the first numbers of the last stream, whose rows are as wide as keys where it is the only one. `sinks`
+        float32 [heads]: more scores, whose value is 0."""
         number, heads, width = q.shape
         group = heads // kv_heads
         limit = next((limit for limit in HEADS if group <= limit), HEADS[-1])
-        seen, chunk = min(window or self._context, self._context), self.chunk_of(heads, value_width)
+        seen, chunk = min(window or self.context, self.context), self.chunk_of(heads, value_width)
         chunks = -(-seen // chunk)
         wide = width if len(rows.streams) == 1 else value_width
         parts = torch.empty(
@@ -95,7 +99,7 @@ class DecodeAttention:
         out = torch.empty((number, heads * value_width), dtype=torch.float32, device=q.device)
         self._launch(
             f"attend_{limit}", number * kv_heads * -(-group // limit) * chunks,
-            q.data_ptr(), q.stride(0), rows.positions, rows.capacities, rows.streams[0], rows.streams[-1],
+            q.data_ptr(), q.stride(0), *_places(rows),
             kv_heads, group, width, value_width, wide, window or 0, chunk, chunks, bits_of(scale),
             parts.data_ptr(),
         )  # fmt: skip
@@ -108,3 +112,9 @@ class DecodeAttention:
 
     def _launch(self, kernel: str, blocks: int, *arguments: int) -> None:
         self._launcher.launch(kernel, blocks, THREADS[kernel.partition("_")[0]], *arguments)
+
+
+def _places(rows: Rows) -> tuple[int, ...]:
+    """Of one stream twice, and of its scales."""
+    both = rows.streams[0], rows.streams[-1], rows.scales[0], rows.scales[-1]
+    return rows.positions, rows.blocks, rows.stride, *both

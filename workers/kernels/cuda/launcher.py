@@ -19,7 +19,7 @@ from workers.cuda import CudaError, call
 from workers.kernels.cuda.compiler import Program, compiled, kernels
 
 MOST_BLOCKS = (1 << 31) - 1  # of one launch
-MOST_ARGUMENTS = 16
+MOST_ARGUMENTS = 20
 
 
 class Launcher(Protocol):
