@@ -204,7 +204,7 @@ class Scheduler:
         match = self._prefixes.find(job.client, job.ids) if job.shares else None
         kv = self._prefixes.begin(match, len(job.tokens), wanted, growth)
         if kv is not None and match is not None:
-            job.stops = self._prefixes.stops(match, job.prefill_end)
+            job.stops |= self._prefixes.stops(match, job.prefill_end)
         return kv
 
     def _awaits(self, job: Job) -> bool:

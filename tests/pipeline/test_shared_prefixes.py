@@ -1,5 +1,5 @@
-"""Requests that begin with the same tokens, on a real engine: what is computed once, and that answers are those of
-requests that are computed alone."""
+"""Requests that begin with the same tokens, on a real engine: what is computed once, and that answers are
+those of requests that are computed alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import random
 from collections.abc import Iterator, Sequence
 
 import pytest
-from test_scheduler import BOUND, Harness
+from families import Case, save
+from test_scheduler import Harness
 from thread_engine import engine_in_threads
 
 from launch.equality import Verdict, compare
@@ -19,19 +20,28 @@ from pipeline.policies.view import PolicyRequest
 from protocol.messages import Done, Generate, Token
 
 CONTEXT = 4096
+BOUND = 1e-3  # between float32 results of different batches and chunks
 OPENING = tuple(3 + 7 * i % 250 for i in range(3000))  # a system message with its tools
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
 
+@pytest.fixture(scope="module", params=["mixtral", "qwen3_next"])
+def family(request) -> str:
+    """One of plain attention, one that is recurrent."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def engine(tiny_model, tmp_path_factory) -> Iterator[Engine]:
-    with engine_in_threads(tiny_model, tmp_path_factory.mktemp("s")) as (engine, _):
+def engine(family, tmp_path_factory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("s")
+    save(Case(family, "plain", {"max_position_embeddings": CONTEXT}), folder)
+    with engine_in_threads(folder, folder, context=CONTEXT) as (engine, _):
         engine.set_policy(make_policy(PolicyRequest("all-host"), 1), None)
         yield engine
 
 
-def long_harness(engine: Engine, blocks: int = 80) -> Harness:
+def long_harness(engine: Engine, blocks: int) -> Harness:
     harness = Harness(engine, blocks * KV_BLOCK, CONTEXT, slots=4)
     harness.scheduler.chunk = harness.scheduler.chunk_alone = 512
     return harness
@@ -56,8 +66,8 @@ def reused(harness: Harness, request: int) -> int:
     return int(harness.answer(request)[1].stats["kv_reused_tokens"])
 
 
-def test_four_requests_at_once_compute_their_new_opening_once(engine) -> None:
-    harness = long_harness(engine)
+def test_four_requests_at_once_compute_their_new_opening_once(engine, family) -> None:
+    harness = long_harness(engine, 80)
     asked = [ask(number, (*OPENING, *range(5 + number, 15 + number))) for number in range(4)]
     before = engine.counters.snapshot()["prefill"]["rows"]
     for message in asked:
@@ -71,10 +81,10 @@ def test_four_requests_at_once_compute_their_new_opening_once(engine) -> None:
         harness.scheduler.round()
         most = max(most, harness.scheduler.stats()["kv_shared_blocks"])
     assert most == len(OPENING) // KV_BLOCK
-    whole = len(OPENING) // KV_BLOCK * KV_BLOCK
-    assert [reused(harness, number) for number in range(4)] == [0, *[whole] * 3]
+    found = len(OPENING) if family == "mixtral" else len(OPENING) // KV_BLOCK * KV_BLOCK
+    assert [reused(harness, number) for number in range(4)] == [0, found, found, found]
     rows = engine.counters.snapshot()["prefill"]["rows"] - before
-    assert rows == 20 + len(OPENING) + 10 + 3 * (len(OPENING) + 10 - whole)
+    assert rows == 20 + len(OPENING) + 10 + 3 * (len(OPENING) + 10 - found)
     check_answers(harness, asked[:2])
     harness.check_empty()
 
@@ -82,8 +92,8 @@ def test_four_requests_at_once_compute_their_new_opening_once(engine) -> None:
 @pytest.mark.parametrize("end", ["fails", "is cancelled", "is preempted", "gives way"])
 def test_those_that_wait_for_a_prefill_go_on_without_it(engine, monkeypatch, end: str) -> None:
     """Behind what it has computed, unless that is doubtful. All counts are right in the end."""
-    harness = long_harness(engine)
-    scheduler, opening = harness.scheduler, OPENING[:1500]
+    harness = long_harness(engine, 64)
+    scheduler, opening = harness.scheduler, OPENING[: 23 * KV_BLOCK]
     asked = [ask(number, (*opening, 5 + number, 9), 2) for number in range(3)]
     for message in asked:
         scheduler.enqueue(b"c", message)
@@ -105,24 +115,20 @@ def test_those_that_wait_for_a_prefill_go_on_without_it(engine, monkeypatch, end
         scheduler._preempt(first)
     else:
         harness.slow.add(b"c")  # its client reads no more, and another one needs the whole cache
-        harness.run_until(b"d", ask(0, OPENING, 1000))
+        harness.run_until(b"d", ask(0, (*OPENING, *OPENING[:900]), 20))
         harness.slow.clear()
     harness.finish()
-    # The second one computes the rest, and the third one waits for that.
+    # The first one again, else the second one, computes the rest, and the others wait for that.
     begun = [reused(harness, number) for number in (1, 2)]
-    shared = len(opening) // KV_BLOCK * KV_BLOCK
-    if end == "is preempted":
-        assert begun == [shared, shared]
-    elif end == "gives way":
-        assert begun[1] == shared
-    else:
-        assert begun == [0 if end == "fails" else computed, shared]
+    first_of_both = {"fails": 0, "is cancelled": computed}.get(end, len(opening))
+    assert begun == [first_of_both, len(opening)]
     check_answers(harness, asked[1:])
     harness.check_empty()
 
 
 def test_a_hundred_conversations_answer_as_without_the_cache(engine) -> None:
-    """Over a full KV cache, several at once, some cancelled: what is computed anew is bounded by what was evicted."""
+    """Over a full KV cache, several at once, some cancelled: what is computed anew is bounded by what was
+    evicted."""
     draws = random.Random(3)
     harness = Harness(engine, 40 * KV_BLOCK, 512)
     scheduler = harness.scheduler
@@ -148,6 +154,6 @@ def test_a_hundred_conversations_answer_as_without_the_cache(engine) -> None:
     assert stats["kv_evicted_blocks"] > 20
     assert stats["kv_reused_tokens"] > 0.8 * known
     whole = [m for m in asked if len(harness.answered(m.request)) == 3]
-    check_answers(harness, draws.sample(whole, 12))
+    check_answers(harness, draws.sample(whole, 8))
     harness.check_empty()
     assert len(harness.to(b"c", Token)) > 3 * len(whole) - 1
