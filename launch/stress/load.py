@@ -247,7 +247,7 @@ async def run_load(
                 group.create_task(serve(client, outcomes))
     finally:
         load.seconds = time.perf_counter() - began
-        load.unsent += sum(entry.requests for _, entry in queue)
+        load.unsent += sum(entry.requests for entry in queue)
 
 
 async def count_strays(clients: list[Client], load: Load) -> None:
