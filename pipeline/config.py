@@ -37,6 +37,7 @@ ExchangeName = Literal["shm", "zmq"]
 GraphsName = Literal["auto", "off"]
 # own: bf16, and the matrices that the file has quantized as they are there.
 BackboneDType = Literal["f32", "bf16", "fp8", "int8", "int4", "own"]
+KvDType = Literal["f32", "bf16", "int8"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class EngineConfig:
     policy_options: dict[str, str] = field(default_factory=dict)
     format: FormatName | None = None  # of the experts; None: the file's own, or the most exact that fits
     backbone_dtype: BackboneDType | None = None  # of all the rest; None: bf16, or own for a quantized file
+    kv_dtype: KvDType | None = None  # of the KV cache; None: f32 for a backbone in f32, else bf16
     expert_cache: float | None = None  # share of all expert tiles on the device, 0..1; None: as many as fit
     tile: int | None = None  # channels; None: chosen from the experts' shape
     workers: int | None = None  # 0: the coordinator computes; None: one for each core, at most 16

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from pipeline.backbone.attention import attend_span
 from pipeline.backbone.batch import Batch
+from pipeline.config import KV_BLOCK
 from pipeline.device import Device, open_device
 from pipeline.errors import UsageError
 from workers.kernels.cuda.attention import Rows
@@ -66,12 +67,15 @@ def ways(
         yield "grouped rows", lambda: attend(grouped[None], keys[None], values[None]).view(HEADS, 1, WIDTH)
         streams = [(len(keys), WIDTH)] * 2
         if (kernels := device.decode_attention(streams, keys.dtype, total)) is not None:
-            lines = [total - 1, total, keys.data_ptr(), values.data_ptr()]
-            table = torch.tensor(lines, device=keys.device)  # kept by the function below
-            of, row = (table.data_ptr() + 8 * n for n in range(4)), q.view(1, HEADS, WIDTH)
-            rows = Rows(1, next(of), next(of), tuple(of))
+            blocks = total // KV_BLOCK
+            table = torch.tensor([total - 1, *range(blocks)], device=keys.device)
+            slabs = [x.view(-1, blocks, KV_BLOCK, WIDTH).transpose(0, 1).contiguous() for x in (keys, values)]
+            keeps = table, slabs, q.view(1, HEADS, WIDTH)
+            streams = slabs[0].data_ptr(), slabs[1].data_ptr()
+            rows = Rows(1, table.data_ptr(), table[1:].data_ptr(), 1, streams, (0, 0))
 
-            def by_kernels(table: Tensor = table) -> Tensor:
+            def by_kernels(keeps: tuple[Tensor, list[Tensor], Tensor] = keeps) -> Tensor:
+                row = keeps[2]
                 return kernels.attend(rows, row, len(keys), WIDTH, None, WIDTH**-0.5).view(HEADS, 1, WIDTH)
 
             yield "our kernels", by_kernels

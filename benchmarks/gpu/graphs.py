@@ -13,6 +13,7 @@ most time are shown last.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -31,10 +32,12 @@ from benchmarks.gpu.kernels import SHAPES, Layers
 from pipeline.arrays import FloatArray
 from pipeline.backbone.backbone import Backbone, EagerLayers
 from pipeline.backbone.batch import StepInput, TokenSpan
+from pipeline.backbone.kv_blocks import blocks_for
 from pipeline.backbone.kv_cache import KVCache, SequenceKV
 from pipeline.backbone.linear import Precision
 from pipeline.backbone.step import StepLayers
 from pipeline.checkpoint.open import open_model
+from pipeline.config import KV_BLOCK
 from pipeline.device import Device, open_device
 from pipeline.engine.graphs import CAPTURES, WARM, StepGraphs
 from pipeline.engine.observer import Probing
@@ -81,7 +84,10 @@ class Steps:
         self.backbone, self._device, self._experts = backbone, device, experts
         self.layers = len(backbone.spec.moe_layers)
         self._probing = Probing(backbone, device.torch_device, None)
-        kv = KVCache(backbone.spec, backbone.dtype, device.torch_device, rows * (length + 1))
+        tokens = rows * KV_BLOCK * blocks_for(length + 1)
+        kv = KVCache(backbone.spec, backbone.dtype, device.torch_device, tokens)
+        for slab in itertools.chain(*kv.slabs):
+            slab.numbers.normal_()
         spans = [TokenSpan(filled(kv.allocate(length + 1), length), [5 + row]) for row in range(rows)]
         self._inputs = [StepInput(span, "greedy") for span in spans]
         self.graphs = StepGraphs(backbone, device, "auto")
@@ -103,10 +109,7 @@ class Steps:
 
 
 def filled(sequence: SequenceKV, length: int) -> SequenceKV:
-    """Returns sequences with so many tokens of random keys and values."""
-    for streams in sequence.layers:
-        for stream in streams:
-            stream.normal_()
+    """Returns the sequence with so many tokens."""
     sequence.advance(length)
     return sequence
 

@@ -38,6 +38,7 @@ from pipeline.config import (
     FileName,
     FormatName,
     GraphsName,
+    KvDType,
     OwnName,
 )
 from pipeline.models.shapes import PREFIX, SHAPES
@@ -89,6 +90,10 @@ SET = "set an option of the policy; repeatable"
 CACHE = f"share of all expert tiles on the device (default {DEFAULT_CACHE}; on a GPU all that fit)"
 WORKERS = "expert workers, which divide the cores (default one per core, at most 16); 0: no processes"
 CONTEXT = f"tokens of prompt and answer (default: the model's, at most {DEFAULT_CONTEXT}, or what fits)"
+KV_DTYPE = (
+    "format of the KV cache; int8 is an approximation in half the memory of bf16 (default: f32 with"
+    " --backbone-dtype f32, else bf16)"
+)
 KV_TOKENS = f"tokens in the KV cache, of all requests (default {KV_CONTEXTS} contexts, or what fits)"
 COSTS = "use these costs instead of measuring; daop-table-1: those published for DAOP"
 SEED = "seed of sampling and of the policy random"
@@ -174,6 +179,7 @@ _sizes = _section(
     ),
     Option("context N", at_least(1), CONTEXT),
     Option("kv-tokens N", at_least(1), KV_TOKENS),
+    Option("kv-dtype", get_args(KvDType), KV_DTYPE),
     Option("chunk N", at_least(1), "prefill tokens of one step (default: measured)"),
     Option("graphs", get_args(GraphsName), "decode steps by CUDA graphs, on a GPU"),
     of_engine=True,

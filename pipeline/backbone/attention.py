@@ -1,10 +1,10 @@
 """Grouped-query and multi-head latent attention of one layer, on the device: x -> attention(x).
 
 Rotary embeddings are applied in float32; products of queries, keys and values are computed in the KV cache's
-dtype. On the host C does it: of single tokens for a whole layer (`decoder_layer.py`), of longer spans here,
-but for latent attention. Elsewhere torch does: where it has flash attention for the numbers at hand, no mask
-and no scores are in memory. With a mask of its own it would compute all scores of a grouped query in memory,
-a gigabyte for 1024 tokens of 8192: on a GPU, rows are then taken a few at a time.
+dtype, with int8 in bfloat16. On the host C does it: of single tokens for a whole layer (`decoder_layer.py`),
+of longer spans here, but for latent attention. Elsewhere torch does: where it has flash attention for the
+numbers at hand, no mask and no scores are in memory. With a mask of its own it would compute all scores of a
+grouped query in memory, a gigabyte for 1024 tokens of 8192: on a GPU, rows are then taken a few at a time.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class GroupedQueryAttention:
         """`window`: tokens that each token attends to, itself included; `eps`: of the norms; `scratch`: of
         all layers' kernels on the host."""
         self._spec, self._window, self._eps = spec, window, eps
-        self._dtype = precision.dtype
+        self._dtype = precision.attention_dtype
+        self._bits = 8 * precision.kv_dtype.itemsize
         # Gates before queries: queries, keys and values then lie together.
         order = {"query": _gates_first(spec)} if spec.gated else {}
         self._gates = spec.heads * spec.head_dim if spec.gated else 0
@@ -115,7 +116,7 @@ class GroupedQueryAttention:
         norms = (None, None) if self._norms is None else (n.data_ptr() for n in self._norms)
         sinks = None if self._sinks is None else self._sinks.data_ptr()
         return Grouped(
-            8 * self._dtype.itemsize, s.heads, s.kv_heads, s.head_dim, s.rope_dim, s.gated,
+            self._bits, s.heads, s.kv_heads, s.head_dim, s.rope_dim, s.gated,
             self._window or 0, QK_NORMS.index(s.qk_norm), *norms, sinks, self._eps, s.clip or 0,
             s.head_dim**-0.5,
         )  # fmt: skip
@@ -173,7 +174,8 @@ class LatentAttention:
     """
 
     def __init__(self, spec: LatentSpec, weights: Weights, precision: Precision) -> None:
-        self._spec, self._dtype = spec, precision.dtype
+        self._spec, self._dtype = spec, precision.attention_dtype
+        self._bits = 8 * precision.kv_dtype.itemsize
         halves = np.arange(spec.rope_dim)
         if spec.interleaved:  # `rotate` wants the even ones before the odd ones
             halves = np.r_[: spec.rope_dim : 2, 1 : spec.rope_dim : 2]
@@ -191,7 +193,8 @@ class LatentAttention:
         self._down = weights.linear(first, "latent", order=order)
         self._split = [spec.query_rank or spec.heads * spec.qk_dim, spec.rank + spec.rope_dim]
         self._latent_norm = weights.vector("latent_norm")
-        self._expansion = weights.dense("expansion").view(spec.heads, -1, spec.rank).contiguous()
+        expansion = weights.dense("expansion", dtype=self._dtype)
+        self._expansion = expansion.view(spec.heads, -1, spec.rank).contiguous()
         self._output = weights.linear("output")
 
     def __call__(self, layer: int, x: Tensor, batch: Batch) -> Tensor:
@@ -224,7 +227,7 @@ class LatentAttention:
         s = self._spec
         query_norm = None if self._query is None else self._query_norm.data_ptr()
         latent = Latent(
-            8 * self._dtype.itemsize, s.heads, s.rank, s.nope_dim, s.rope_dim, s.value_dim,
+            self._bits, s.heads, s.rank, s.nope_dim, s.rope_dim, s.value_dim,
             s.query_rank or 0, query_norm, self._latent_norm.data_ptr(), self._expansion.data_ptr(),
             LATENT_EPS, s.scale,
         )  # fmt: skip
@@ -306,13 +309,14 @@ class SpanAttention:
         cosines, sines = batch.cos_sin
         row = 0
         for span in batch.spans:
-            keys, values = span.kv.layers[layer]
+            kv = span.kv
             self._kernel(
                 _row(qkv, row),
                 (_row(cosines, row), _row(sines, row)),
-                (keys.data_ptr(), values.data_ptr()),
-                keys.shape[1],
-                span.kv.length,
+                kv.pool.addresses_of(layer),
+                kv.blocks.ctypes.data,
+                kv.capacity,
+                kv.length,
                 len(span.tokens),
                 _row(out, row),
             )

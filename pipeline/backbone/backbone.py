@@ -61,7 +61,7 @@ class Backbone:
         """`context`: positions that the rotary tables cover. `progress` is called in this thread with the
         bytes loaded so far. Raises ModelError, as Weights."""
         self.spec, self.facts = spec, facts_of(source.config)
-        self.dtype = precision.dtype
+        self.dtype = precision.kv_dtype
         self._precision = precision
         self._scratch = Kept()  # of the layers' kernels on the host
         self._device = precision.device.torch_device
@@ -183,8 +183,8 @@ class Backbone:
         return table_of([s.kv for s in spans], tokens, self._rope.rows(positions), rows)
 
     def decode_batch(self, table: Tensor, pool: BlockPool, spans: Sequence[TokenSpan] = ()) -> Batch:
-        """The rows of such a table, with blocks of this pool, on the device, which has `kernels` for them. The
-        table may change later."""
+        """The rows of such a table, with blocks of this pool, on the device, which has `kernels` for them.
+        The table may change later."""
         assert self.kernels is not None
         decode = DecodeRows(table, pool, self.kernels)
         flash = self._precision.device.flash

@@ -100,6 +100,7 @@ class BlockPool:
         blocks = blocks_for(tokens)
         self.budget = KV_BLOCK * blocks  # tokens
         self.dtype, self.device = dtype, device
+        self.wide = torch.bfloat16 if dtype == torch.int8 else dtype  # in which numbers are multiplied
         self.slabs = [[Slab(blocks, *stream, dtype, device) for stream in layer] for layer in streams]
         # [layers, streams] of slabs, in int8 each of numbers and then of scales
         self._addresses = addresses([[t for slab in layer for t in slab.tensors] for layer in self.slabs])
@@ -121,6 +122,10 @@ class BlockPool:
         """Address of an array of the slabs' addresses, [layers, streams]; in int8 of numbers and scales."""
         address: int = self._addresses.ctypes.data
         return address
+
+    def addresses_of(self, layer: int) -> int:
+        """The same of one layer, [streams]."""
+        return self.addresses + layer * self._addresses.strides[0]
 
     def check(self, blocks: int) -> None:
         """Raise RequestError where fewer blocks are free."""

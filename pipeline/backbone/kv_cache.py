@@ -319,14 +319,14 @@ def _one_line() -> Iterator[None]:
 def table_of(
     sequences: Sequence[SequenceKV], tokens: Sequence[int], rope: Sequence[int], rows: int
 ) -> NDArray[np.int64]:
-    """int64 [3 + most blocks, rows], of at least as many rows as sequences; the others have none. A line for
-    each block, so that what is copied of a longer table lies together."""
-    most = max(len(kv.blocks) for kv in sequences)
-    table = np.zeros((BLOCKS + most, rows), np.int64)
+    """int64 [3 + most blocks with tokens, rows], of at least as many rows as sequences; the others have none.
+    A line for each block, so that what is copied of a longer table lies together."""
+    used = [blocks_for(kv.length + 1) for kv in sequences]
+    table = np.zeros((BLOCKS + max(used), rows), np.int64)
     table[POSITIONS] = -1
-    used = table[:, : len(sequences)]
-    used[TOKENS], used[ROPE] = tokens, rope
-    used[POSITIONS] = [kv.length for kv in sequences]
-    for row, kv in enumerate(sequences):
-        used[BLOCKS : BLOCKS + len(kv.blocks), row] = kv.blocks
+    filled = table[:, : len(sequences)]
+    filled[TOKENS], filled[ROPE] = tokens, rope
+    filled[POSITIONS] = [kv.length for kv in sequences]
+    for row, (kv, blocks) in enumerate(zip(sequences, used, strict=True)):
+        filled[BLOCKS : BLOCKS + blocks, row] = kv.blocks[:blocks]
     return table

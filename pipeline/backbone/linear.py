@@ -14,6 +14,7 @@ from torch.nn import functional
 from pipeline.backbone.disk_cache import BackboneCache
 from pipeline.checkpoint.model_source import OwnMatrix
 from pipeline.checkpoint.reader import RawTensor, numbers_of
+from pipeline.config import KvDType
 from pipeline.device.base import Device
 from pipeline.errors import ModelError
 from shm.blocks import Int8
@@ -93,8 +94,12 @@ class QuantizedLinear:
         return Projection(self.matrix) if isinstance(self.matrix, HostMatrix) else None
 
 
+KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+
+
 class Precision:
-    """`--backbone-dtype`: the format of matrices, and the dtype of everything else that is stored."""
+    """`--backbone-dtype`: the format of matrices, and the dtype of everything else that is stored;
+    `--kv-dtype`: that of the KV cache."""
 
     def __init__(
         self,
@@ -102,10 +107,11 @@ class Precision:
         device: Device,
         cache: BackboneCache | None = None,
         own: Mapping[str, OwnMatrix] = NOTHING,
+        kv: KvDType | None = None,
     ) -> None:
         """`name`: f32, bf16, fp8, int8, int4 or own, for which `own` are the matrices that the file has
-        quantized; `cache` keeps those that are quantized here. Raises UsageError where the device cannot
-        compute in it."""
+        quantized; `cache` keeps those that are quantized here; `kv`: None as `dtype`. Raises UsageError where
+        the device cannot compute in it."""
         self.device, self._cache = device, cache
         self._own = own if name == "own" else None
         format = FORMATS.get(name)
@@ -114,7 +120,10 @@ class Precision:
         for used in (FORMATS[one] for one in formats):
             if isinstance(used, MatrixFormat):
                 device.check_quantized(used)
-        self.dtype = DTYPES.get(name, torch.bfloat16)  # of embeddings and of the KV cache
+        self.dtype = DTYPES.get(name, torch.bfloat16)  # of embeddings
+        self.kv_dtype = self.dtype if kv is None else KV_DTYPES[kv]
+        # of queries, and of keys and values where they are multiplied
+        self.attention_dtype = torch.float32 if self.kv_dtype == torch.float32 else torch.bfloat16
 
     @property
     def quantized(self) -> bool:

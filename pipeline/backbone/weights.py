@@ -62,10 +62,11 @@ class Weights:
             raise ModelError(f"the tensor {self._specs[role].name} holds numbers that are not finite")
         return numbers
 
-    def dense(self, *roles: str) -> Tensor:
-        """Matrices that are never quantized, stacked by rows, on the device."""
+    def dense(self, *roles: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Matrices that are never quantized, stacked by rows, on the device, in this dtype or the usual
+        one."""
         stacked = [(self._specs[role].name, self._specs[role].shape) for role in roles]
-        return self._keep(tensor_of(self._tensors.stacked(stacked)), self._precision.dtype)
+        return self._keep(tensor_of(self._tensors.stacked(stacked)), dtype or self._precision.dtype)
 
     def format_of(self, *roles: str) -> MatrixFormat | None:
         """The format of these roles' matrix; None where it is not quantized."""

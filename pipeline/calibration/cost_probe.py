@@ -217,6 +217,7 @@ class _Probe:
         by_rows = {}
         for rows in sorted({min(rows, longest) for rows in ROWS}, reverse=True):  # the longest fills it first
             sequence.truncate(0)
+            sequence.grow(longest)
             sequence.advance(longest - rows)
             device.prepare(model.largest_product(rows))
             by_rows[rows] = self._without_experts(TokenSpan(sequence, [0] * rows), seconds)

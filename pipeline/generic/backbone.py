@@ -50,7 +50,7 @@ class GenericBackbone:
         far. Raises ModelError where the family cannot run here, or weights are missing."""
         transformers.logging.set_verbosity_error()  # of slower ways that are the only ones here
         self.facts = facts
-        self.dtype = precision.dtype
+        self.dtype = precision.kv_dtype
         self._precision = precision
         skeleton = Skeleton(model_class, config)
         self.bytes = skeleton.load(weights, precision, progress)
@@ -76,7 +76,7 @@ class GenericBackbone:
             bias = getattr(layer.experts, "down_proj_bias", None)
             call.down_bias = bias if isinstance(bias, Tensor) and bias.numel() else None
             vars(layer.experts)["tandem_call"] = call.run
-        exact = self.dtype == torch.float32 and not precision.quantized
+        exact = precision.dtype == torch.float32 and not precision.quantized
         trial = Trial(skeleton, self._packing, observed, exact, self._device)
         self._experts: Experts = lambda call: 0.5 * call.x
         self._probe: Probe = self.router

@@ -1,8 +1,8 @@
 """The cache that a model's modules see, over the sequences' own memory (`SequenceKV`).
 
-transformers' DynamicCache copies all keys of a sequence for each new token. Here new keys are written behind
-the others in place, and what modules get is a view. A step reads a sequence's recurrent states and writes its
-`pending` ones, so a step that fails leaves the sequence as it was.
+New keys are written behind the others, and modules get a copy of those that the new ones can attend to. A
+step reads a sequence's recurrent states and writes its `pending` ones, so a step that fails leaves the
+sequence as it was.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class _Steps:
         (rows,) = self._cache.visible
         if rows.start == 0 or self._axes is None:
             return None
-        return torch.arange(rows.start, device=rows.kv.layers[self._index][0].device).expand(*self._axes, -1)
+        return torch.arange(rows.start, device=rows.kv.pool.device).expand(*self._axes, -1)
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor) -> None:
@@ -225,12 +225,10 @@ class StepCache(Cache):  # type: ignore[misc]
         return both
 
     def _append(self, rows: Rows, index: int, layer: _Steps, stream: int, new: Tensor) -> Tensor:
-        cached = rows.kv.layers[index][stream]
-        start, count = rows.start, rows.count
-        cached.narrow(1, start, count).copy_(new[0])
-        first = layer.first_key(rows)
-        view = cached.narrow(1, first, start + count - first)[None]
-        return view if cached.dtype == new.dtype or (stream < 2 and index in self.raw) else view.to(new.dtype)
+        kv, first, end = rows.kv, layer.first_key(rows), rows.start + rows.count
+        kv.store(index, stream, new[0])
+        raw = stream < 2 and index in self.raw
+        return kv.read(index, stream, first, end, kv.pool.wide if raw else new.dtype)[None]
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         new = indexer_key_states

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from pipeline.backbone.kv_cache import SequenceKV
+from pipeline.backbone.kv_cache import KVCache, SequenceKV
 from pipeline.checkpoint.decoder import RESERVED, TOKENS
 from pipeline.errors import ModelError
 from pipeline.generic import attention
@@ -257,13 +257,18 @@ class Trial:
         return sequence(self._observed.kept, TOKENS, self._dtype, self._device)
 
 
+@dataclass(frozen=True)
+class _Cached:
+    """What sequences of the model keep."""
+
+    kv_streams: list[tuple[tuple[int, int], ...]]
+    state_shapes: list[tuple[tuple[int, ...], ...]]
+    rope_switch: None = None
+
+
 def sequence(
     kept: Sequence[LayerKept], capacity: int, dtype: torch.dtype, device: torch.device
 ) -> SequenceKV:
-    """A sequence outside the KV cache's budget."""
-    streams = [
-        [torch.zeros((heads, capacity, width), dtype=dtype, device=device) for heads, width in layer.streams]
-        for layer in kept
-    ]
-    states = [tuple(torch.zeros(shape, device=device) for shape in layer.states) for layer in kept]
-    return SequenceKV(streams, None, states)
+    """A sequence in a KV cache of its own."""
+    cached = _Cached([layer.streams for layer in kept], [layer.states for layer in kept])
+    return KVCache(cached, dtype, device, capacity).allocate(capacity)

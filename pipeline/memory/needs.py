@@ -18,13 +18,16 @@ from pipeline.config import (
     DEFAULT_CONTEXT,
     EXPANDED_KV_BYTES,
     GRAPH_BYTES,
+    KV_BLOCK,
     KV_CONTEXTS,
+    KV_RUN,
     SCORE_BYTES,
     SNAPSHOTS,
     STATE_TOKENS,
     BackboneDType,
     EngineConfig,
     FormatName,
+    KvDType,
 )
 from pipeline.device.base import CONTEXT_BYTES, SLOT_ALIGNMENT
 from pipeline.errors import UsageError
@@ -55,6 +58,7 @@ class Needs:
 
     format: FormatName
     backbone_dtype: BackboneDType
+    kv_dtype: KvDType
     aside: tuple[str, ...]  # lines about what the model or its files have and is not used
     rounded: str  # how the file has the experts, where this format rounds them a second time; else empty
     store: int  # every expert
@@ -107,6 +111,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     return Needs(
         format=format,
         backbone_dtype=backbone_dtype(source, config),
+        kv_dtype=kv_dtype(config),
         aside=tuple(filter(None, (facts.left_aside, source.note))),
         rounded="" if format in (source.own_format, "f32") else stored,
         store=store,
@@ -119,7 +124,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         layer_staging=layer_staging(shape.tiles, facts.top_k) if cuda and not heads else staging,
         backbone=backbone_bytes(source, facts, config),
         position=8 * facts.rope_numbers,
-        kv_token=facts.kv_numbers_per_token * plain_bytes(config),
+        kv_token=kv_token_bytes(facts, kv_dtype(config)),
         states=state_bytes(facts),
         max_sequences=config.max_sequences,
         processes=processes + (largest if cuda else max(largest, activations)),
@@ -129,8 +134,22 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
 
 
 def plain_bytes(config: EngineConfig) -> int:
-    """Bytes of one number of the KV cache, and of a backbone that is not quantized."""
+    """Bytes of one number of a backbone that is not quantized."""
     return 4 if config.backbone_dtype == "f32" else 2
+
+
+def kv_dtype(config: EngineConfig) -> KvDType:
+    """Returns what is asked for, or what a backbone that is not quantized is in."""
+    return config.kv_dtype or ("f32" if config.backbone_dtype == "f32" else "bf16")
+
+
+def kv_token_bytes(facts: ModelFacts, dtype: KvDType) -> int:
+    """Bytes of one token of the KV cache, in int8 with its scales. There is room for whole blocks of
+    tokens."""
+    streams = [stream for layer in facts.kv_streams for stream in layer]
+    if dtype == "int8":
+        return sum(heads * (width + 4 * math.ceil(width / KV_RUN)) for heads, width in streams)
+    return facts.kv_numbers_per_token * (4 if dtype == "f32" else 2)
 
 
 def backbone_dtype(source: ModelSource, config: EngineConfig) -> BackboneDType:
@@ -143,9 +162,13 @@ def backbone_bytes(source: ModelSource, facts: ModelFacts, config: EngineConfig)
     if backbone_dtype(source, config) == "own":
         return _own_bytes(source, facts, config)
     total = quantized = quantized_bytes(facts, config)
+    expanding = facts.latent and is_own(source.config)
     for kind, shape, count in facts.backbone:
         if kind == "float32":
             total += 4 * math.prod(shape) * count
+        elif kind == "dense" and expanding and shape != (facts.vocabulary, facts.hidden):
+            # what expands latents is multiplied by them
+            total += (4 if kv_dtype(config) == "f32" else 2) * math.prod(shape) * count
         elif kind != "matrix" or not quantized:
             total += plain_bytes(config) * math.prod(shape) * count
     return total
@@ -259,6 +282,11 @@ def kv_budget(requested: int | None, context: int) -> int:
             f"--kv-tokens {requested} is less than one context of {context}; lower --context as well"
         )
     return requested
+
+
+def whole_blocks(tokens: int) -> int:
+    """Tokens that as many blocks of the KV cache hold as these need."""
+    return -(-tokens // KV_BLOCK) * KV_BLOCK
 
 
 def state_bytes(facts: ModelFacts) -> int:

@@ -26,7 +26,15 @@ from typing import cast
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import DEFAULT_CACHE, KV_BLOCK, KV_CONTEXTS, EngineConfig, FormatName, ResolvedConfig
 from pipeline.device.base import SPARE_BYTES
-from pipeline.memory.needs import STAGING_SHARE, Needs, cache_tiles, choose_context, kv_budget, kv_sequences
+from pipeline.memory.needs import (
+    STAGING_SHARE,
+    Needs,
+    cache_tiles,
+    choose_context,
+    kv_budget,
+    kv_sequences,
+    whole_blocks,
+)
 
 FREE_BYTES = 2_000_000_000  # left for the rest of the machine
 MEMORY = "memory"  # the name of a pool
@@ -86,7 +94,7 @@ class Plan:
         tiles = cache_tiles(self.expert_cache, needs.tiles) + self.staging if self.slab else 0
         device = {
             "slab": tiles * needs.slot,
-            "KV cache": self.kv_tokens * needs.kv_token
+            "KV cache": whole_blocks(self.kv_tokens) * needs.kv_token
             + kv_sequences(self.kv_tokens, needs.max_sequences) * needs.states,
             "backbone": needs.backbone + self.context * needs.position,
         }

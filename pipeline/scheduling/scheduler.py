@@ -198,7 +198,7 @@ class Scheduler:
     def _allocate(self, job: Job) -> SequenceKV | None:
         """Returns a sequence for the job; None without a place or capacity beside what the running sequences
         need next."""
-        wanted = len(job.tokens) + 1 if job.grows else job.max_kv_tokens
+        wanted = min(len(job.tokens) + 1, job.max_kv_tokens) if job.grows else job.max_kv_tokens
         growing = (j for j in self._running if j.grows and j.kv is not None)
         growth = sum(j.kv.capacity < j.max_kv_tokens for j in growing)
         match = self._prefixes.find(job.client, job.ids) if job.shares else None

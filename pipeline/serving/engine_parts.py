@@ -33,7 +33,9 @@ from pipeline.memory.needs import (
     choose_context,
     full_memory_in_one_line,
     kv_budget,
+    kv_dtype,
     kv_sequences,
+    kv_token_bytes,
     needs,
     state_bytes,
 )
@@ -120,8 +122,10 @@ class EngineParts:
         held = kv_budget(options.kv_tokens, self.context)
         sequences = kv_sequences(held, options.max_sequences)
         self.kv = KVCache(facts, backbone.dtype, device.torch_device, held, sequences)
-        self.kv_bytes = held * facts.kv_numbers_per_token * backbone.dtype.itemsize  # of a full KV cache
-        self.kv_bytes += sequences * state_bytes(facts)
+        # that the KV cache will take: on the host its slabs' memory is touched as it fills
+        self.kv_bytes = sequences * state_bytes(facts)
+        if device.torch_device.type == "cpu":
+            self.kv_bytes += self.kv.budget * kv_token_bytes(facts, kv_dtype(options))
         layout = self.store.layout
         self.engine = Engine(backbone, layout, device, pool, options.graphs)
         self.engine.tick = self.tick
@@ -131,7 +135,7 @@ class EngineParts:
             f"kernels: {VARIANTS[best().variant]}",
             f"experts: {layout.shape.layers} layers of {layout.shape.experts}; tiles of an expert:"
             f" {layout.shape.tiles}, {byte_size(layout.expert_bytes // layout.shape.tiles)} each",
-            f"context: {self.context} tokens; the KV cache holds {held}",
+            f"context: {self.context} tokens; the KV cache holds {self.kv.budget}",
         ]
 
     def _detokenizer(self, text_up: threading.Event) -> Detokenizer | None:
@@ -163,7 +167,8 @@ class EngineParts:
             self.to_supervisor(Progress(STAGE, min(done, total), total))
 
         progress(0)
-        precision = Precision(dtype, self.device, cache, self.source.own_matrices)
+        kv = self.config.options.kv_dtype
+        precision = Precision(dtype, self.device, cache, self.source.own_matrices, kv)
         backbone = self._backbone_of(precision, progress)
         if cache is not None:
             cache.finish()

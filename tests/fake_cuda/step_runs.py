@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +12,7 @@ from pipeline.backbone.backbone import Backbone, EagerLayers
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache, SequenceKV
 from pipeline.backbone.step import StepLayers
+from pipeline.config import KV_BLOCK
 from pipeline.device import Device
 from pipeline.engine import graphs
 from pipeline.engine.graphs import StepGraphs
@@ -36,13 +38,19 @@ def through(
 
 def poison(sequences: list[SequenceKV]) -> None:
     """Where a step writes."""
-    for sequence in sequences:
-        for stream in (s for streams in sequence.layers for s in streams):
-            stream[:, sequence.length] = torch.nan
+    for written in places(sequences):
+        written.fill_(torch.nan)
 
 
 def stored(sequences: list[SequenceKV]) -> list[torch.Tensor]:
-    return [s[:, kv.length].clone() for kv in sequences for streams in kv.layers for s in streams]
+    return [written.clone() for written in places(sequences)]
+
+
+def places(sequences: list[SequenceKV]) -> Iterator[torch.Tensor]:
+    """The next token's place in each stream, [heads, width]."""
+    for kv in sequences:
+        block, at = kv.blocks[kv.length // KV_BLOCK], kv.length % KV_BLOCK
+        yield from (slab.numbers[block, :, at] for layer in kv.pool.slabs for slab in layer)
 
 
 def compare(
@@ -68,7 +76,7 @@ def compare(
             sequence.advance(len(tokens))
             running.append(sequence)
         if step % 5 == 4:
-            kv.resize(running[0], running[0].capacity + 3)
+            running[0].grow(running[0].capacity + 3)
         spans = [TokenSpan(sequence, [int(random.integers(60))]) for sequence in running]
         kind = ["greedy", "last", "mixed"][step % 3]
         kinds = ["greedy", *["last"] * (wanted - 1)] if kind == "mixed" else [kind] * wanted

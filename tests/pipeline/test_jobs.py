@@ -64,10 +64,9 @@ def factory(tokenizer: object = None, seed: int = 0, *, greedy: bool = False) ->
 
 
 def sequence(capacity: int = CONTEXT, switch: int | None = None) -> SequenceKV:
-    cache = KVCache(model_spec(GOOD), torch.float32, torch.device("cpu"), capacity)
-    kv = SequenceKV(cache, switch, [])
-    kv.grow(capacity)
-    return kv
+    made = SequenceKV(KVCache(model_spec(GOOD), torch.float32, torch.device("cpu"), capacity), switch, [])
+    made.grow(capacity)
+    return made
 
 
 def row(token: int) -> np.ndarray:

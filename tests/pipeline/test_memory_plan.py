@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pipeline.checkpoint.open import open_model
-from pipeline.config import DEFAULT_CACHE, DEFAULT_CONTEXT, EngineConfig, ResolvedConfig
+from pipeline.config import DEFAULT_CACHE, DEFAULT_CONTEXT, KV_BLOCK, EngineConfig, ResolvedConfig
 from pipeline.device.base import SPARE_BYTES
 from pipeline.errors import UsageError
 from pipeline.memory.needs import Needs, cache_tiles, needs
@@ -74,7 +74,8 @@ def takes(
 ) -> bool:
     """Whether the plan fits, by a second implementation of the documented rule."""
     tiles = cache_tiles(share, needs.tiles) + staging if slab else 0
-    device = tiles * needs.slot + kv * needs.kv_token + needs.backbone + context * needs.position
+    blocks = -(-kv // KV_BLOCK) * KV_BLOCK * needs.kv_token
+    device = tiles * needs.slot + blocks + needs.backbone + context * needs.position
     new = needs.store - needs.present
     host = machine.memory - FREE_BYTES - needs.processes
     if machine.gpu is None:

@@ -10,6 +10,7 @@ from test_models import GOOD
 
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.memory.needs import CHUNK_MAX
+from pipeline.config import KV_BLOCK
 from pipeline.models.registry import model_spec
 from pipeline.serving import engine_parts
 from pipeline.serving.engine_parts import measure_chunks
@@ -35,7 +36,7 @@ def test_chunk_takes_a_quarter_of_a_second(monkeypatch, seconds, context, trials
 
     def step(inputs, phase) -> None:
         (item,) = inputs
-        assert (phase, item.logits, item.span.kv.capacity) == ("prefill", "none", len(item.span.tokens))
+        assert (phase, item.logits, item.span.kv.capacity) == ("prefill", "none", KV_BLOCK)
         now[0] += seconds[len(steps)]
         steps.append(item.span.tokens)
 

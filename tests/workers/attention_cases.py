@@ -6,19 +6,60 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workers.kernels.layer import KV_BLOCK
+from workers.kernels.c_types import Kept
+from workers.kernels.layer import KV_BLOCK, Heads, TokenAttention
+from workers.kernels.native import Library, Team
 
 EPS = 1e-6
 SPARE = 2  # blocks of a slab that no sequence has
 UNTOUCHED = 77
+RUN = 128  # numbers that share a scale
+# Relative and absolute, of what attention gives, by bits of the cached numbers; weights are rounded to bf16,
+# but for float32.
+TOLERANCES = {8: (2**-7, 2**-8), 16: (2**-7, 2**-8), 32: (2e-4, 2e-5)}
 
 
 def numbers(random: np.random.Generator, *shape: int) -> np.ndarray:
     return random.standard_normal(shape).astype(np.float32)
 
 
+def stored(x: np.ndarray, bits: int) -> list[np.ndarray]:
+    """Float32 numbers [.., width] as streams of a cache hold them: numbers, and in int8 their scales."""
+    if bits != 8:
+        return [as_cached(x, bits)]
+    starts = range(0, x.shape[-1], RUN)
+    parts = [x[..., at : at + RUN] for at in starts]
+    scales = np.stack([np.abs(part).max(axis=-1) / np.float32(127) for part in parts], axis=-1)
+    codes = [np.rint(part / scales[..., n, None]).astype(np.int8) for n, part in enumerate(parts)]
+    return [np.concatenate(codes, axis=-1), scales]
+
+
+def restored(streams: list[np.ndarray]) -> np.ndarray:
+    """Float64 numbers of `stored`."""
+    if len(streams) == 1:
+        return read(streams[0])
+    codes, scales = streams
+    return codes * np.repeat(scales.astype(np.float64), RUN, axis=-1)[..., : codes.shape[-1]]
+
+
+def by_stream(caches: list[np.ndarray], bits: int) -> list[np.ndarray]:
+    """Float64 numbers of each of the streams, one `stored` after the other."""
+    each = 2 if bits == 8 else 1
+    return [restored(caches[at : at + each]) for at in range(0, len(caches), each)]
+
+
+def storing_error(x: np.ndarray, bits: int) -> float:
+    """How far numbers may be from those stored."""
+    return float(np.abs(x).max(initial=0)) * {8: 0.51 / 127, 16: 2**-8, 32: 1e-5}[bits]
+
+
+def multiplied(q: np.ndarray, bits: int) -> np.ndarray:
+    """Queries as they are multiplied by such cached numbers: not float32 are by queries in bf16."""
+    return q if bits == 32 else read(as_cached(q.astype(np.float32), 16))
+
+
 def as_cached(x: np.ndarray, bits: int) -> np.ndarray:
-    """Float32 numbers as a cache of this type holds them."""
+    """Float32 numbers rounded to a type."""
     if bits == 32:
         return x.copy()
     word = x.view(np.uint32)
@@ -67,6 +108,18 @@ def tables_of(random: np.random.Generator, lengths: list[int]) -> list[np.ndarra
     counts = [-(-length // KV_BLOCK) for length in lengths]
     order = random.permutation(sum(counts) + SPARE).astype(np.int32)
     return [part.copy() for part in np.split(order, np.cumsum(counts))[:-1]]
+
+
+def attended(
+    library: Library, team: Team | None, heads: Heads, q: np.ndarray, slabs: list[Paged], position: int
+) -> np.ndarray:
+    """The kernel's result [heads, value_width] for a sequence that the slabs are of alone."""
+    table = slabs[0].tables[0]
+    streams = np.array([paged.slab.ctypes.data for paged in slabs], np.uint64)
+    out = np.full((len(q), heads.value_width), np.nan, np.float32)
+    places = streams.ctypes.data, table.ctypes.data, len(table) * KV_BLOCK, position
+    TokenAttention(library, team, heads, Kept())(q.ctypes.data, *places, out.ctypes.data)
+    return out
 
 
 def turned(x: np.ndarray, angles: np.ndarray) -> np.ndarray:

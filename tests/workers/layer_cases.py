@@ -9,12 +9,15 @@ from attention_cases import (
     EPS,
     Paged,
     as_cached,
+    by_stream,
     grouped_inputs,
+    multiplied,
     normed,
     numbers,
     opened,
     read,
     softmax,
+    stored,
     tables,
     tables_of,
     turned,
@@ -110,7 +113,7 @@ class Layer:
             self.vector("query_norm", query_rank)
             self.vector("norm", rank)
             expansion = numbers(self.random, s.heads, nope + value, rank) * np.float32(rank**-0.5)
-            self.data["expansion"] = as_cached(expansion, s.bits)
+            self.data["expansion"] = as_cached(expansion, max(s.bits, 16))
             self.plain["expansion"] = read(self.data["expansion"])
         if s.experts:
             self.plain["router"] = numbers(self.random, s.experts, s.hidden)
@@ -204,8 +207,9 @@ class Rows:
         self.angles = random.uniform(0, 6, (len(self.positions), s.half))
         self.caches = [
             [
-                as_cached(numbers(random, heads, p + self.spare, width), s.bits)
+                part
                 for heads, width in 2 * s.streams
+                for part in stored(numbers(random, heads, p + self.spare, width), s.bits)
             ]
             for p in self.positions
         ]
@@ -279,7 +283,8 @@ class Rows:
         x = first.reshape(-1, s.width)
         gates, x = np.split(x, [s.heads * s.gates])
         q, k, v = grouped_inputs(x, self.angles[row], s.kv_heads, s.norm, weights, s.clip)
-        keys, values = (read(cache) for cache in caches)
+        keys, values = by_stream(caches, s.bits)
+        q = multiplied(q, s.bits)
         seen = slice(0 if s.window is None else max(0, position + 1 - s.window), position + 1)
         shared, scale = s.heads // s.kv_heads, s.width**-0.5
         sinks = w["sinks"] if s.sinks else [None] * s.heads
@@ -299,7 +304,7 @@ class Rows:
             q = product("query", normed(q, w["query_norm"]))
         q = q.reshape(s.heads, -1)
         new = np.concatenate((normed(new[:rank], w["norm"]), turned(new[rank:], angles)))
-        cached = read(caches[0])[0, : position + 1]
+        cached = by_stream(caches, s.bits)[0][0, : position + 1]
         heads = []
         for head in range(s.heads):
             both = cached[:, :rank] @ w["expansion"][head].T
@@ -344,5 +349,5 @@ def shapes(draw: st.DrawFn, formats: tuple[str, ...] = ("f32",)) -> Shape:
         channels=channels,
         gated=bool(experts and channels) and draw(st.booleans()),
         format=draw(st.sampled_from(formats)),
-        bits=draw(st.sampled_from([16, 32])),
+        bits=draw(st.sampled_from([8, 16, 32])),
     )

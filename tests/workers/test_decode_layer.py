@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from attention_cases import as_cached, numbers, read
+from attention_cases import TOLERANCES, as_cached, by_stream, numbers, read, storing_error
 from decoding import decode_matrix
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -34,17 +34,21 @@ def team(request: pytest.FixtureRequest, library: Library) -> Iterator[Team | No
 
 def check(found: dict[str, np.ndarray], rows: Rows, row: int, at: int) -> None:
     s = rows.layer.shape
-    streams, position = len(s.streams), rows.positions[row]
-    expected = rows.expected(row, [found[f"cache {streams + n}"][at] for n in range(streams)])
+    streams, position = len(rows.caches[row]) // 2, rows.positions[row]
+    caches = [found[f"cache {streams + n}"][at] for n in range(streams)]
+    expected = rows.expected(row, caches)
     stored = expected.pop("stored")
     tolerance = ROUNDED.get(s.format, 0.06)
+    for stream, new in zip(by_stream(caches, s.bits), stored, strict=True):
+        rounding = tolerance if s.bits == 32 else max(tolerance, 2**-8)
+        atol = 4 * rounding + (storing_error(new, s.bits) if s.bits == 8 else 0)
+        np.testing.assert_allclose(stream[:, position].ravel(), new.ravel(), rounding, atol)
+    tolerance = max(tolerance, TOLERANCES[s.bits][0])
     for name, wanted in expected.items():
         scale = max(1.0, np.abs(wanted).max())
         np.testing.assert_allclose(found[name][at], wanted, rtol=tolerance, atol=tolerance * scale)
-    for n, new in enumerate(stored):
-        cache, before = found[f"cache {streams + n}"][at], rows.caches[row][streams + n]
-        rounding = tolerance if s.bits == 32 else max(tolerance, 2**-8)
-        np.testing.assert_allclose(read(cache)[:, position].ravel(), new.ravel(), rounding, 4 * rounding)
+    for n, cache in enumerate(caches):
+        before = rows.caches[row][streams + n]
         untouched = before.copy()
         untouched[:, position] = cache[:, position]
         np.testing.assert_array_equal(cache, untouched)  # nothing but the token's numbers was written

@@ -14,6 +14,7 @@ from pathlib import Path
 import brute_force
 import numpy as np
 import pytest
+from attention_cases import Paged, attended, numbers, stored, tables_of
 from c_libraries import c_libraries
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from kernel_runs import any_matrix, kernel_of, plain_kind
 from quantized_cases import BLOCKS, KINDS, make_case
 
 from shm.layout import BlockFormat, format_named
+from workers.kernels.layer import Heads
 from workers.kernels.matrix import HostMatrix
 from workers.kernels.native import Library, load
 
@@ -127,3 +129,15 @@ def test_bf16_tiles(emulated, vectors, threads, hidden, tile, tiles, rows, seed,
             team.close()
     np.testing.assert_array_equal(found["pairs"], found["vectors"])
     assert brute_force.expert(*matrices, x[chosen], "bf16", math, biases).agrees(found["units"])
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("widths", [(128, 128), (141, 45)])
+def test_attention_without_pairs(vectors: Library, emulated, bits: int, widths: tuple[int, int]) -> None:
+    random = np.random.default_rng(0)
+    caches = [part for width in widths for part in stored(numbers(random, 2, 300, width), bits)]
+    table = tables_of(random, [300])
+    slabs = [Paged.of([cache], table) for cache in caches]
+    facts, q = Heads(bits, 6, 2, *widths, 0, 0, None, 0.1), numbers(random, 6, widths[0])
+    found, wanted = (attended(one, None, facts, q, slabs, 290) for one in (emulated(12), vectors))
+    np.testing.assert_array_equal(found, wanted)

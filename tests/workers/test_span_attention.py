@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 from attention_cases import (
     EPS,
+    TOLERANCES,
     Paged,
-    as_cached,
+    by_stream,
     grouped_inputs,
+    multiplied,
     numbers,
     opened,
-    read,
     softmax,
+    stored,
+    storing_error,
     tables,
     tables_of,
 )
@@ -73,7 +76,7 @@ def spans(
     position=st.integers(0, 150),
     counts=st.lists(st.integers(1, 90), min_size=1, max_size=3),
     window=st.none() | st.integers(1, 150),
-    bits=st.sampled_from([16, 32]),
+    bits=st.sampled_from([8, 16, 32]),
     norm=st.sampled_from(QK_NORMS),
     clip=st.none() | st.floats(0.1, 2.0),
     sink=st.none() | st.sampled_from([0.0, -40.0, 30.0]),
@@ -85,8 +88,8 @@ def test_spans(
     width = 2 * half + still
     qkv = numbers(random, tokens, heads * (1 + gated) + 2 * kv_heads, width)
     gates = qkv[:, : heads * gated].copy()
-    caches = [as_cached(numbers(random, kv_heads, position + tokens + 3, width), bits) for _ in range(2)]
-    caches = [np.ascontiguousarray(cache) for cache in caches]
+    drawn = [numbers(random, kv_heads, position + tokens + 3, width) for _ in range(2)]
+    caches = [part for x in drawn for part in stored(x, bits)]
     before = [cache.copy() for cache in caches]
     sizes = {"": (1, 1), "head": (width, width), "all": (heads * width, kv_heads * width)}[norm]
     weights = [numbers(random, size) for size in sizes]
@@ -107,22 +110,26 @@ def test_spans(
         team.close()
     found = spans(library, None, qkv, turns, caches, position, counts, **facts)
     np.testing.assert_array_equal(whole, found)
-    for cache, old, new in zip(caches, before, (1, 2), strict=True):
-        wanted = np.stack([each[new] for each in inputs], axis=1)  # [kv_heads, tokens, width]
-        placed = slice(position, position + tokens)
-        rtol = 1e-5 if bits == 32 else 2**-8
-        np.testing.assert_allclose(read(cache)[:, placed], wanted, rtol=rtol, atol=1e-5)
+    placed = slice(position, position + tokens)
+    for cache, old in zip(caches, before, strict=True):
         old[:, placed] = cache[:, placed]
         np.testing.assert_array_equal(cache, old)
-    keys, values = (read(cache) for cache in caches)
+    keys, values = by_stream(caches, bits)
+    for stream, new in ((keys, 1), (values, 2)):
+        wanted = np.stack([each[new] for each in inputs], axis=1)  # [kv_heads, tokens, width]
+        if bits == 8:
+            np.testing.assert_allclose(stream[:, placed], wanted, atol=storing_error(wanted, bits))
+        else:
+            rtol = 1e-5 if bits == 32 else 2**-8
+            np.testing.assert_allclose(stream[:, placed], wanted, rtol=rtol, atol=1e-5)
     for token in range(0, tokens, 7):
         end = position + token + 1
         seen = slice(0 if window is None else max(0, end - window), end)
         for head in range(heads):
-            scores = keys[head // shared, seen] @ inputs[token][0][head] * width**-0.5
+            scores = keys[head // shared, seen] @ multiplied(inputs[token][0][head], bits) * width**-0.5
             wanted = softmax(scores, None if sinks is None else sinks[head]) @ values[head // shared, seen]
             wanted = opened(wanted, gates[token, head]) if gated else wanted
-            np.testing.assert_allclose(found[token, head], wanted, rtol=2e-4, atol=2e-5)
+            np.testing.assert_allclose(found[token, head], wanted, *TOLERANCES[bits])
 
 
 def test_tokens_outside_the_cache_are_refused(library) -> None:

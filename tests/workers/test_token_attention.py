@@ -1,30 +1,27 @@
-"""Attention of one token on given queries in C, in every variant that runs here, equals the formula in float64,
-and its bits do not depend on the number of threads."""
+"""Attention of one token on given queries in C, in every variant that runs here, equals the formula in
+float64, and its bits do not depend on the number of threads."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from attention_cases import Paged, as_cached, numbers, read, softmax, tables_of
+from attention_cases import (
+    TOLERANCES,
+    Paged,
+    attended,
+    by_stream,
+    multiplied,
+    numbers,
+    softmax,
+    stored,
+    tables_of,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from workers.kernels.c_types import Kept
-from workers.kernels.layer import KV_BLOCK, Heads, TokenAttention
-from workers.kernels.native import Library, Team
+from workers.kernels.layer import KV_BLOCK, Heads
 
 FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def attended(
-    library: Library, team: Team | None, heads: Heads, q: np.ndarray, slabs: list[Paged], position: int
-) -> np.ndarray:
-    table = slabs[0].tables[0]
-    streams = np.array([paged.slab.ctypes.data for paged in slabs], np.uint64)
-    out = np.full((len(q), heads.value_width), np.nan, np.float32)
-    places = streams.ctypes.data, table.ctypes.data, len(table) * KV_BLOCK, position
-    TokenAttention(library, team, heads, Kept())(q.ctypes.data, *places, out.ctypes.data)
-    return out
 
 
 @FEW
@@ -36,14 +33,15 @@ def attended(
     latent=st.booleans(),
     position=st.integers(0, 700),
     window=st.none() | st.integers(1, 300),
-    bits=st.sampled_from([16, 32]),
+    bits=st.sampled_from([8, 16, 32]),
     sink=st.none() | st.sampled_from([0.0, -40.0, 30.0]),
 )
 def test_a_token(library, seed, kv_heads, shared, widths, latent, position, window, bits, sink) -> None:
     random, heads, scale = np.random.default_rng(seed), kv_heads * shared, widths[0] ** -0.5
     widths = (widths[0], min(widths)) if latent else widths
     q, room = numbers(random, heads, widths[0]), position + 3
-    caches = [as_cached(numbers(random, kv_heads, room, width), bits) for width in widths[: 2 - latent]]
+    given_widths = widths[: 2 - latent]
+    caches = [part for n in given_widths for part in stored(numbers(random, kv_heads, room, n), bits)]
     table = tables_of(random, [room])
     slabs = [Paged.of([cache], table) for cache in caches]
     sinks = None if sink is None else sink + numbers(random, heads)
@@ -56,12 +54,13 @@ def test_a_token(library, seed, kv_heads, shared, widths, latent, position, wind
         if team is not None:
             team.close()
         assert shared_out.tobytes() == found.tobytes()
-    keys, values = read(caches[0]), read(caches[-1])[..., : widths[1]]
+    streams = by_stream(caches, bits)
+    keys, values, q = streams[0], streams[-1][..., : widths[1]], multiplied(q, bits)
     seen = slice(0 if window is None else max(0, position + 1 - window), position + 1)
     for head in range(heads):
         scores = keys[head // shared, seen] @ q[head] * scale
         wanted = softmax(scores, None if sinks is None else sinks[head]) @ values[head // shared, seen]
-        np.testing.assert_allclose(found[head], wanted, rtol=2e-4, atol=2e-5)
+        np.testing.assert_allclose(found[head], wanted, *TOLERANCES[bits])
 
 
 def test_tokens_outside_the_cache_are_refused(library) -> None:

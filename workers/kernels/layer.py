@@ -243,8 +243,8 @@ class SpanKernel:
 
 
 class TokenAttention:
-    """Attention of one new token of a sequence on given queries: all keys and values are in the cache. Used by
-    one thread at a time, like the scratch."""
+    """Attention of one new token of a sequence on given queries, whose keys and values are all in the cache.
+    Used by one thread at a time, like the scratch."""
 
     def __init__(self, library: Library, team: Team | None, heads: Heads, scratch: Kept) -> None:
         types = (*[POINTER] * 5, SIZE, SIZE, POINTER, POINTER)
@@ -256,7 +256,7 @@ class TokenAttention:
     def __call__(
         self, q: Address, streams: Address, blocks: Address, capacity: int, position: int, out: Address
     ) -> None:
-        """A token with `position` others before it: q float32 [heads, key_width]; streams and blocks as for a
+        """A token with `position` others before it: q float32 [heads, key_width]; streams and blocks as of a
         span; out float32 [heads, value_width]. Raises IndexError for a position outside the capacity."""
         heads = ctypes.byref(self._heads)
         scratch = self._scratch.reserve(self._size(heads, self._threads, position + 1))

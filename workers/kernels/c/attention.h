@@ -1,30 +1,16 @@
-/* Attention of single new tokens: the operations between two products with weights. The cached numbers are bf16 or
- * float32, everything else is float32. Heads do not mix, and each is computed by one thread, so the bits do not depend
- * on the number of threads. Part of body.h. */
+/* Attention of single new tokens: the operations between two products with weights. The tokens that one attends to are
+ * divided into parts, which threads take one after the other, and the parts are put together in their order: the bits depend
+ * neither on the number of threads nor on other rows. Part of body.h. */
 #pragma once
 
-#include "kernels.h"
+#include "blocks.h"
+#include "panels.h"
 #include "team.h"
-#include "vectors.h"
 
-#include <math.h>
-
-enum { SHARING = 4 }; /* most query heads that one read of their keys and values serves */
-enum { WIDE = 4 };    /* vectors of a value that are summed in one pass over the tokens */
-
-static void store_cached(const float *x, int64_t n, void *to, int64_t at, int64_t bits) {
-    if (bits != BF16) {
-        memcpy((float *)to + at, x, (size_t)n * sizeof *x);
-        return;
-    }
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t rounded;
-        float value;
-        round_to_bf16(x + i, 1, &value);
-        memcpy(&rounded, &value, 4);
-        ((uint16_t *)to)[at + i] = (uint16_t)(rounded >> 16);
-    }
-}
+enum { WIDE = 4 };                 /* vectors that are summed in one pass over rows */
+enum { PART = 256, MOST_PARTS = 32 }; /* least tokens of a part; most parts of a row */
+enum { HEADS_TOGETHER = 32 };            /* most heads that are taken together */
+enum { ENOUGH = 64 };              /* so many parts of all heads keep the threads busy */
 
 #define SUM_OVER(grown)                                                                                          \
     vector sums[4] = {{0}};                                                                                      \
@@ -63,128 +49,144 @@ static void rotate(float *x, const float *cosines, const float *sines, int64_t w
     }
 }
 
-/* Where the keys and values of a head lie: in slabs of so many heads, or with `blocks` NULL one after the other. */
-struct stream {
-    const void *keys, *values; /* the same: values are the first numbers of keys */
-    const int32_t *blocks;
-    int64_t heads, head, key_width, value_width;
+/* --- parts --------------------------------------------------------------------------------------------------- */
+
+/* Single tokens of `rows` sequences. */
+struct decode {
+    const struct heads *h;
+    const struct token *tokens; /* [rows] */
+    int64_t layer, rows;        /* `layer`: whose streams they are, of those of all layers */
+    const float *q;             /* [rows, heads, key_width], a row's q_stride numbers after the one before */
+    int64_t q_stride;
+    void (*finish)(const struct decode *, int64_t row, int64_t head); /* what follows a head's attention */
+    const void *context;                                              /* of `finish` */
+    /* in scratch: */
+    int64_t *first;          /* [rows + 1]: parts of the rows before */
+    float *most, *sum, *out; /* of each part and head, as in struct queries */
+    char *memory;            /* of each thread, `each` bytes */
+    int64_t each;
+    /* heads that are taken together, groups of these in a row; what is taken next, atomic, and how much at once: */
+    int64_t together, groups, next, chunk;
 };
 
-/* The row of a slab of `heads` heads, [rows, width], that has token t of a head. */
-static int64_t slab_row(const int32_t *blocks, int64_t heads, int64_t head, int64_t t) {
-    return (blocks[t / KV_BLOCK] * heads + head) * KV_BLOCK + t % KV_BLOCK;
+/* Groups of heads that share keys and values, at most so many together. */
+static int64_t head_groups(const struct heads *h, int64_t together) {
+    return h->kv_heads * ((h->heads / h->kv_heads + together - 1) / together);
 }
 
-static int64_t row_of_token(const struct stream *s, int64_t t) {
-    return s->blocks ? slab_row(s->blocks, s->heads, s->head, t) : t;
+static int64_t most_parts(const struct heads *h) {
+    int64_t parts = ENOUGH / head_groups(h, HEADS_TOGETHER);
+    return parts < 4 ? 4 : least(parts, MOST_PARTS);
 }
 
-/* Numbers from a value to the next one. */
-static int64_t value_step(const struct stream *s) { return s->values == s->keys ? s->key_width : s->value_width; }
+/* The cached tokens [first, tokens) that a row attends to, in `parts` parts of `size`, which begin at multiples of it. */
+struct seen {
+    int64_t first, tokens, size, parts;
+};
 
-static void prefetch_bytes(const char *from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) PREFETCH(from + i);
+static struct seen seen_by(const struct heads *h, int64_t position) {
+    struct seen s = {.tokens = position + 1, .size = PART};
+    s.first = h->window && s.tokens > h->window ? s.tokens - h->window : 0;
+    while (s.tokens - s.first > s.size * most_parts(h)) s.size *= 2;
+    s.parts = (s.tokens - 1) / s.size - s.first / s.size + 1;
+    return s;
 }
 
-/* scores[r][t - first] = scale * q[r] . key t for `heads` (a constant) heads that share keys. Nothing of a sequence is
- * in the caches, which the weights have passed through: its keys are prefetched, and the values that follow. */
-INLINE void score_keys(const struct stream *s, const int bits, const float *q, int64_t stride, const int heads,
-                   int64_t first, int64_t tokens, float scale, float *scores, int64_t scores_stride) {
-    int64_t whole = s->key_width / LANES * LANES;
-    for (int64_t t = first; t < tokens; t++) {
-        vector sums[SHARING];
-        for (int r = 0; r < heads; r++) sums[r] = (vector){0};
-        int64_t row = row_of_token(s, t) * s->key_width, later = t + AHEAD / (s->key_width * (bits / 8));
-        if (later < tokens)
-            prefetch_bytes((const char *)s->keys + row_of_token(s, later) * s->key_width * (bits / 8),
-                           s->key_width * (bits / 8));
-        if (s->values != s->keys)
-            prefetch_bytes((const char *)s->values + row_of_token(s, t) * s->value_width * (bits / 8),
-                           s->value_width * (bits / 8));
-        for (int64_t i = 0; i < whole; i += LANES) {
-            vector key = vector_at(s->keys, row + i, bits);
-            for (int r = 0; r < heads; r++) sums[r] = VFMA(key, loaded(q + r * stride + i), sums[r]);
-        }
-        for (int r = 0; r < heads; r++) {
-            float sum = SUM(sums[r]);
-            for (int64_t i = whole; i < s->key_width; i++)
-                sum += number_at(s->keys, row + i, bits) * q[r * stride + i];
-            scores[r * scores_stride + t - first] = sum * scale;
-        }
+/* Bytes; sets `d`'s pointers into the memory from `scratch` on. `tokens`: the most that a row attends to. */
+static int64_t lay_out_decode(struct decode *d, int64_t rows, int64_t threads, int64_t tokens, void *scratch) {
+    const struct heads *h = d->h;
+    char *at = scratch;
+    int64_t parts = rows * h->heads * (least(most_parts(h), (tokens + PART - 1) / PART) + 1);
+    d->each = lay_out_panels(h, least(HEADS_TOGETHER, h->heads / h->kv_heads), NULL).bytes;
+    TAKE(d->first, 8 * (rows + 1));
+    TAKE(d->most, 4 * parts);
+    TAKE(d->sum, 4 * parts);
+    TAKE(d->out, 4 * parts * padded_value(h));
+    TAKE(d->memory, threads * d->each);
+    return at - (char *)scratch;
+}
+
+/* One part of a row for heads [head, head + number). */
+static void attend_part(const struct decode *d, int64_t row, int64_t part, int64_t head, int64_t number, void *memory) {
+    const struct heads *h = d->h;
+    const struct token *token = d->tokens + row;
+    struct seen seen = seen_by(h, token->position);
+    int64_t from = (seen.first / seen.size + part) * seen.size, at = (d->first[row] + part) * h->heads + head;
+    int64_t padded = padded_value(h);
+    struct panel_memory m = lay_out_panels(h, number, memory);
+    struct queries q = {number, number, seen.tokens, h->window, m.q, d->most + at, d->sum + at, d->out + at * padded};
+    for (int64_t r = 0; r < number; r++) {
+        q.most[r] = -INFINITY, q.sum[r] = 0.0f;
+        arrange_query(h, d->q + row * d->q_stride + (head + r) * h->key_width, query_of(h, &m, r));
     }
+    memset(q.out, 0, (size_t)(number * padded) * sizeof *q.out);
+    struct stream s = stream_of(h, token->streams + d->layer * streams_of(h), token->blocks, head / (h->heads / h->kv_heads));
+    attend_panels(h, &s, from > seen.first ? from : seen.first, least(from + seen.size, seen.tokens), &q, &m);
 }
 
-/* `sink`: one more score, whose weight is of no value; or NULL. */
-static void softmax(float *scores, int64_t n, const float *sink) {
-    float most = sink ? *sink : scores[0];
-    for (int64_t i = 0; i < n; i++) most = scores[i] > most ? scores[i] : most;
-    float sum = sink ? exponential(*sink - most) : 0.0f;
-    for (int64_t i = 0; i < n; i++) scores[i] = exponential(scores[i] - most);
-    for (int64_t i = 0; i < n; i++) sum += scores[i];
+/* A head's attention [value_width]: its parts together. */
+static float *merged(const struct decode *d, int64_t row, int64_t head) {
+    const struct heads *h = d->h;
+    int64_t padded = padded_value(h), first = d->first[row], end = d->first[row + 1];
+    float most = h->sinks ? h->sinks[head] : -INFINITY, *to = d->out + (first * h->heads + head) * padded;
+    for (int64_t p = first; p < end; p++) {
+        float of_part = d->most[p * h->heads + head];
+        most = of_part > most ? of_part : most;
+    }
+    float sum = h->sinks ? exponential(h->sinks[head] - most) : 0.0f;
+    for (int64_t p = first; p < end; p++) {
+        int64_t at = p * h->heads + head;
+        float weight = exponential(d->most[at] - most);
+        const float *from = d->out + at * padded;
+        sum += weight * d->sum[at];
+        for (int64_t i = 0; i < padded; i++) to[i] = p > first ? to[i] + weight * from[i] : weight * from[i];
+    }
     float scale = 1.0f / sum;
-    for (int64_t i = 0; i < n; i++) scores[i] *= scale;
+    for (int64_t i = 0; i < padded; i++) to[i] *= scale;
+    return to;
 }
 
-/* out[r] = the sum of scores[r][t - first] * value t. */
-INLINE void weigh_values(const struct stream *s, const int bits, const int heads, int64_t first, int64_t tokens,
-                     const float *scores, int64_t scores_stride, float *out) {
-    int64_t i = 0, width = s->value_width;
-    for (; i + WIDE * LANES <= width; i += WIDE * LANES) {
-        vector sums[SHARING][WIDE];
-        for (int r = 0; r < heads; r++)
-            for (int v = 0; v < WIDE; v++) sums[r][v] = (vector){0};
-        for (int64_t t = first; t < tokens; t++) {
-            int64_t row = row_of_token(s, t) * value_step(s);
-            for (int v = 0; v < WIDE; v++) {
-                vector value = vector_at(s->values, row + i + v * LANES, bits), zero = {0};
-                for (int r = 0; r < heads; r++)
-                    sums[r][v] = VFMA(value, scores[r * scores_stride + t - first] - zero, sums[r][v]);
+static void attend_parts(void *context, int64_t lo, int64_t hi) {
+    struct decode *d = context;
+    int64_t shared = d->h->heads / d->h->kv_heads, per = d->groups / d->h->kv_heads;
+    int64_t items = d->first[d->rows] * d->groups;
+    for (int64_t thread = lo; thread < hi; thread++)
+        for (int64_t from; (from = __atomic_fetch_add(&d->next, d->chunk, __ATOMIC_RELAXED)) < items;)
+            for (int64_t item = from, row = 0; item < least(from + d->chunk, items); item++) {
+                while (d->first[row + 1] * d->groups <= item) row++;
+                int64_t parts = d->first[row + 1] - d->first[row], of_row = item - d->first[row] * d->groups;
+                int64_t group = of_row / parts, in_group = group % per * d->together;
+                int64_t head = group / per * shared + in_group, number = least(d->together, shared - in_group);
+                attend_part(d, row, of_row % parts, head, number, d->memory + thread * d->each);
+                for (int64_t i = 0; parts == 1 && i < number; i++) d->finish(d, row, head + i);
             }
-        }
-        for (int r = 0; r < heads; r++)
-            for (int v = 0; v < WIDE; v++) memcpy(out + r * width + i + v * LANES, &sums[r][v], sizeof(vector));
+}
+
+static void finish_heads(void *context, int64_t lo, int64_t hi) {
+    const struct decode *d = context;
+    for (int64_t item = lo; item < hi; item++) {
+        int64_t row = item % d->rows, head = item / d->rows;
+        if (d->first[row + 1] - d->first[row] > 1) d->finish(d, row, head);
     }
-    for (; i < width; i++)
-        for (int r = 0; r < heads; r++) {
-            float sum = 0.0f;
-            for (int64_t t = first; t < tokens; t++)
-                sum += number_at(s->values, row_of_token(s, t) * value_step(s) + i, bits) *
-                       scores[r * scores_stride + t - first];
-            out[r * width + i] = sum;
-        }
 }
 
-/* `sinks`: of these heads, or NULL. */
-INLINE void attend_heads(const struct stream *s, const int bits, const float *q, int64_t stride, const int heads,
-                     int64_t first, int64_t tokens, float scale, const float *sinks, float *scores, float *out) {
-    int64_t seen = tokens - first;
-    score_keys(s, bits, q, stride, heads, first, tokens, scale, scores, seen);
-    for (int r = 0; r < heads; r++) softmax(scores + r * seen, seen, sinks ? sinks + r : NULL);
-    weigh_values(s, bits, heads, first, tokens, scores, seen, out);
-}
-
-/* `number` heads, at most SHARING, that share keys and values; q [number, stride]. */
-static void attend(const struct stream *s, int64_t bits, const float *q, int64_t stride, int64_t number, int64_t first,
-                   int64_t tokens, float scale, const float *sinks, float *scores, float *out) {
-#define ATTEND(n)                                                                                                \
-    (bits == BF16 ? attend_heads(s, BF16, q, stride, n, first, tokens, scale, sinks, scores, out)                \
-                  : attend_heads(s, 32, q, stride, n, first, tokens, scale, sinks, scores, out))
-    BY_COUNT(number, SHARING, ATTEND)
+/* All rows and heads; laid out before. */
+static void attend_all(struct team *team, struct decode *d, int64_t spin_ns) {
+    int64_t shared = d->h->heads / d->h->kv_heads, threads = team ? team->threads : 1;
+    d->first[0] = 0;
+    for (int64_t r = 0; r < d->rows; r++) d->first[r + 1] = d->first[r] + seen_by(d->h, d->tokens[r].position).parts;
+    int64_t parts = d->first[d->rows];
+    /* Heads that share keys are taken together, unless that leaves threads without work. */
+    d->together = least(HEADS_TOGETHER, shared);
+    while (d->together > 1 && parts * head_groups(d->h, d->together) < threads) d->together--;
+    d->groups = head_groups(d->h, d->together);
+    d->chunk = parts * d->groups / (8 * threads) + 1;
+    d->next = 0;
+    parallel_for(team, attend_parts, d, threads, parts > d->rows ? WAKE_NS : spin_ns);
+    if (parts > d->rows) parallel_for(team, finish_heads, d, d->rows * d->h->heads, spin_ns);
 }
 
 /* --- heads in groups that share keys and values -------------------------------------------------------------- */
-
-/* A token and the range of the cached tokens that it attends to. */
-struct seen {
-    char *const *streams;
-    const int32_t *blocks;
-    int64_t first, tokens;
-};
-
-static struct seen seen_by(const struct token *t, int64_t layer, int64_t streams, int64_t window) {
-    int64_t tokens = t->position + 1;
-    return (struct seen){t->streams + layer * streams, t->blocks, window && tokens > window ? tokens - window : 0, tokens};
-}
 
 /* Numbers of a row before its queries, and of all. */
 static int64_t gates_of(const struct grouped *g) { return g->gated ? g->heads * g->width : 0; }
@@ -214,30 +216,34 @@ static void place_token(const struct grouped *g, float *qkv, const float *cosine
             qkv[i] = qkv[i] > g->clip ? g->clip : qkv[i] < -g->clip ? -g->clip : qkv[i];
     for (int64_t head = 0; head < g->heads + g->kv_heads; head++) rotate(qkv + head * g->width, cosines, sines, g->rope);
     for (int64_t head = 0; head < g->kv_heads; head++) {
-        int64_t at = slab_row(blocks, g->kv_heads, head, position) * g->width;
-        store_cached(k + head * g->width, g->width, streams[0], at, g->bits);
-        store_cached(v + head * g->width, g->width, streams[1], at, g->bits);
+        int64_t row = slab_row(blocks, g->kv_heads, head, position);
+        store_row(k + head * g->width, g->width, streams, row, g->bits);
+        store_row(v + head * g->width, g->width, streams + (g->bits == INT8 ? 2 : 1), row, g->bits);
     }
 }
 
-/* Heads [head, head + number) that share keys and values, at most SHARING; q, out: of all heads. scores: number * the
- * tokens attended to. */
-static void attend_grouped(const struct grouped *g, const float *q, const struct seen *seen, int64_t head,
-                           int64_t number, float *scores, float *out) {
-    int64_t kv_head = head / (g->heads / g->kv_heads);
-    struct stream s = {seen->streams[0], seen->streams[1], seen->blocks, g->kv_heads, kv_head, g->width, g->width};
-    attend(&s, g->bits, q + head * g->width, g->width, number, seen->first, seen->tokens, g->scale,
-           g->sinks ? g->sinks + head : NULL, scores, out + head * g->width);
+static struct heads heads_of_grouped(const struct grouped *g) {
+    return (struct heads){g->bits, g->heads, g->kv_heads, g->width, g->width, 0, g->window, g->sinks, g->scale};
 }
 
 /* --- latent attention ---------------------------------------------------------------------------------------- */
 
+static struct heads heads_of_latent(const struct latent *l) {
+    return (struct heads){l->bits, l->heads, 1, l->rank + l->rope, l->rank, 1, 0, NULL, l->scale};
+}
+
+/* Bits of a number of the expansion. */
+static int64_t expansion_bits(const struct latent *l) { return l->bits == FLOAT32 ? FLOAT32 : BF16; }
+
+static const char *expansion_of(const struct latent *l, int64_t head) {
+    return (const char *)l->expansion + head * (l->nope + l->value) * l->rank * (expansion_bits(l) / 8);
+}
+
 /* A token's latent [rank + rope]: normalised, rotated, stored in the cache. */
-static void prepare_latent(const struct latent *l, float *latent, const struct token *t, const struct seen *seen) {
-    int64_t width = l->rank + l->rope;
+static void prepare_latent(const struct latent *l, float *latent, const struct token *t, char *const *streams) {
     rms_norm(latent, l->norm, l->rank, l->eps, latent);
     rotate(latent + l->rank, t->cosines, t->sines, l->rope);
-    store_cached(latent, width, seen->streams[0], slab_row(seen->blocks, 1, 0, t->position) * width, l->bits);
+    store_row(latent, l->rank + l->rope, streams, slab_row(t->blocks, 1, 0, t->position), l->bits);
 }
 
 /* y [rank] = the sum of q[i] * row i of `rows` rows [rank]. */
@@ -256,62 +262,57 @@ INLINE void weighted_rows(const void *rows, const int bits, int64_t number, int6
     }
 }
 
-/* scratch: 2 rank + rope + the tokens attended to. */
-INLINE void latent_head(const struct latent *l, const int bits, const float *q, const struct token *t,
-                        const struct seen *seen, int64_t head, float *scratch, float *out) {
-    int64_t latent = l->rank + l->rope;
-    float *down = scratch, *up = scratch + latent, *scores = up + l->rank;
-    q += head * (l->nope + l->rope);
-    const char *rows = (const char *)l->expansion + head * (l->nope + l->value) * l->rank * (bits / 8);
-    weighted_rows(rows, bits, l->nope, l->rank, q, down);
-    memcpy(down + l->rank, q + l->nope, (size_t)l->rope * sizeof *q);
-    rotate(down + l->rank, t->cosines, t->sines, l->rope);
-    struct stream s = {seen->streams[0], seen->streams[0], seen->blocks, 1, 0, latent, l->rank};
-    attend_heads(&s, bits, down, latent, 1, seen->first, seen->tokens, l->scale, NULL, scores, up);
-    struct stream values = {rows + l->nope * l->rank * (bits / 8), NULL, NULL, 1, 0, l->rank, 0};
-    score_keys(&values, bits, up, 0, 1, 0, l->value, 1.0f, out + head * l->value, 0);
+/* y [number] = rows [number, rank] times x. */
+INLINE void row_products(const void *rows, const int bits, int64_t number, int64_t rank, const float *x, float *y) {
+    int64_t whole = rank / LANES * LANES;
+    for (int64_t n = 0; n < number; n++) {
+        vector sums = {0};
+        for (int64_t i = 0; i < whole; i += LANES) sums = VFMA(vector_at(rows, n * rank + i, bits), loaded(x + i), sums);
+        y[n] = SUM(sums);
+        for (int64_t i = whole; i < rank; i++) y[n] += number_at(rows, n * rank + i, bits) * x[i];
+    }
 }
 
-static void attend_latent(const struct latent *l, const float *q, const struct token *t, const struct seen *seen,
-                          int64_t head, float *scratch, float *out) {
-    if (l->bits == BF16)
-        latent_head(l, BF16, q, t, seen, head, scratch, out);
+/* A head's query q [nope + rope] as a query of latents: to [rank + rope]. */
+static void absorb_query(const struct latent *l, const float *q, const struct token *t, int64_t head, float *to) {
+    if (expansion_bits(l) == BF16)
+        weighted_rows(expansion_of(l, head), BF16, l->nope, l->rank, q, to);
     else
-        latent_head(l, 32, q, t, seen, head, scratch, out);
+        weighted_rows(expansion_of(l, head), FLOAT32, l->nope, l->rank, q, to);
+    memcpy(to + l->rank, q + l->nope, (size_t)l->rope * sizeof *q);
+    rotate(to + l->rank, t->cosines, t->sines, l->rope);
+}
+
+/* A head's attended latent as its output: to [value]. */
+static void expand_latent(const struct latent *l, const float *latent, int64_t head, float *to) {
+    const char *rows = expansion_of(l, head) + l->nope * l->rank * (expansion_bits(l) / 8);
+    if (expansion_bits(l) == BF16)
+        row_products(rows, BF16, l->value, l->rank, latent, to);
+    else
+        row_products(rows, FLOAT32, l->value, l->rank, latent, to);
 }
 
 /* --- one token on given queries ------------------------------------------------------------------------------- */
 
-struct attending {
-    const struct heads *h;
-    const float *q;
-    struct seen seen;
-    float *scores, *out;
-};
-
-static void attend_some(void *context, int64_t lo, int64_t hi) {
-    const struct attending *a = context;
-    const struct heads *h = a->h;
-    for (int64_t head = lo; head < hi; head++) {
-        struct stream s = {a->seen.streams[0], a->seen.streams[h->latent ? 0 : 1], a->seen.blocks, h->kv_heads,
-                           head / (h->heads / h->kv_heads), h->key_width, h->value_width};
-        attend(&s, h->bits, a->q + head * h->key_width, h->key_width, 1, a->seen.first, a->seen.tokens, h->scale,
-               h->sinks ? h->sinks + head : NULL, a->scores + head * (a->seen.tokens - a->seen.first),
-               a->out + head * h->value_width);
-    }
+static void copy_head(const struct decode *d, int64_t row, int64_t head) {
+    float *out = (float *)d->context;
+    int64_t width = d->h->value_width;
+    (void)row;
+    memcpy(out + head * width, merged(d, 0, head), (size_t)width * sizeof *out);
 }
 
 int64_t tandem_attend_scratch(const struct heads *h, int64_t threads, int64_t tokens) {
-    (void)threads;
-    return 4 * h->heads * tokens;
+    struct decode d = {.h = h};
+    return lay_out_decode(&d, 1, threads, tokens, NULL);
 }
 
 int tandem_attend(struct team *team, const struct heads *h, const float *q, char *const *streams, const int32_t *blocks,
                   int64_t capacity, int64_t position, float *out, void *scratch) {
     if (position < 0 || position >= capacity) return BAD_POSITION;
     struct token token = {.streams = streams, .blocks = blocks, .position = position};
-    struct attending a = {h, q, seen_by(&token, 0, 0, h->window), scratch, out};
-    parallel_for(team, attend_some, &a, h->heads, 0);
+    struct decode d = {.h = h, .tokens = &token, .rows = 1, .q = q, .finish = copy_head, .context = out};
+    lay_out_decode(&d, 1, team ? team->threads : 1, position + 1, scratch);
+    attend_all(team, &d, 0);
     return FINE;
 }
 

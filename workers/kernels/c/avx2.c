@@ -14,6 +14,7 @@
 #define VECTOR_BYTES 32
 #include "records.h"
 #define BITS_OF(truth) (uint32_t)_mm256_movemask_ps((__m256)(truth))
+#define LARGER(a, b) (vector)_mm256_max_ps((__m256)(a), (__m256)(b))
 #define VFMA(a, b, c) ((vector)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
 
 enum { TWICE = 4 }; /* from so many rows on a block is read once for each half, because there are few registers */

@@ -14,6 +14,8 @@ int tandem_supported(void) {
 #define VECTOR_BYTES 64
 #include "records.h"
 #define SUM(v) _mm512_reduce_add_ps((__m512)(v))
+#define MOST(v) _mm512_reduce_max_ps((__m512)(v))
+#define LARGER(a, b) (vector)_mm512_max_ps((__m512)(a), (__m512)(b))
 
 /* y [4] = the sums of four vectors, in the order of additions of SUM. */
 INLINE void sum_four(__m512 a, __m512 b, __m512 c, __m512 d, float *y) {
@@ -29,6 +31,43 @@ INLINE void sum_four(__m512 a, __m512 b, __m512 c, __m512 d, float *y) {
 
 #define BITS_OF(truth) (uint32_t)_mm512_movepi32_mask((__m512i)(truth))
 #define PACKED(lanes, bits) (ints)_mm512_maskz_compress_epi32((__mmask16)(bits), (__m512i)(lanes))
+
+/* Two vectors of 32-bit words whose lower halves are a's 16-bit numbers and whose upper halves are b's. */
+INLINE void interleave(const void *a, const void *b, void *to) {
+    const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
+                                           36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+    __m512i of_a = _mm512_loadu_si512(a), of_b = _mm512_loadu_si512(b);
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(of_a, first, of_b));
+    _mm512_storeu_si512((char *)to + 64, _mm512_permutex2var_epi16(of_a, second, of_b));
+}
+#define INTERLEAVED interleave
+
+INLINE void transpose_words(__m512i *r) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) { /* in quarters: rows (i3 i2 i1 e1), lanes (e0 i0) */
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int e = 0; e < 2; e++) {
+            r[i + 2 * e] = _mm512_unpacklo_epi64(t[i + e], t[i + 2 + e]);
+            r[i + 2 * e + 1] = _mm512_unpackhi_epi64(t[i + e], t[i + 2 + e]);
+        }
+    for (int e = 0; e < 4; e++)
+        for (int i = 0; i < 8; i += 4) { /* rows (i3 i2 e) to (i3 l0 e) */
+            t[2 * i + e] = _mm512_shuffle_i32x4(r[2 * i + e], r[2 * i + 4 + e], 0x88);
+            t[2 * i + 4 + e] = _mm512_shuffle_i32x4(r[2 * i + e], r[2 * i + 4 + e], 0xDD);
+        }
+    for (int e = 0; e < 8; e++) {
+        r[e] = _mm512_shuffle_i32x4(t[e], t[8 + e], 0x88);
+        r[8 + e] = _mm512_shuffle_i32x4(t[e], t[8 + e], 0xDD);
+    }
+}
+#define TRANSPOSED(rows) transpose_words((__m512i *)(rows))
+
+INLINE __m512i sixteen_int8(const void *numbers) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)numbers)); }
+#define WIDENED_INT8 (ints)sixteen_int8
 
 INLINE __m512i four(const int8_t *codes) {
     int32_t packed;

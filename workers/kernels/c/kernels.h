@@ -25,7 +25,8 @@
 
 enum { BLOCK = 16 }; /* outputs interleaved in the integer formats */
 enum { ROWS = 8 };   /* most rows that one read of a block is applied to */
-enum { KV_BLOCK = 64 }; /* tokens of a block of the KV cache */
+enum { KV_BLOCK = 64 };  /* tokens of a block of the KV cache */
+enum { KV_RUN = 128 };   /* numbers of a row of it in int8 that share a scale */
 enum { STRIP = 128 }; /* rows: their activations stay in a core's cache while all blocks are multiplied */
 
 /* Matrix units: rows of a tile. A tile takes about as long however many of its rows are used. */
@@ -185,11 +186,16 @@ struct norm { /* RMS norm, or with a bias LayerNorm */
 };
 
 /* The KV cache. A stream (keys, values, or latents) of a layer is one slab for all sequences, [blocks, heads, KV_BLOCK,
- * width]. A sequence has a table of block numbers, the same in all slabs: its token t lies in block table[t / KV_BLOCK],
- * at t % KV_BLOCK. `capacity`: KV_BLOCK times the table's length.
+ * width], of `bits` FLOAT32, BF16 or INT8. In INT8 a further slab, float32 [blocks, heads, KV_BLOCK, runs], has the scale of
+ * each run of KV_RUN numbers, of which the last may be shorter: the largest magnitude / 127; codes are rounded half to even.
+ * Streams are then addresses of numbers and of scales in turns. A sequence has a table of block numbers, the same in all
+ * slabs: its token t lies in block table[t / KV_BLOCK], at t % KV_BLOCK. `capacity`: KV_BLOCK times the table's length.
+ *
+ * FLOAT32 is multiplied in float32. BF16 and INT8 are multiplied as bf16 by queries that are rounded to bf16, and so are the
+ * weights of values, times their scales; products are added in float32.
  *
  * Attention of a single token: its keys and values are stored in the cache; it attends to itself and to the tokens
- * cached before. `bits` of the cached numbers: BF16 or FLOAT32. */
+ * cached before. */
 struct grouped { /* query heads in groups that share keys and values */
     int64_t bits, heads, kv_heads, width;
     int64_t rope;   /* the first numbers of a head, which are rotated */
@@ -202,9 +208,10 @@ struct grouped { /* query heads in groups that share keys and values */
 };
 
 /* `count` new tokens of a sequence, the first at `position`, in the same way: qkv [count, (heads + 2 kv_heads) * width],
- * after the gates if there are any, changed in place; streams [2]: the layer's slabs of keys and values, `blocks` the
+ * after the gates if there are any, changed in place; `streams`: the layer's, of keys and then of values; `blocks`: the
  * sequence's table; out [count, heads * width]; cosines and sines [count, rope]. `scratch`, 64-byte aligned, has
- * tandem_span_scratch bytes for each thread of the team. A token's bits depend on no token after it whose numbers are finite, nor on how many come with it. */
+ * tandem_span_scratch bytes for each thread of the team. A token's bits depend on no token after it whose numbers are
+ * finite, nor on how many come with it. */
 int64_t tandem_span_scratch(const struct grouped *grouped);
 int tandem_span(struct team *team, const struct grouped *grouped, float *qkv, const float *cosines,
                 const float *sines, char *const *streams, const int32_t *blocks, int64_t capacity, int64_t position,
@@ -215,7 +222,7 @@ struct latent { /* keys and values are expanded from one cached vector; for a si
     int64_t query_rank;      /* of the queries' own latent; 0: none */
     const float *query_norm; /* [query_rank] */
     const float *norm;       /* [rank], of the latent */
-    const void *expansion;   /* [heads, nope + value, rank], of the cached numbers' type */
+    const void *expansion;   /* [heads, nope + value, rank], FLOAT32 as the cached numbers are, or BF16 */
     float eps, scale;
 };
 
@@ -267,8 +274,8 @@ struct layer { /* pointers to what a layer does not have are NULL */
 struct token {
     const float *cosines, *sines; /* [rope] rotate number i with number i + rope / 2 (RoPE); the sines carry the
                                    * halves' signs */
-    char *const *streams;         /* [layers, streams of a layer] slabs: of keys and of values, or of latents (heads 1,
-                                   * width rank + rope) */
+    char *const *streams;         /* [layers, streams of a layer]: of keys and then of values, or of latents (heads 1, width
+                                   * rank + rope) */
     const int32_t *blocks;        /* the sequence's table */
     char *const *states;          /* of all layers four: of the delta rule its inputs [taps - 1, queries, keys and values]
                                    * of the tokens before and its matrices; then the same, written, after the token */

@@ -97,12 +97,12 @@ struct layer_run {
     float *narrow;   /* [rows, inputs of output, query or down] */
     float *query;    /* [rows, outputs of query] */
     float *dense;    /* [rows, hidden], the output of a dense block */
-    float *scores;   /* of each thread */
+    float *absorbed; /* [rows, heads, rank + rope], queries of latents */
     void *product;   /* of one product at a time */
-    int64_t scores_each;
-    /* attention: */
-    const float *q;
-    int64_t q_stride, together, items, next; /* heads taken together; rows times groups of these; atomic */
+    struct heads heads;
+    struct decode attention;
+    float *delta;    /* of each thread, `delta_each` numbers */
+    int64_t delta_each, next; /* `next` item to take, atomic */
 };
 
 static int64_t inputs_of(const struct matrix *m) { return m ? m->of.inputs : 0; }
@@ -116,17 +116,19 @@ static int64_t lay_out_layer(struct layer_run *run, int64_t rows, int64_t tokens
     int64_t product = 0;
     for (int n = 0; n < 5; n++)
         if (matrices[n]) product = most(product, tandem_product_scratch(matrices[n], rows));
-    run->scores_each = rounded_up(l->delta    ? delta_scratch(l->delta)
-                                  : l->latent ? 2 * l->latent->rank + l->latent->rope + tokens
-                                              : SHARING * tokens, 16);
+    if (l->grouped) run->heads = heads_of_grouped(l->grouped);
+    if (l->latent) run->heads = heads_of_latent(l->latent);
+    run->delta_each = l->delta ? rounded_up(delta_scratch(l->delta), 16) : 0;
+    run->attention.h = &run->heads;
     uint8_t *at = scratch;
     TAKE(run->wide, 4 * rows * most(outputs_of(l->first), outputs_of(l->up)));
     TAKE(run->narrow, 4 * rows * most(inputs_of(l->query), most(inputs_of(l->output), inputs_of(l->down))));
     TAKE(run->query, 4 * rows * outputs_of(l->query));
     TAKE(run->dense, 4 * rows * (l->router ? 0 : l->hidden));
-    TAKE(run->scores, 4 * run->threads * run->scores_each);
+    TAKE(run->delta, 4 * run->threads * run->delta_each);
+    TAKE(run->absorbed, l->latent ? 4 * rows * run->heads.heads * run->heads.key_width : 0);
     TAKE(run->product, product);
-    return at - scratch;
+    return at - scratch + (l->delta ? 0 : lay_out_decode(&run->attention, rows, run->threads, tokens, at));
 }
 
 int64_t tandem_layer_scratch(const struct layer *layer, int64_t rows, int64_t threads, int64_t tokens) {
@@ -152,77 +154,64 @@ static void enter_attention(void *context, int64_t lo, int64_t hi) {
         normalise(&run->layer->attention_norm, run->step->h + r * hidden, hidden, run->step->x + r * hidden);
 }
 
-static struct seen seen_by_row(const struct layer_run *run, int64_t row) {
-    const struct grouped *g = run->layer->grouped;
-    return seen_by(run->step->tokens + row, run->index, g ? 2 : 1, g ? g->window : 0);
-}
-
 /* Stores the rows' keys and values, or latents. */
 static void prepare_rows(void *context, int64_t lo, int64_t hi) {
     const struct layer_run *run = context;
     const struct layer *l = run->layer;
     for (int64_t r = lo; r < hi; r++) {
         const struct token *token = run->step->tokens + r;
-        struct seen seen = seen_by_row(run, r);
+        char *const *streams = token->streams + run->index * streams_of(&run->heads);
         float *row = run->wide + r * l->first->of.outputs;
         if (l->grouped) {
-            place_token(l->grouped, row + gates_of(l->grouped), token->cosines, token->sines, seen.streams, seen.blocks,
+            place_token(l->grouped, row + gates_of(l->grouped), token->cosines, token->sines, streams, token->blocks,
                         token->position);
             continue;
         }
-        prepare_latent(l->latent, row + l->first->of.outputs - l->latent->rank - l->latent->rope, token, &seen);
+        prepare_latent(l->latent, row + l->first->of.outputs - l->latent->rank - l->latent->rope, token, streams);
         int64_t rank = l->latent->query_rank;
         if (rank) rms_norm(row, l->latent->query_norm, rank, l->latent->eps, run->narrow + r * rank);
     }
 }
 
-/* Threads take rows and heads one after the other, because the rows attend to different numbers of tokens. */
-static void attend_rows(void *context, int64_t lo, int64_t hi) {
-    struct layer_run *run = context;
-    const struct layer *l = run->layer;
-    int64_t rows = run->step->rows, out_width = l->output->of.inputs;
-    for (int64_t thread = lo; thread < hi; thread++) {
-        float *scores = run->scores + thread * run->scores_each;
-        for (;;) {
-            int64_t item = __atomic_fetch_add(&run->next, 1, __ATOMIC_RELAXED), row = item % rows, group = item / rows;
-            if (item >= run->items) break;
-            struct seen seen = seen_by_row(run, row);
-            const float *q = run->q + row * run->q_stride;
-            float *out = run->narrow + row * out_width;
-            if (l->latent) {
-                attend_latent(l->latent, q, run->step->tokens + row, &seen, group, scores, out);
-                continue;
-            }
-            int64_t shared = l->grouped->heads / l->grouped->kv_heads;
-            int64_t groups = (shared + run->together - 1) / run->together, from = group % groups * run->together;
-            int64_t head = group / groups * shared + from, taken = least(run->together, shared - from);
-            attend_grouped(l->grouped, q, &seen, head, taken, scores, out);
-            if (l->grouped->gated) {
-                int64_t at = head * l->grouped->width;
-                apply_gates(q - gates_of(l->grouped) + at, taken * l->grouped->width, out + at);
-            }
-        }
+/* Queries [lo, hi) of latents, heads of the rows in turns. */
+static void absorb_queries(void *context, int64_t lo, int64_t hi) {
+    const struct layer_run *run = context;
+    const struct latent *l = run->layer->latent;
+    for (int64_t item = lo; item < hi; item++) {
+        int64_t row = item % run->step->rows, head = item / run->step->rows;
+        const float *q = (run->layer->query ? run->query + row * run->layer->query->of.outputs
+                                            : run->wide + row * run->layer->first->of.outputs);
+        absorb_query(l, q + head * (l->nope + l->rope), run->step->tokens + row, head,
+                     run->absorbed + (row * l->heads + head) * run->heads.key_width);
     }
 }
 
-/* run->narrow = the heads' outputs. */
-static void attend_all(struct team *team, struct layer_run *run) {
-    const struct layer *l = run->layer;
-    int64_t rows = run->step->rows, groups;
-    run->q = l->query ? run->query : run->wide + (l->grouped ? gates_of(l->grouped) : 0);
-    run->q_stride = l->query ? l->query->of.outputs : l->first->of.outputs;
-    if (l->latent) {
-        groups = l->latent->heads;
-    } else {
-        /* Heads that share keys are taken together, unless that leaves threads without work. */
-        int64_t kv_heads = l->grouped->kv_heads, shared = l->grouped->heads / kv_heads;
-        run->together = least(SHARING, shared);
-        while (run->together > 1 && rows * kv_heads * ((shared + run->together - 1) / run->together) < run->threads)
-            run->together--;
-        groups = kv_heads * ((shared + run->together - 1) / run->together);
+static void finish_head(const struct decode *d, int64_t row, int64_t head) {
+    const struct layer_run *run = d->context;
+    const struct grouped *g = run->layer->grouped;
+    float *out = run->narrow + row * run->layer->output->of.inputs;
+    if (run->layer->latent) {
+        expand_latent(run->layer->latent, merged(d, row, head), head, out + head * run->layer->latent->value);
+        return;
     }
-    run->items = rows * groups;
-    parallel_for(team, attend_rows, run, run->threads, WAKE_NS);
+    int64_t at = head * g->width;
+    memcpy(out + at, merged(d, row, head), (size_t)g->width * sizeof *out);
+    if (g->gated) apply_gates(run->wide + row * run->layer->first->of.outputs + at, g->width, out + at);
+}
+
+/* run->narrow = the heads' outputs. */
+static void attend_rows(struct team *team, struct layer_run *run) {
+    const struct layer *l = run->layer;
+    struct decode *d = &run->attention;
+    d->tokens = run->step->tokens, d->layer = run->index, d->rows = run->step->rows;
+    d->finish = finish_head, d->context = run;
+    if (l->latent) {
+        parallel_for(team, absorb_queries, run, d->rows * l->latent->heads, WAKE_NS);
+        d->q = run->absorbed, d->q_stride = l->latent->heads * run->heads.key_width;
+    } else {
+        d->q = run->wide + gates_of(l->grouped), d->q_stride = l->first->of.outputs;
+    }
+    attend_all(team, d, WAKE_NS);
 }
 
 static void recur_rows(void *context, int64_t lo, int64_t hi) {
@@ -235,7 +224,7 @@ static void recur_rows(void *context, int64_t lo, int64_t hi) {
             char *const *at = run->step->tokens[row].states + run->index * 4;
             struct delta_states states = {(float *)at[0], (float *)at[1], (float *)at[2], (float *)at[3]};
             recur(l->delta, run->wide + row * l->first->of.outputs, &states, item % l->delta->key_heads,
-                  run->scores + thread * run->scores_each, run->narrow + row * l->output->of.inputs);
+                  run->delta + thread * run->delta_each, run->narrow + row * l->output->of.inputs);
         }
 }
 
@@ -287,9 +276,8 @@ int tandem_layer(struct team *team, const struct layer *l, int64_t index, const 
     int64_t tokens = 0;
     for (int64_t r = 0; r < s->rows; r++) {
         if (s->tokens[r].position < 0 || s->tokens[r].position >= s->tokens[r].capacity) return BAD_POSITION;
-        if (l->delta) continue;
-        struct seen seen = seen_by_row(&run, r);
-        tokens = most(tokens, seen.tokens - seen.first);
+        int64_t window = l->grouped ? l->grouped->window : 0, seen = s->tokens[r].position + 1;
+        tokens = most(tokens, window ? least(window, seen) : seen);
     }
     if (lay_out_layer(&run, s->rows, tokens, s->scratch) > s->scratch_bytes) return SMALL_BUFFERS;
     parallel_for(of_rows, enter_attention, &run, s->rows, WAKE_NS);
@@ -299,7 +287,7 @@ int tandem_layer(struct team *team, const struct layer *l, int64_t index, const 
     } else {
         parallel_for(of_rows, prepare_rows, &run, s->rows, WAKE_NS);
         if (l->query) tandem_product(team, l->query, run.narrow, s->rows, run.query, run.product, WAKE_NS);
-        attend_all(team, &run);
+        attend_rows(team, &run);
     }
     tandem_product(team, l->output, run.narrow, s->rows, s->out, run.product, WAKE_NS);
     parallel_for(of_rows, leave_attention, &run, s->rows, WAKE_NS);

@@ -69,12 +69,6 @@ static int64_t blocks_of(int64_t numbers) { return (numbers + SCALED - 1) / SCAL
 
 /* --- products ------------------------------------------------------------------------------------------------- */
 
-INLINE words loaded_words(const void *from) {
-    words w;
-    memcpy(&w, from, sizeof w);
-    return w;
-}
-
 /* LANES of the numbers [at, at + PAIR) of weights, upper ones of pairs before lower ones. */
 INLINE vector half_of(const void *weights, int64_t at, int half, const int kind) {
     if (kind == FLOAT32) return loaded((const float *)weights + at + half * LANES);

@@ -18,6 +18,7 @@ typedef int32_t ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
 typedef int8_t quarters __attribute__((vector_size(LANES)));
+typedef uint64_t longs __attribute__((vector_size(LANES * 4)));
 
 /* call(n) with n = `count`, 1 to `most` (at most 8, a constant), as a constant. */
 #define IF_COUNT(n, most, call)                                                                                  \
@@ -71,6 +72,89 @@ INLINE vector loaded(const float *from) {
     vector v;
     memcpy(&v, from, sizeof v);
     return v;
+}
+
+INLINE words loaded_words(const void *from) {
+    words w;
+    memcpy(&w, from, sizeof w);
+    return w;
+}
+
+INLINE vector every(float number) { return number - (vector){0}; }
+
+/* Lanes of a where `truth` has all bits, and of b elsewhere. */
+INLINE vector chosen(ints truth, vector a, vector b) { return (vector)((truth & (ints)a) | (~truth & (ints)b)); }
+
+/* The larger numbers; b where one is NaN. */
+#ifndef LARGER
+#define LARGER(a, b) chosen((a) > (b), a, b)
+#endif
+
+/* The largest lane, if none is NaN. */
+INLINE float most_of_lanes(vector v) {
+    float lanes[LANES];
+    memcpy(lanes, &v, sizeof lanes);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int l = 0; l < half; l++) lanes[l] = lanes[l] > lanes[l + half] ? lanes[l] : lanes[l + half];
+    return lanes[0];
+}
+#ifndef MOST
+#define MOST most_of_lanes
+#endif
+
+/* Lanes of the lower or upper halves of a and b, in turns. */
+#if VECTOR_BYTES == 64
+#define LOWER_LANES 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define UPPER_LANES 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif VECTOR_BYTES == 32
+#define LOWER_LANES 0, 8, 1, 9, 2, 10, 3, 11
+#define UPPER_LANES 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define LOWER_LANES 0, 4, 1, 5
+#define UPPER_LANES 2, 6, 3, 7
+#endif
+#ifdef __clang__
+#define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, (words){__VA_ARGS__})
+#endif
+
+/* PAIR words whose lower halves are a's 16-bit numbers and whose upper halves are b's. */
+#ifndef INTERLEAVED
+INLINE void interleave(const void *a, const void *b, void *to) {
+    for (int part = 0; part < 2; part++) {
+        halves lower, upper;
+        memcpy(&lower, (const halves *)a + part, sizeof lower);
+        memcpy(&upper, (const halves *)b + part, sizeof upper);
+        words both = __builtin_convertvector(lower, words) | __builtin_convertvector(upper, words) << 16;
+        memcpy((words *)to + part, &both, sizeof both);
+    }
+}
+#define INTERLEAVED interleave
+#endif
+
+#ifndef WIDENED_INT8
+INLINE ints widened_int8(const void *from) {
+    quarters narrow;
+    memcpy(&narrow, from, sizeof narrow);
+    return __builtin_convertvector(narrow, ints);
+}
+#define WIDENED_INT8 widened_int8
+#endif
+
+#ifndef TRANSPOSED
+#define TRANSPOSED transpose
+#endif
+/* LANES rows to columns: each step moves the highest bit of an element's place (row, lane) to its end. */
+INLINE void transpose(words *rows) {
+    for (int bit = 1; bit < LANES; bit *= 2) {
+        words turned[LANES];
+        for (int i = 0; i < LANES / 2; i++) {
+            turned[2 * i] = SHUFFLED(rows[i], rows[i + LANES / 2], LOWER_LANES);
+            turned[2 * i + 1] = SHUFFLED(rows[i], rows[i + LANES / 2], UPPER_LANES);
+        }
+        for (int i = 0; i < LANES; i++) rows[i] = turned[i];
+    }
 }
 
 #ifndef WIDENED
@@ -135,6 +219,12 @@ static void round_to_bf16(const float *x, int64_t n, float *out) {
     }
 }
 
+/* The same, each in the upper half of a word. */
+INLINE words rounded_words(vector x) {
+    words bits = (words)x, rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000u;
+    return (words)chosen(x == x, (vector)rounded, (vector)((words){0} + 0x7FC00000));
+}
+
 /* exp(y) is (1 + *near_1) * *power, for y from -87 to 89: written so that compilers turn a loop of it into vectors. */
 INLINE void exponent_of(float y, float *near_1, float *power) {
     float n = y * 1.44269504f + 12582912.0f;
@@ -159,6 +249,20 @@ INLINE float exponential(float x) {
     float near_1, power;
     exponent_of(y, &near_1, &power);
     return x == x ? (near_1 + 1.0f) * power : x; /* ... and is NaN here */
+}
+
+/* The same of a vector of numbers that are at most 0, or NaN. */
+INLINE vector exponentials(vector x) {
+    vector y = LARGER(every(-87.0f), x);
+    vector n = VFMA(y, every(1.44269504f), every(12582912.0f)) - 12582912.0f;
+    vector r = VFMA(n, every(2.12194440e-4f), VFMA(n, every(-0.693359375f), y));
+    vector p = VFMA(every(1.9875691500e-4f), r, every(1.3981999507e-3f));
+    p = VFMA(p, r, every(8.3334519073e-3f));
+    p = VFMA(p, r, every(4.1665795894e-2f));
+    p = VFMA(p, r, every(1.6666665459e-1f));
+    p = VFMA(p, r, every(5.0000001201e-1f));
+    vector power = (vector)((words)(__builtin_convertvector(n, ints) + 127) << 23);
+    return VFMA(VFMA(p * r, r, r), power, power);
 }
 
 /* tanh within a few units of the last place, of small numbers too: e / (e + 2) with e = exp(2 x) - 1. */

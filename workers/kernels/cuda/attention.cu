@@ -3,24 +3,25 @@
  * of blocks) is read from the device's memory, so the same launches serve every step, also from a CUDA graph. A row
  * without a sequence has the position -1; the n-th block of row r is blocks[n * stride + r].
  *
- * Keys and values are of BITS bits, float32, bf16, or int8 with a scale for each RUN numbers of a token; sums are float32.
+ * Keys and values are of BITS bits: float32, bf16, or int8 with a scale for each RUN numbers of a token, with queries in
+ * bf16; sums are float32.
  * A sequence's tokens are divided into chunks, of a size that does not depend on the batch: a block of threads takes one
  * chunk of one head of keys and values with a few query heads, and `merge` adds the chunks in their order. So a row's bits
  * depend on its own sequence alone. */
 #include "numbers.cuh"
 
-#if BITS == 16
+DEVICE float wide(uint16_t bf16) { return widened(bf16); }
+DEVICE float wide(float x) { return x; }
+#if BITS == 8
 typedef uint16_t number; /* of queries and new tokens */
+typedef int8_t cached;
+DEVICE float wide(int8_t x) { return (float)x; }
+#elif BITS == 16
+typedef uint16_t number;
 typedef number cached;
-DEVICE float wide(number bf16) { return widened(bf16); }
 #else
 typedef float number;
-DEVICE float wide(number x) { return x; }
-#if BITS == 8
-typedef int8_t cached;
-#else
 typedef number cached;
-#endif
 #endif
 
 enum { TOKENS = 64, RUN = 128 };
@@ -47,12 +48,13 @@ DEVICE void quantize(const number *from, int lane, int64_t width, cached *to, fl
     for (int64_t lo = 0; lo < width; lo += RUN) {
         int64_t hi = lo + RUN < width ? lo + RUN : width;
         float most = 0.0f;
-        for (int64_t at = lo + lane; at < hi; at += WARP) most = larger(from[at] < 0.0f ? -from[at] : from[at], most);
+        for (int64_t at = lo + lane; at < hi; at += WARP)
+            most = larger(__uint_as_float(__float_as_uint(wide(from[at])) & 0x7FFFFFFFu), most);
 #pragma unroll
         for (int far = WARP / 2; far; far /= 2) most = larger(most, __shfl_xor_sync(ALL_LANES, most, far));
         float scale = __fdiv_rn(most, 127.0f), divisor = scale > 0.0f ? scale : 1.0f;
         for (int64_t at = lo + lane; at < hi; at += WARP) /* adding 1.5 * 2^23 rounds to whole numbers */
-            to[at] = (cached)(__float_as_int(__fadd_rn(__fdiv_rn(from[at], divisor), 12582912.0f)) - 0x4B400000);
+            to[at] = (cached)(__float_as_int(__fadd_rn(__fdiv_rn(wide(from[at]), divisor), 12582912.0f)) - 0x4B400000);
         if (lane == 0) scales[lo / RUN] = scale;
     }
 }

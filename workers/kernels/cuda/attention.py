@@ -84,7 +84,7 @@ class DecodeAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of q [R, heads, width] to the tokens up to the new one: float32 [R, heads * value_width].
-        Queries are of the cache's dtype, of int8 float32. `window`: the last tokens that count. Values are
+        Queries are of the cache's dtype, with int8 bfloat16. `window`: the last tokens that count. Values are
         the first numbers of the last stream, whose rows are as wide as keys where it is the only one. `sinks`
         float32 [heads]: more scores, whose value is 0."""
         number, heads, width = q.shape
