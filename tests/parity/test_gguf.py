@@ -126,7 +126,7 @@ def test_blocks_equal_a_checkpoint_of_their_numbers(
     with InProcess(path, compiled=True) as ours:
         error = np.abs(ours.logprobs(tokens, [15, *[1] * 5, 40]) - oracle.logprobs(tokens)).max()
     assert error < EXACT
-    own = {Type.Q4_0: "q4_0", Type.Q8_0: "q8_0", Type.MXFP4: "mxfp4"}.get(experts)
+    own = {Type.Q4_0: "q4_0", Type.Q5_0: "q8_0", Type.Q8_0: "q8_0", Type.MXFP4: "mxfp4"}.get(experts)
     source = GgufCheckpoint(path)
     assert source.own_format == own
     assert source.quantized == experts.name
