@@ -39,6 +39,8 @@ log = logging.getLogger("tandem")
 DRIVER_NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the second under WSL
 PROBE = "import torch; print(torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else '')"
 PROBE_LIMIT = 120.0  # seconds; a cold import of a CUDA build from a slow disk takes tens of them
+# What a second rounding adds to perplexity: docs/checkpoints.md has the measurement.
+SECOND = {"int8": "about 0.1 %", "int4": "about 1 %"}
 OPTIONS = {
     "format": "--format",
     "context": "--context",
@@ -149,7 +151,8 @@ def start_line(model: Path, plan: Plan, machine: Machine, backbone_dtype: str) -
             size = byte_size(sum(size for part, size in pool.parts.items() if part != LEFT_FREE))
             needs.append(f"{pool.name} {size} of {byte_size(pool.free)}")
     again = f" (a second rounding, of {plan.needs.rounded})" if plan.needs.rounded else ""
-    formats = f"experts {plan.needs.format}{again}, rest {backbone_dtype}"
+    int8 = f" (int8 of {plan.needs.rest_rounded})" if plan.needs.rest_rounded else ""
+    formats = f"experts {plan.needs.format}{again}, rest {backbone_dtype}{int8}"
     return f"{model_name(str(model))}: {formats}; {', '.join(needs)}"
 
 
@@ -174,7 +177,12 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
             why = f"with {names[position - 1]} fewer than {GOOD_CONTEXT} tokens of context would fit"
         lines.append(f"--format {plan.needs.format}: {why}")
     if stored := plan.needs.rounded:
-        lines.append(f"the experts are {stored} in the file, kept as {plan.needs.format}: a second rounding")
+        cost = (
+            f", which adds {SECOND[plan.needs.format]} to perplexity" if plan.needs.format in SECOND else ""
+        )
+        lines.append(
+            f"the experts are {stored} in the file, kept as {plan.needs.format}: a second rounding{cost}"
+        )
     if asked.context is None and plan.context < choose_context(None, plan.needs.facts):
         why = "--kv-tokens is no larger" if plan.context == asked.kv_tokens else "more does not fit"
         lines.append(f"--context {plan.context}: {why}")

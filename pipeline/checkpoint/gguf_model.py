@@ -92,7 +92,9 @@ class GgufCheckpoint(ModelSource):
             parts = self._names.source(role, tensor).parts
             types = {self._index.tensors[part].dtype for part, _ in parts}
             if len(tensor.shape) == 2 and not types & BITS.keys():
-                own[name] = OwnMatrix(format_of(types) or "int8", (tensor.shape[0], tensor.shape[1]))
+                format_name, shape = format_of(types), (tensor.shape[0], tensor.shape[1])
+                rounded = "" if format_name else ", ".join(sorted(types))
+                own[name] = OwnMatrix(format_name or "int8", shape, rounded)
         return own
 
     def _experts(self) -> list[str]:
