@@ -176,13 +176,8 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
         if not pool.short:
             why = f"with {names[position - 1]} fewer than {GOOD_CONTEXT} tokens of context would fit"
         lines.append(f"--format {plan.needs.format}: {why}")
-    if stored := plan.needs.rounded:
-        cost = (
-            f", which adds {SECOND[plan.needs.format]} to perplexity" if plan.needs.format in SECOND else ""
-        )
-        lines.append(
-            f"the experts are {stored} in the file, kept as {plan.needs.format}: a second rounding{cost}"
-        )
+    if again := second_rounding(plan.needs):
+        lines.append(again)
     if asked.context is None and plan.context < choose_context(None, plan.needs.facts):
         why = "--kv-tokens is no larger" if plan.context == asked.kv_tokens else "more does not fit"
         lines.append(f"--context {plan.context}: {why}")
@@ -193,6 +188,14 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
         what = "all experts fit" if plan.expert_cache == 1 else "more experts do not fit"
         lines.append(f"--expert-cache {plan.expert_cache:g}: {what}")
     return lines
+
+
+def second_rounding(needs: Needs) -> str:
+    """A line for experts that are quantized again; empty for others."""
+    if not needs.rounded:
+        return ""
+    cost = f", which adds {SECOND[needs.format]} to perplexity" if needs.format in SECOND else ""
+    return f"the experts are {needs.rounded} in the file, kept as {needs.format}: a second rounding{cost}"
 
 
 def refusal(source: ModelSource, now: Situation, every: Sequence[Needs]) -> str:

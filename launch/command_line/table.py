@@ -75,8 +75,8 @@ FORMATS = (
     " bf16 (int8, int4) (default: a quantized model's own, else the most exact of the first that fits)"
 )
 BACKBONE = (
-    "format of all other weights; own: bf16, and matrices that the file has quantized as they are there"
-    " (default: own for a quantized model, else bf16)"
+    "format of all other weights; own: bf16, and matrices that the file has quantized as they are there,"
+    " or in int8 where no format keeps them (default: own for a quantized model, else bf16)"
 )
 MODEL = (
     "Hugging Face checkpoint directory, or GGUF file; or a model of the Hub, which is downloaded once:"
