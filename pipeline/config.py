@@ -66,6 +66,7 @@ class EngineConfig:
     keep_store: bool = False
     http: str | None = None  # HOST:PORT of the gateway, for clients over HTTP; None: there is no gateway
     http_keys: Path | None = None  # file of its API keys; None: without keys, for this machine alone
+    allowed_origins: tuple[str, ...] = ()  # of pages of other sites that may send requests there; "*": any
 
     @classmethod
     def from_map(cls, plain: dict[str, Any]) -> Self:

@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from pipeline.gateway import chat, completions, messages, responses
-from pipeline.gateway.access import Access, Scope
+from pipeline.gateway.access import Access, Scope, header_of, permission
 from pipeline.gateway.call import Call, Receive, Send, Service, check_model
 from pipeline.gateway.dashboard import Feed
 from pipeline.gateway.engine_links import model_name
@@ -83,10 +83,13 @@ class App:
 
     async def _serve(self, call: Call) -> None:
         method, path = call.scope["method"], call.scope["path"]
+        call.page_headers = self._access.check_page(call.scope)
         endpoint = _endpoint(path)
+        if method == "OPTIONS" and header_of(call.scope, b"access-control-request-method"):
+            await call.send_bytes(b"", "text/plain", headers=permission(call.scope, endpoint.method))
+            return
         if endpoint.method != method:
             raise ApiError(405, f"{method[:20]} is not served at {path[:80]}, but {endpoint.method}")
-        self._access.check_page(call.scope)
         call.prompt_field = endpoint.prompt
         if not endpoint.public:
             call.key_name = self._access.client(call.scope)
