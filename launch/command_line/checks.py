@@ -109,8 +109,8 @@ def check_http(address: str, keys: Path | None, origins: Collection[str] = ()) -
         raise WrongUsage(f"--http {address}: other machines reach it, so give API keys with --http-keys FILE")
     if keys is None and "*" in origins:
         raise WrongUsage(
-            "--allowed-origins *: any page in a browser could send requests, so give API keys with --http-keys"
-            " FILE, or name the pages"
+            "--allowed-origins *: any page in a browser could send requests, so give API keys with"
+            " --http-keys FILE, or name the pages"
         )
     try:
         if keys is not None:

@@ -19,7 +19,7 @@ from pipeline.backbone.batch import StepInput
 from pipeline.backbone.protocol import AnyBackbone, LayerCall
 from pipeline.backbone.step import OwnStep
 from pipeline.config import GraphsName
-from pipeline.counters import Counters, StepClock
+from pipeline.counters import Counters, PhaseCounters, StepClock
 from pipeline.device import Device
 from pipeline.engine.driver import LayerDecision, PolicyDriver
 from pipeline.engine.graphs import StepGraphs
@@ -131,14 +131,16 @@ class Engine:
         self.pool.update(0)
         self.memory.poll()
 
-    def step(self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int] = ()) -> list[FloatArray]:
+    def step(
+        self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int] = (), *, counted: bool = True
+    ) -> list[FloatArray]:
         """Run the tokens of `inputs` through the model, and advance their KV. `live`: the sequences that have
-        begun and not ended, without which those of `inputs` are taken to be all. Returns the wanted logits of
-        each, float32 [n, vocabulary], or its choice (`answers`). Raises StepFailed; the sequences are then
-        as they were."""
+        begun and not ended, without which those of `inputs` are taken to be all. Without `counted` no
+        counter, observer or `popularity` has the step. Returns the wanted logits of each, float32
+        [n, vocabulary], or its choice (`answers`). Raises StepFailed; the sequences are then as they were."""
         lengths = [item.span.kv.length for item in inputs]
         try:
-            return self._step(inputs, phase, live)
+            return self._step(inputs, phase, live, counted)
         except torch.OutOfMemoryError as e:
             for item, length in zip(inputs, lengths, strict=True):
                 item.span.kv.truncate(length)
@@ -146,16 +148,20 @@ class Engine:
             raise OutOfDeviceMemory(out_of_memory(e)) from e
 
     @torch.inference_mode()
-    def _step(self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int]) -> list[FloatArray]:
+    def _step(
+        self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int], counted: bool
+    ) -> list[FloatArray]:
         driver = self.driver
-        counters = self.counters.phases[phase]
+        kept = self.counters.phases[phase]
+        counters = kept if counted else PhaseCounters(self.shape.layers)
+        observers = self.observers if counted else []
         self.memory.count_in(counters)
         self.poll_children()
         clock = StepClock(counters, self.device, self.memory.copied)
         sequences = tuple(item.span.kv.id for item in inputs for _ in item.span.tokens)
         self.timing.begin_step(phase)
-        driver.begin_step(phase, sequences, live, self.timing.costs)
-        for observer in self.observers:
+        driver.begin_step(phase, sequences, live, self.timing.costs, counted=counted)
+        for observer in observers:
             observer.begin(phase, sequences)
         spans = [item.span for item in inputs]
         self.device.prepare(self.backbone.largest_product(len(sequences)))
@@ -165,7 +171,7 @@ class Engine:
             if by_graphs
             else self.backbone.step(spans, self.probing.logits)
         )
-        executor = TensorExecutor(self, phase, clock)
+        executor = TensorExecutor(self, phase, clock, observers)
 
         def experts(call: LayerCall) -> Tensor | None:
             clock.layer = call.layer
@@ -184,13 +190,13 @@ class Engine:
         counters.steps += 1
         counters.paused_steps += not driver.view.prefetching
         counters.rows += len(sequences)
-        if driver.end_step(*counters.prefetched, self.timing.end_step()):
+        if driver.end_step(*kept.prefetched, self.timing.end_step()):
             log.info(driver.prefetch.status)
         answered = step.answers(inputs)
         for span in spans:
             span.kv.advance(len(span.tokens))
         clock.finish("head")
-        for observer in self.observers:
+        for observer in observers:
             observer.end()
         return answered
 
@@ -201,8 +207,8 @@ class TensorExecutor:
     call: LayerCall  # set before each layer
     output: Tensor | None  # of the latest layer's experts, float32 [R, H]
 
-    def __init__(self, engine: Engine, phase: Phase, clock: StepClock) -> None:
-        self.engine, self.phase, self.clock = engine, phase, clock
+    def __init__(self, engine: Engine, phase: Phase, clock: StepClock, observers: Sequence[Observer]) -> None:
+        self.engine, self.phase, self.clock, self._observers = engine, phase, clock, observers
         self.counters = clock.counters
         self._device, self._memory, self._tiles = engine.device, engine.memory, engine.shape.tiles
         self._ticket: Ticket | None = None  # of the latest layer; as the following
@@ -214,7 +220,7 @@ class TensorExecutor:
     def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
         """Compute the layer up to its experts. Copies x, the router's logits and the probes' to the host
         together."""
-        wanted = with_observers(layer, probes, self.engine.observers)
+        wanted = with_observers(layer, probes, self._observers)
         self.call.attend(own, wanted)
         self.clock.mark("attention")
         self._x_host, *read = self.call.read()
@@ -226,7 +232,7 @@ class TensorExecutor:
 
     def begin(self, decision: LayerDecision[Ticket]) -> None:
         layer = decision.layer
-        for observer in self.engine.observers:
+        for observer in self._observers:
             observer.layer(decision, self._x_host)
         active = decision.gated.routing.active.experts
         self.counters.book_hits(layer, decision.resident.take(active).tolist(), self._tiles)

@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from pipeline.gateway import chat, completions, messages, responses
+from pipeline.gateway import chat, completions, messages, properties, responses
 from pipeline.gateway.access import Access, Scope, header_of, permission
 from pipeline.gateway.call import Call, Receive, Send, Service, check_model
 from pipeline.gateway.dashboard import Feed
@@ -127,11 +127,10 @@ async def page(call: Call) -> None:
 
 
 async def health(call: Call) -> None:
-    """Say whether requests would be served."""
+    """Say whether requests would be served, and computed."""
     if call.service.draining:
         raise ApiError(503, "the server is shutting down")
-    if not call.service.links.ready:
-        raise ApiError(503, "the engine is not ready: it is being started or restarted")
+    await call.service.health.check()
     await call.send_json({"status": "ok"})
 
 
@@ -185,6 +184,9 @@ ENDPOINTS = {
     "/v1/messages": Endpoint(messages.create, prompt="messages"),
     "/v1/messages/count_tokens": Endpoint(messages.count_tokens, prompt="messages"),
     "/metrics": Endpoint(metrics, "GET"),
+    "/version": Endpoint(properties.release, "GET"),
+    "/props": Endpoint(properties.properties, "GET"),
+    "/slots": Endpoint(properties.slots, "GET"),
 }
 FOLDERS = {
     "/dashboard/": ENDPOINTS["/dashboard"],

@@ -18,6 +18,7 @@ from pipeline.gateway.access import Headers, Scope, header_of
 from pipeline.gateway.bodies import decoded
 from pipeline.gateway.engine_links import EngineLinks, model_name
 from pipeline.gateway.errors import ApiError, of_engine
+from pipeline.gateway.health import Health
 from pipeline.gateway.metrics import Meter
 from pipeline.text.chat_format import TemplateKind
 from pipeline.text.detokenizer import Detokenizer
@@ -70,7 +71,11 @@ class Service:
     draining: bool = False
     meter: Meter = field(default_factory=Meter)
     openings: dict[str, bool] = field(default_factory=dict)  # does such a prompt open reasoning
+    health: Health = field(init=False)
     _detokenizer: Detokenizer | None = None
+
+    def __post_init__(self) -> None:
+        self.health = Health(self.links)
 
     async def detokenizer(self) -> Detokenizer | None:
         """Returns what decodes tokens, None for a model without a tokenizer. An engine that answers has
@@ -192,7 +197,9 @@ class Call:
 
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
-        await self.send({"type": "http.response.start", "status": status, "headers": [*headers, *self.page_headers]})
+        await self.send(
+            {"type": "http.response.start", "status": status, "headers": [*headers, *self.page_headers]}
+        )
 
     async def _unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
         """Returns the result of `work`. It is cancelled where the client disconnects before; raises

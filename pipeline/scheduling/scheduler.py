@@ -241,7 +241,7 @@ class Scheduler:
         try:
             # a preempted request is live too: it will go on
             live = [job.sequence for job in self._live.values() if job.sequence is not None]
-            logits = self.engine.step(inputs, phase, live)
+            logits = self.engine.step(inputs, phase, live, counted=any(job.counted for job in jobs))
         except StepFailed as e:
             if len(jobs) == 1:
                 self._end(jobs[0], "error", str(e))
@@ -303,5 +303,5 @@ class Scheduler:
                 self._prefixes.keep(job.prefix_key, job.tokens, job.kv)
             else:
                 self.kv.release(job.kv)
-        self._ended += 1
+        self._ended += job.counted
         job.finish(reason, stats, error)
