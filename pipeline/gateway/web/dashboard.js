@@ -98,6 +98,7 @@ function onCounters(now) {
   at("policy").textContent = now.policy;
   const options = Object.entries(now.policy_options).map(([name, value]) => `${name}=${value}`);
   at("policy-notes").textContent = [...options, now.prefetch.status].filter(Boolean).join("; ");
+  if (!cache) [at("hits").textContent, at("cache").textContent] = ["n/a", "none: the host computes"];
   const passed = before ? now.time - before.time : 0;
   const decode = before && difference(now, before, "decode");
   const prefill = before && difference(now, before, "prefill");
@@ -107,11 +108,10 @@ function onCounters(now) {
     const rate = counted.rows / passed;
     at(name).textContent = rate >= 100 ? rate.toFixed(0) : rate.toFixed(1);
   }
-  if (!cache) at("hits").textContent = "n/a";
-  else if (decode.active) at("hits").textContent = percent(decode.hits / decode.active);
+  if (cache && decode.active) at("hits").textContent = percent(decode.hits / decode.active);
   const fetched = bytes((decode.fetched_bytes + prefill.fetched_bytes) / passed);
   const filled = cache && `${bytes(cache.resident_tiles * now.tile_bytes)} of ${bytes(cache.capacity_tiles * now.tile_bytes)}`;
-  at("cache").textContent = cache ? `${filled} filled; ${fetched}/s fetched while a step waited` : "none: the host computes";
+  if (cache) at("cache").textContent = `${filled} filled; ${fetched}/s fetched while a step waited`;
   const parts = timeParts(decode);
   if (decode.steps > 0 && parts) showTime(parts, decode);
 }

@@ -19,6 +19,11 @@ function rgb(name) {
   return [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16));
 }
 
+// How bright a colour looks, 0 to 1.
+const brightness = (colour) =>
+  [0.2126, 0.7152, 0.0722].reduce((sum, share, at) => sum + share * (colour[at] / 255) ** 2.2, 0);
+const BRIGHT = 0.18; // where black and white are equally well read
+
 const css = (colour) => `rgb(${colour.join(" ")})`;
 
 export class Experts {
@@ -146,14 +151,11 @@ export class Experts {
 
   drawCounts(paper, across, down) {
     const { ink, panel } = this.colours;
-    const lightest = Math.max(ink[1], panel[1]);
-    const darkest = Math.min(ink[1], panel[1]);
-    const [light, dark] = ink[1] === lightest ? [ink, panel] : [panel, ink];
+    const [dark, light] = [ink, panel].sort((a, b) => brightness(a) - brightness(b)).map(css);
     paper.textAlign = "center";
     for (let i = 0; i < this.uses.length; i++) {
       if (!this.uses[i]) continue;
-      const green = this.image.data[4 * i + 1]; // tells best how bright a cell is
-      paper.fillStyle = css(green - darkest > lightest - green ? dark : light);
+      paper.fillStyle = brightness(this.image.data.subarray(4 * i, 4 * i + 3)) > BRIGHT ? dark : light;
       const [row, column] = [Math.floor(i / this.experts), i % this.experts];
       paper.fillText(short(this.uses[i]), MARGIN[0] + (column + 0.5) * across, MARGIN[1] + (row + 0.5) * down);
     }
