@@ -96,8 +96,7 @@ class PolicyDriver(Generic[Begun]):
         policy.check_calibration(view.calibration)
         self.placement = policy.placement(self.view)  # [L, E]
         self._masks = policy.sparsity.masks(policy.name, view.shape.layers, view.up, view.calibration)
-        self._masked = False  # in the present step; as the following
-        self._counting = True
+        self._masked, self.counting = False, True  # in the present step; in the popularity
 
     def begin_step(
         self,
@@ -105,12 +104,10 @@ class PolicyDriver(Generic[Begun]):
         sequences: tuple[int, ...],
         live: Iterable[int] = (),
         costs: Costs | None = None,
-        *,
-        counted: bool = True,
     ) -> None:
         """Begin a step. `sequences`: that of each row; `live`: these and others that have begun and not
-        ended; `costs`: to plan with from now on, if they have changed; `counted`: in the popularity."""
-        self._early, self._counting = None, counted
+        ended; `costs`: to plan with from now on, if they have changed."""
+        self._early = None
         self._masked = phase == "decode"
         known, on = frozenset(sequences).union(live), self.prefetch.on
         view, costs = self.view, costs or self.view.costs
@@ -133,7 +130,7 @@ class PolicyDriver(Generic[Begun]):
             decided, begun = early
             decision = LayerDecision(layer, signals, decided.gated, decided.cut, resident, (), begun, mask)
         executor.begin(decision)
-        if self._counting:
+        if self.counting:
             active, counted = decision.gated.routing.active, self._counted[layer]
             for expert, rows in zip(active.experts.tolist(), active.counts.tolist(), strict=True):
                 counted[expert] += rows

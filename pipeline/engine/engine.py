@@ -131,16 +131,14 @@ class Engine:
         self.pool.update(0)
         self.memory.poll()
 
-    def step(
-        self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int] = (), *, counted: bool = True
-    ) -> list[FloatArray]:
+    def step(self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int] = ()) -> list[FloatArray]:
         """Run the tokens of `inputs` through the model, and advance their KV. `live`: the sequences that have
-        begun and not ended, without which those of `inputs` are taken to be all. Without `counted` no
-        counter, observer or `popularity` has the step. Returns the wanted logits of each, float32
-        [n, vocabulary], or its choice (`answers`). Raises StepFailed; the sequences are then as they were."""
+        begun and not ended, without which those of `inputs` are taken to be all. Returns the wanted logits of
+        each, float32 [n, vocabulary], or its choice (`answers`). Raises StepFailed; the sequences are then
+        as they were."""
         lengths = [item.span.kv.length for item in inputs]
         try:
-            return self._step(inputs, phase, live, counted)
+            return self._step(inputs, phase, live)
         except torch.OutOfMemoryError as e:
             for item, length in zip(inputs, lengths, strict=True):
                 item.span.kv.truncate(length)
@@ -148,29 +146,24 @@ class Engine:
             raise OutOfDeviceMemory(out_of_memory(e)) from e
 
     @torch.inference_mode()
-    def _step(
-        self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int], counted: bool
-    ) -> list[FloatArray]:
-        driver = self.driver
-        kept = self.counters.phases[phase]
-        counters = kept if counted else PhaseCounters(self.shape.layers)
+    def _step(self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int]) -> list[FloatArray]:
+        driver, layers = self.driver, self.shape.layers
+        counted = any(item.counted for item in inputs)
+        counters = self.counters.phases[phase] if counted else PhaseCounters(layers)
         observers = self.observers if counted else []
         self.memory.count_in(counters)
         self.poll_children()
         clock = StepClock(counters, self.device, self.memory.copied)
         sequences = tuple(item.span.kv.id for item in inputs for _ in item.span.tokens)
         self.timing.begin_step(phase)
-        driver.begin_step(phase, sequences, live, self.timing.costs, counted=counted)
+        driver.begin_step(phase, sequences, live, self.timing.costs)
+        driver.counting = counted
         for observer in observers:
             observer.begin(phase, sequences)
         spans = [item.span for item in inputs]
         self.device.prepare(self.backbone.largest_product(len(sequences)))
         by_graphs = self.graphs.layers(spans, self.probing) if phase == "decode" else None
-        step = (
-            OwnStep(by_graphs, self.shape.layers)
-            if by_graphs
-            else self.backbone.step(spans, self.probing.logits)
-        )
+        step = OwnStep(by_graphs, layers) if by_graphs else self.backbone.step(spans, self.probing.logits)
         executor = TensorExecutor(self, phase, clock, observers)
 
         def experts(call: LayerCall) -> Tensor | None:
@@ -185,12 +178,12 @@ class Engine:
         except (StepFailed, torch.OutOfMemoryError):
             executor.abandon(driver.cancel_early())
             raise
-        clock.layer = self.shape.layers
+        clock.layer = layers
         self.tick()
         counters.steps += 1
         counters.paused_steps += not driver.view.prefetching
         counters.rows += len(sequences)
-        if driver.end_step(*kept.prefetched, self.timing.end_step()):
+        if driver.end_step(*counters.prefetched, self.timing.end_step()):
             log.info(driver.prefetch.status)
         answered = step.answers(inputs)
         for span in spans:
@@ -207,7 +200,7 @@ class TensorExecutor:
     call: LayerCall  # set before each layer
     output: Tensor | None  # of the latest layer's experts, float32 [R, H]
 
-    def __init__(self, engine: Engine, phase: Phase, clock: StepClock, observers: Sequence[Observer]) -> None:
+    def __init__(self, engine: Engine, phase: Phase, clock: StepClock, observers: list[Observer]) -> None:
         self.engine, self.phase, self.clock, self._observers = engine, phase, clock, observers
         self.counters = clock.counters
         self._device, self._memory, self._tiles = engine.device, engine.memory, engine.shape.tiles

@@ -28,7 +28,7 @@ class Job(ABC):
     """One request. `kv` is set while it is admitted, `reason` once it has ended."""
 
     grows = False  # the job adds tokens while it runs
-    counted = True  # its steps are in the engine's counters
+    counted = True  # as of a StepInput
     prefix_key: PrefixKey | None = None  # of the job's conversation: its KV is kept when the job ends
 
     def __init__(
@@ -197,7 +197,8 @@ class GenerateJob(Job):
 
     def step_input(self, chunk: int) -> StepInput:
         new = self._next_tokens(chunk)
-        return StepInput(new, self._wanted if self.filled + len(new.tokens) == len(self.tokens) else "none")
+        wanted = self._wanted if self.filled + len(new.tokens) == len(self.tokens) else "none"
+        return StepInput(new, wanted, self.counted)
 
     def take_logits(self, logits: FloatArray) -> None:
         if len(logits) == 0:

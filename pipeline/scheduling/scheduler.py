@@ -241,7 +241,7 @@ class Scheduler:
         try:
             # a preempted request is live too: it will go on
             live = [job.sequence for job in self._live.values() if job.sequence is not None]
-            logits = self.engine.step(inputs, phase, live, counted=any(job.counted for job in jobs))
+            logits = self.engine.step(inputs, phase, live)
         except StepFailed as e:
             if len(jobs) == 1:
                 self._end(jobs[0], "error", str(e))

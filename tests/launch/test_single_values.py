@@ -55,7 +55,10 @@ from protocol.messages import Generate
         (
             origins,
             {
-                "HTTP://LocalHost:3000, https://a.example:443": ("http://localhost:3000", "https://a.example"),
+                "HTTP://LocalHost:3000, https://a.example:443": (
+                    "http://localhost:3000",
+                    "https://a.example",
+                ),
                 "app://obsidian.md,http://[::1]:80,*": ("app://obsidian.md", "http://[::1]", "*"),
             },
             ["", "localhost:3000", "http://a/", "http://a,", "null", "http://a:x", "http://b@a"],
