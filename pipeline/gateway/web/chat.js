@@ -1,7 +1,7 @@
 // A chat: the questions and answers of one conversation, which the tab keeps, and which is sent whole with each question.
 
 import { show } from "./blocks.js";
-import { askKey, events, refusal, withKey } from "./events.js";
+import { askKey, events, keyNeeded, refusal, withKey } from "./events.js";
 
 const PAUSE = 2000; // ms before another try to connect
 const NEAR = 80; // pixels from the end, where the page follows an answer
@@ -124,7 +124,10 @@ async function ask() {
     });
   };
   const waiting = setInterval(() => {
-    if (!seen.first) view.say(`reading the prompt, ${seconds(performance.now() - seen.began)}`);
+    if (!at("ask").hidden) {
+      seen.began = performance.now(); // the time in which a key is asked for is not the engine's
+      view.say("waiting for an API key");
+    } else if (!seen.first) view.say(`reading the prompt, ${seconds(performance.now() - seen.began)}`);
   }, 500);
   setRunning(stop);
   try {
@@ -241,7 +244,7 @@ async function connect() {
     try {
       const answer = await fetch("/props", { headers: withKey(), cache: "no-store" });
       if (answer.status === 401) {
-        at("about").textContent = "an API key is needed";
+        at("about").textContent = keyNeeded();
         await askKey();
         continue;
       }

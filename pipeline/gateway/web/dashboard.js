@@ -1,6 +1,6 @@
 // The dashboard: server-sent events of the gateway as figures and a heat map.
 
-import { askKey, events, refusal, withKey } from "./events.js";
+import { askKey, events, keyNeeded, refusal, withKey } from "./events.js";
 import { Experts } from "./experts.js";
 
 // --- figures, of the differences of two `counters` events
@@ -149,7 +149,7 @@ async function follow(path, handlers, onState) {
       const stop = new AbortController();
       const answer = await fetch(path, { headers: withKey(), signal: stop.signal, cache: "no-store" });
       if (answer.status === 401) {
-        onState("gone", "an API key is needed");
+        onState("gone", keyNeeded());
         await askKey();
         continue;
       }

@@ -7,13 +7,15 @@ export function withKey(headers = {}) {
   return key ? { ...headers, Authorization: `Bearer ${key}` } : headers;
 }
 
+export const keyNeeded = () => (sessionStorage.getItem(KEY) ? "this API key is not known" : "an API key is needed");
+
 let asked = null; // one promise for all that wait
 
 // Ask for an API key by the page's form; resolves when one was given.
 export function askKey() {
   const form = document.getElementById("ask");
   form.hidden = false;
-  form.key.focus();
+  form.key.select();
   asked ??= new Promise((resolve) => {
     form.onsubmit = (event) => {
       event.preventDefault();
