@@ -15,6 +15,7 @@ let asked = null; // one promise for all that wait
 export function askKey() {
   const form = document.getElementById("ask");
   form.hidden = false;
+  form.key.focus();
   form.key.select();
   asked ??= new Promise((resolve) => {
     form.onsubmit = (event) => {
