@@ -73,7 +73,7 @@ class EngineConfig:
         """The configuration from a child's map: `dataclasses.asdict` with paths as text."""
         names = ("model", "costs", "record", "http_keys")
         paths = {name: Path(plain[name]) for name in names if plain[name] is not None}
-        return cls(**(plain | paths))
+        return cls(**(plain | paths | {"allowed_origins": tuple(plain["allowed_origins"])}))
 
     @property
     def emulation(self) -> str:
