@@ -26,7 +26,9 @@ from pipeline.text.chat_format import FORMS, TemplateKind
 from pipeline.text.detokenizer import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from protocol.messages import Sampling, Shaping, TokenBias, Welcome
 
-WHITESPACE = r" |\n {0,32}"  # of JSON: a model that is not sure may otherwise write nothing else
+# Of JSON, for llguidance: at most one space, behind a comma or a colon, where models have tokens with it. One
+# that is not sure may otherwise write white space only.
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,7 @@ class Tools:
             return Grammar()
         calls, rules, form = [], [], FORMS["json"]
         for place, name in enumerate(self.wanted):
-            compact = {"x-guidance": {"whitespace_flexible": False}}
-            schema = json.dumps((self.schemas[name] or {"type": "object"}) | compact)
+            schema = json.dumps((self.schemas[name] or {"type": "object"}) | {"x-guidance": COMPACT})
             rules.append(f"arguments{place}: %json {schema}")
             head = json.dumps(f'{form.open}\n{{"name": {json.dumps(name)}, "arguments": ')
             calls.append(f"{head} arguments{place} " + json.dumps(f"}}\n{form.close}"))
@@ -149,7 +150,7 @@ def _made(kind: str, value: str, param: str, **options: Any) -> Grammar:
 
 def json_schema(schema: Object, param: str) -> Grammar:
     """Returns the grammar of JSON that has this schema. Raises ApiError."""
-    return _made("json_schema", json.dumps(schema), param, defaults={"whitespace_pattern": WHITESPACE})
+    return _made("json_schema", json.dumps(schema), param, defaults=COMPACT)
 
 
 @dataclass(frozen=True)
