@@ -17,7 +17,7 @@ VOCABULARY = 4096
 CONTEXT = 1024  # tokens
 SPECIAL = ("<s>", "</s>", "<pad>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 # A message is its role's token, the text, and the end token; nothing else, so no blank is learnt by accident.
-# Tools are as Hermes's models write them: the model has not learnt any, but programs that send some are served.
+# Tools are as Hermes's models write them: the model has learnt none, but programs that send some are served.
 CHAT_TEMPLATE = """\
 {{- bos_token }}
 {%- set turns = messages %}
