@@ -266,7 +266,7 @@ class ChatAnswer(ABC):
         self.request = request
         self.model = call.service.model_name(client.welcome)
         self.usage = Usage(call.service.meter)  # complete when the events have ended
-        self._client = client
+        self.client = client
 
     @abstractmethod
     def body(self, choices: list[Whole]) -> Object:
@@ -346,7 +346,7 @@ class ChatAnswer(ABC):
         arguments = request.settings.of_choice(index)
         if request.tools.schemas and not request.tools.parallel and end:
             arguments["stop"] = (*arguments["stop"], end)
-        return self._client.generate(
+        return self.client.generate(
             messages=request.messages,
             template=request.template,
             conversation=conversation,
@@ -364,6 +364,6 @@ class ChatAnswer(ABC):
         if name not in openings:
             template = json.dumps(variables) if variables else ""
             messages = AFTER_TOOL if after_tool else AFTER_TOOL[:1]
-            prompt = await self._client.tokenize(messages=messages, template=template)
+            prompt = await self.client.tokenize(messages=messages, template=template)
             openings[name] = opens_reasoning(prompt.ending)
         return openings[name]

@@ -90,8 +90,7 @@ async def count_tokens(call: Call) -> None:
     """Send the number of a conversation's tokens."""
     client = await call.client()
     request = messages_request(await call.body(CountBody), client.welcome, call.service.template)
-    answer = await client.tokenize(messages=request.messages, template=request.template)
-    await call.send_json({"input_tokens": len(answer.ids)})
+    await call.send_json({"input_tokens": await Messages(call, client, request).prompt_tokens()})
 
 
 class Messages(ChatAnswer):
@@ -109,6 +108,13 @@ class Messages(ChatAnswer):
             "output_tokens": self.usage.completion,
         }
 
+    async def prompt_tokens(self) -> int:
+        """Returns the length of the prompt; how much of it is cached is known at the end. Raises
+        ProtocolError."""
+        asked = self.request
+        tokenized = await self.client.tokenize(messages=asked.messages, template=asked.template)
+        return len(tokenized.ids)
+
     def body(self, choices: list[Whole]) -> Object:
         """Returns the whole answer."""
         (whole,) = choices
@@ -123,7 +129,8 @@ class Messages(ChatAnswer):
                 match change:
                     case "start":
                         none = {"stop_reason": None, "stop_sequence": None}
-                        message = self._body([], {"input_tokens": 0, "output_tokens": 0}, none)
+                        usage = self._usage() | {"input_tokens": await self.prompt_tokens()}
+                        message = self._body([], usage | {"output_tokens": 0}, none)
                         yield _event("message_start", {"message": message})
                     case "open":
                         yield _event(
