@@ -176,7 +176,9 @@ class Conversation:
 
     def _ask(self, blocks: list[Object], where: str) -> None:
         """Add results of tools, each a message of its own, and what the user says behind them."""
-        texts, reminders, results = [], [], 0
+        texts: list[str] = []
+        reminders: list[str] = []
+        results = 0
         for place, block in enumerate(blocks):
             at = f"{where}[{place}]"
             if block.get("type") == "tool_result":
