@@ -263,6 +263,7 @@ class Supervisor:
                     "http": config.http,
                     "http_keys": None if keys is None else str(keys.absolute()),
                     "allowed_origins": list(config.allowed_origins),
+                    "served_model_name": config.served_model_name,
                 }
         return {}
 

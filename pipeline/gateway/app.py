@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 from pathlib import PurePath
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pipeline.gateway import chat, completions, messages, properties, responses
 from pipeline.gateway.access import Access, Scope, header_of, permission
-from pipeline.gateway.call import Call, Receive, Send, Service, check_model
+from pipeline.gateway.call import Call, Receive, Send, Service
 from pipeline.gateway.dashboard import Feed
 from pipeline.gateway.engine_links import model_name
 from pipeline.gateway.errors import ApiError
@@ -86,7 +87,7 @@ class App:
         if method == "OPTIONS" and header_of(call.scope, b"access-control-request-method"):
             await call.send_bytes(b"", "text/plain", headers=permission(call.scope, endpoint.method))
             return
-        if endpoint.method != method:
+        if endpoint.method != ("GET" if method == "HEAD" else method):
             raise ApiError(405, f"{method[:20]} is not served at {path[:80]}, but {endpoint.method}")
         call.prompt_field = endpoint.prompt
         if not endpoint.public:
@@ -135,20 +136,35 @@ async def health(call: Call) -> None:
 
 
 async def models(call: Call) -> None:
-    """List the one model."""
-    await call.send_json({"object": "list", "data": [_entry(call, (await call.client()).welcome)]})
+    """List the one model, by each of its names."""
+    welcome = (await call.client()).welcome
+    names = call.service.served or (call.service.model_name(welcome),)
+    entries = [_entry(call, welcome, name) for name in names]
+    pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    await call.send_json({"data": entries} | (pages if call.anthropic else {"object": "list"}))
 
 
 async def model(call: Call) -> None:
-    """Describe the model that the path names."""
+    """Describe the model that the path names: where every name is one of the model's, by its own."""
+    name = call.scope["path"].removeprefix("/v1/models/")
     welcome = (await call.client()).welcome
-    check_model(call.scope["path"].removeprefix("/v1/models/"), welcome)
-    await call.send_json(_entry(call, welcome))
+    call.service.check_model(name)
+    await call.send_json(_entry(call, welcome, name if call.service.served else model_name(welcome)))
 
 
-def _entry(call: Call, welcome: Welcome) -> dict[str, Any]:
+def _entry(call: Call, welcome: Welcome, name: str) -> dict[str, Any]:
+    if call.anthropic:
+        began = datetime.fromtimestamp(int(call.service.started), UTC)
+        return {
+            "type": "model",
+            "id": name,
+            "display_name": name,
+            "created_at": began.isoformat().replace("+00:00", "Z"),
+            "max_input_tokens": welcome.context,
+            "max_tokens": welcome.context,
+        }
     return {
-        "id": model_name(welcome),
+        "id": name,
         "object": "model",
         "created": int(call.service.started),
         "owned_by": "tandem",
