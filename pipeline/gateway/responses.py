@@ -25,6 +25,7 @@ from pipeline.gateway.call import Call, event_of
 from pipeline.gateway.chat import reasoning_variables
 from pipeline.gateway.errors import bad
 from pipeline.gateway.settings import chosen_tools, flat_tools, grammar_of, settings_of
+from pipeline.gateway.steady import steady
 from pipeline.text.chat_format import TemplateKind
 from pipeline.text.chat_output import Part
 from protocol.messages import ChatMessage, Welcome
@@ -48,7 +49,7 @@ FIELDS = {
 
 def response_request(body: ResponsesBody, welcome: Welcome, kind: TemplateKind) -> ChatRequest:
     """Returns what a body asks for. Raises ApiError."""
-    check_chats(body.model, welcome)
+    check_chats(welcome)
     if "message.output_text.logprobs" in (body.include or ()):
         raise bad("include", "log-probabilities are not supported here; use /v1/chat/completions")
     tools = chosen_tools(
@@ -58,12 +59,12 @@ def response_request(body: ResponsesBody, welcome: Welcome, kind: TemplateKind) 
     settings = settings_of(
         body,
         welcome,
-        body.max_output_tokens or welcome.context,
+        body.max_output_tokens,
         stop=body.stop,
         grammar=grammar_of((body.text or TextOptions()).format, "text.format", tools.grammar()),
     )
-    variables = reasoning_variables(effort, kind, "reasoning.effort")
-    return ChatRequest(_messages(body), settings, tools, variables)
+    variables = reasoning_variables(effort, kind)
+    return ChatRequest(steady(_messages(body)), settings, tools, variables)
 
 
 def _messages(body: ResponsesBody) -> tuple[ChatMessage, ...]:

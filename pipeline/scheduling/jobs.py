@@ -30,6 +30,7 @@ class Job(ABC):
     """One request. `kv` is set while it is admitted, `reason` once it has ended."""
 
     grows = False  # the job adds tokens while it runs
+    counted = True  # as of a StepInput
     shares = False  # its KV is shared with other requests, and kept when it ends
 
     def __init__(
@@ -181,6 +182,7 @@ class GenerateJob(Job):
         tokens = [*prompt, *message.resume]
         super().__init__(client, message.request, tokens, len(prompt), len(prompt) + max_tokens, emit)
         self.prefill_end = len(tokens)
+        self.counted = message.counted
         self.shares = message.reuse
         self._chooser = chooser
         self._grammar = grammar
@@ -211,7 +213,8 @@ class GenerateJob(Job):
 
     def step_input(self, chunk: int) -> StepInput:
         new = self._next_tokens(chunk)
-        return StepInput(new, self._wanted if self.filled + len(new.tokens) == len(self.tokens) else "none")
+        wanted = self._wanted if self.filled + len(new.tokens) == len(self.tokens) else "none"
+        return StepInput(new, wanted, self.counted)
 
     def take_logits(self, logits: FloatArray) -> None:
         if len(logits) == 0:

@@ -346,7 +346,7 @@ class Scheduler:
                 self._prefixes.discard(job.client, job.ids, job.kv)
             else:
                 self._release(job, job.kv)
-        self._ended += 1
+        self._ended += job.counted
         job.finish(reason, stats, "" if error is None else str(error))
 
     def _release(self, job: Job, kv: SequenceKV) -> None:

@@ -63,8 +63,8 @@ async def test_figures_are_those_of_the_counters() -> None:
     assert [end.request for end in ends] == [1, 2]
     assert run.decode == {"rows": 4}
     assert [(s["token_ids"], s["max_tokens"], s["ignore_eos"], s["reuse"]) for s in client.sent] == [
-        (prompt, 3, True, False) for prompt in PROMPTS  # prompts come again, and are computed again
-    ]
+        (prompt, 3, True, False) for prompt in PROMPTS
+    ]  # prompts come again, and are computed again
     assert [(s["sampling"].temperature, s["sampling"].seed) for s in client.sent] == [(1.0, 0), (1.0, 1)]
 
 
