@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from pipeline.gateway.access import Scope, header_of
 from pipeline.gateway.bodies import decoded
+from pipeline.gateway.content_coding import inflated
 from pipeline.gateway.engine_links import EngineLinks, model_name
 from pipeline.gateway.errors import ApiError, of_engine
 from pipeline.gateway.metrics import Meter
@@ -120,9 +121,13 @@ class Call:
             raise ApiError(415, f"the body must be application/json, not {media}")
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                return decoded(await self._read(), kind, self.scope["path"])
+                raw = await self._read()
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} s") from None
+        coding = header_of(self.scope, b"content-encoding").strip().lower()
+        if coding not in ("", "identity"):
+            raw = await asyncio.to_thread(inflated, raw, coding, MOST_BYTES)
+        return decoded(raw, kind, self.scope["path"])
 
     async def _read(self) -> bytes:
         length = header_of(self.scope, b"content-length")
