@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -327,8 +328,14 @@ def decoded(raw: bytes, kind: type[T], endpoint: str) -> T:
         elif name not in WITHOUT_EFFECT:
             unknown.append(name[:40])
     if unknown:
-        log.info("%s: fields without a meaning here: %s", endpoint, ", ".join(unknown[:8]))
+        say_once(f"{endpoint}: fields without a meaning here: {', '.join(unknown[:8])}", logging.INFO)
     return body
+
+
+@lru_cache(maxsize=256)
+def say_once(text: str, level: int = logging.WARNING) -> None:
+    """Log what holds for request after request, the first time."""
+    log.log(level, text)
 
 
 def parse_json(text: str | bytes, name: str = "") -> dict[str, Any]:

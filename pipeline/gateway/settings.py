@@ -20,6 +20,7 @@ from pipeline.gateway.bodies import (
     Object,
     Tool,
     fitting,
+    say_once,
 )
 from pipeline.gateway.errors import bad
 from pipeline.text.chat_format import FORMS, TemplateKind
@@ -109,7 +110,7 @@ def chosen_tools(
     if not tools or choice == "none":
         return Tools(parallel=parallel)
     if not kind.tools:
-        raise bad("tools", "this model's chat template has no place for tools")
+        say_once("this model's chat template has no place for tools: they are written into the system message")
     if names and kind.calls != "json":
         raise bad("tool_choice", "calls of this model's form cannot be enforced; use auto")
     return Tools(tuple(tools), schemas, names, parallel)
