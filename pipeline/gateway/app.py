@@ -16,6 +16,7 @@ from pipeline.gateway.dashboard import Feed
 from pipeline.gateway.engine_links import model_name
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.metrics import MEDIA, exposition
+from pipeline.gateway.model_catalog import codex_entry
 from protocol.errors import ProtocolError
 from protocol.messages import Welcome
 
@@ -134,7 +135,9 @@ async def health(call: Call) -> None:
 
 async def models(call: Call) -> None:
     """List the one model."""
-    await call.send_json({"object": "list", "data": [_entry(call, (await call.client()).welcome)]})
+    welcome = (await call.client()).welcome
+    known = [codex_entry(model_name(welcome), welcome.context, call.service.template)]
+    await call.send_json({"object": "list", "data": [_entry(call, welcome)], "models": known})
 
 
 async def model(call: Call) -> None:
@@ -179,6 +182,7 @@ ENDPOINTS = {
     "/v1/chat/completions": Endpoint(chat.create, prompt="messages"),
     "/v1/completions": Endpoint(completions.create, prompt="prompt"),
     "/v1/responses": Endpoint(responses.create, prompt="input"),
+    "/v1/responses/compact": Endpoint(responses.compact, prompt="input"),
     "/v1/messages": Endpoint(messages.create, prompt="messages"),
     "/v1/messages/count_tokens": Endpoint(messages.count_tokens, prompt="messages"),
     "/metrics": Endpoint(metrics, "GET"),

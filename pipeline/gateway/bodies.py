@@ -1,5 +1,5 @@
-"""The bodies of requests in the three dialects (OpenAI's chat and completions, OpenAI's responses,
-Anthropic's messages) as structs, and how they are decoded. null counts as not given everywhere."""
+"""The bodies of requests as structs, and how they are decoded: OpenAI's chat and completions, and Anthropic's
+messages; those of responses are in response_items.py. null counts as not given everywhere."""
 
 from __future__ import annotations
 
@@ -74,10 +74,23 @@ class Common(Struct, kw_only=True):
 # --- OpenAI's chat and completions ----------------------------------------------------------------------
 
 
+TEXTS = ("text", "input_text", "output_text", "refusal", "encrypted_content")
+
+
 class TextPart(Struct):
-    type: Literal["text", "input_text", "output_text", "refusal"]
+    """A part of a message's content, of which only texts can be read."""
+
+    type: str
     text: str = ""
     refusal: str = ""
+
+    def shown(self) -> str:
+        """Returns the text that the model reads; of what is none, that it was there."""
+        if self.type in TEXTS:
+            return self.text or self.refusal
+        kind = self.type[:40]
+        note_once(f"parts of the type {kind} are left out, and named in the prompt", logging.WARNING)
+        return f"[{'image' if 'image' in kind else kind} left out: only texts can be read here]"
 
 
 Content = str | list[TextPart] | None
@@ -144,64 +157,6 @@ class CompletionBody(Common, kw_only=True):
     echo: bool | None = None
     logprobs: Top | None = None
     response_format: Format | None = None
-
-
-# --- OpenAI's responses ---------------------------------------------------------------------------------
-
-
-class FlatTool(Struct):
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: Object | None = None
-
-
-class MessageItem(Struct):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content = None
-
-
-class CallItem(Struct):
-    call_id: str
-    name: str
-    arguments: str | Object
-
-
-class OutputItem(Struct):
-    call_id: str
-    output: Content = None
-
-
-class ReasoningText(Struct):
-    text: str = ""
-
-
-class ReasoningItem(Struct):
-    """Reasoning of an earlier answer, which the template may keep; without `content` it is encrypted."""
-
-    content: list[ReasoningText] | None = None
-
-
-class TextOptions(Struct):
-    format: Format | None = None
-    verbosity: Literal["medium"] | None = None
-
-
-class Reasoning(Struct):
-    effort: OpenAiEffort | None = None
-
-
-class ResponsesBody(Common, kw_only=True):
-    input: str | Annotated[list[Object], Meta(min_length=1)]  # each is an item, by its `type`
-    instructions: str | None = None
-    stop: str | list[str] | None = None
-    max_output_tokens: Tokens | None = None
-    tools: Annotated[list[FlatTool], Meta(max_length=512)] | None = None
-    tool_choice: str | Object | None = None
-    parallel_tool_calls: bool | None = None
-    text: TextOptions | None = None
-    reasoning: Reasoning | None = None
-    include: list[str] | None = None
 
 
 # --- Anthropic's messages -------------------------------------------------------------------------------
@@ -307,35 +262,29 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "typical_p": (1, 1.0),
     "mirostat": (0,),
 }
-WITHOUT_EFFECT = {"user", "store", "metadata"}  # known, and not worth a line in the log
+MOST_NOTES = 1024  # different ones that are remembered; their words are of clients
+
+
+@lru_cache(maxsize=MOST_NOTES)
+def note_once(text: str, level: int = logging.INFO) -> None:
+    """Write a line into the log, the first time: programs send what it is about with every request."""
+    log.log(level, "%s", text)
 
 
 def decoded(raw: bytes, kind: type[T], endpoint: str) -> T:
-    """Returns the struct of a body. Fields of other servers are accepted, as clients send them by habit, but
-    not those that change answers. Raises ApiError, which names the field."""
+    """Returns the struct of a body. Fields of other servers are accepted, as clients send them by habit, and
+    named in the log, but not those that change answers. Raises ApiError, which names the field."""
     given = parse_json(raw)
     body = fitting(given, kind, "")
     fields = set(kind.__struct_fields__)  # type: ignore[attr-defined]  # all kinds are structs
-    unknown = []
     for name, value in given.items():
-        if value is None:
+        if value is None or name in fields:
             continue
-        if name in fields:
-            continue
-        if name in UNSUPPORTED:
-            if value not in UNSUPPORTED[name]:
-                raise bad(name, "is not supported here")
-        elif name not in WITHOUT_EFFECT:
-            unknown.append(name[:40])
-    if unknown:
-        say_once(f"{endpoint}: fields without a meaning here: {', '.join(unknown[:8])}", logging.INFO)
+        if name not in UNSUPPORTED:
+            note_once(f"{endpoint}: the field {name[:40]!r} has no meaning here")
+        elif value not in UNSUPPORTED[name]:
+            raise bad(name, "is not supported here")
     return body
-
-
-@lru_cache(maxsize=256)
-def say_once(text: str, level: int = logging.WARNING) -> None:
-    """Log what holds for request after request, the first time."""
-    log.log(level, text)
 
 
 def parse_json(text: str | bytes, name: str = "") -> dict[str, Any]:

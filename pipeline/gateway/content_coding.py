@@ -16,7 +16,9 @@ def inflated(raw: bytes, coding: str, most: int) -> bytes:
     """Returns the plain bytes of a body. Raises ApiError for another coding (415), a damaged body (400) and
     one of more than `most` bytes (413), of which no more are decoded."""
     if coding not in CODINGS:
-        raise ApiError(415, f"the body's coding {coding[:40]!r} is not read; send {', '.join(CODINGS)} or plain")
+        raise ApiError(
+            415, f"the body's coding {coding[:40]!r} is not read; send {', '.join(CODINGS)} or plain"
+        )
     if coding == "zstd" and find_spec("zstandard") is None:
         raise ApiError(415, "bodies in zstd need the Python package zstandard: pip install '.[serve]'")
     try:

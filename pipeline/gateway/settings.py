@@ -4,6 +4,7 @@ it ends, which tools it may call, and the grammar by which it has to call one or
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -14,13 +15,12 @@ from msgspec.structs import replace
 from pipeline.gateway.bodies import (
     MOST_SEED,
     Common,
-    FlatTool,
     Format,
     Function,
     Object,
     Tool,
     fitting,
-    say_once,
+    note_once,
 )
 from pipeline.gateway.errors import bad
 from pipeline.text.chat_format import FORMS, TemplateKind
@@ -28,6 +28,7 @@ from pipeline.text.detokenizer import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from protocol.messages import Sampling, Shaping, TokenBias, Welcome
 
 WHITESPACE = r" |\n {0,32}"  # of JSON: a model that is not sure may otherwise write nothing else
+PLACELESS = "this model's chat template has no place for tools: they are written into the system message"
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def openai_tools(
     return chosen_tools(given or [], schemas, choice, kind, parallel is not False)
 
 
-def flat_tools(given: Iterable[FlatTool | Function]) -> tuple[list[Object], dict[str, Object]]:
+def flat_tools(given: Iterable[Function]) -> tuple[list[Object], dict[str, Object]]:
     """Returns tools as templates read them, and their schemas, of dialects that write them in one level."""
     tools, schemas = [], {}
     for tool in given:
@@ -110,7 +111,7 @@ def chosen_tools(
     if not tools or choice == "none":
         return Tools(parallel=parallel)
     if not kind.tools:
-        say_once("this model's chat template has no place for tools: they are written into the system message")
+        note_once(PLACELESS, logging.WARNING)
     if names and kind.calls != "json":
         raise bad("tool_choice", "calls of this model's form cannot be enforced; use auto")
     return Tools(tuple(tools), schemas, names, parallel)

@@ -15,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.gateway.answers import AFTER_TOOL, ChatRequest, End
-from pipeline.gateway.bodies import ChatBody, MessagesBody, ResponsesBody, fitting
+from pipeline.gateway.bodies import ChatBody, MessagesBody, fitting
 from pipeline.gateway.call import Service
 from pipeline.gateway.chat import Chat, chat_request
 from pipeline.gateway.messages import Messages, messages_request
 from pipeline.gateway.metrics import Meter
-from pipeline.gateway.responses import Response, response_request
+from pipeline.gateway.response_request import ResponsesBody, response_request
+from pipeline.gateway.response_tools import Origin
+from pipeline.gateway.responses import Response
 from pipeline.gateway.settings import Tools
 from pipeline.text.chat_format import TemplateKind
 from pipeline.text.chat_output import ChatOutput, Part, ToolCall
@@ -124,7 +126,7 @@ async def said(dialect: type[Any]) -> tuple[list[Any], Any]:
     made = Scripted(
         SimpleNamespace(service=service, id="x", created=1),
         SimpleNamespace(welcome=SimpleNamespace(model="m")),
-        SimpleNamespace(tools=Tools(), settings=settings),
+        SimpleNamespace(tools=Tools(), settings=settings, given=(), seals=False, origins={"f": Origin("f")}),
     )
     events = [json.loads(event.partition(b"data: ")[2]) async for event in made.stream()]
     return events, await made._whole()
