@@ -19,13 +19,15 @@ from pipeline.gateway.bodies import (
     CalledFunction,
     CallPart,
     Content,
+    Function,
     Object,
     ToolObjects,
     fitting,
     note_once,
 )
 from pipeline.gateway.errors import bad
-from pipeline.gateway.response_tools import joined
+from pipeline.gateway.response_tools import Functions, functions_of, joined
+from pipeline.gateway.settings import flat_tools
 from protocol.messages import ChatMessage
 
 SEAL = "tandem:"  # before a text in Base64 that goes to the client and comes back
@@ -90,7 +92,7 @@ class OutputItem(Struct):
 
 
 class ToolsItem(Struct):
-    """Tools that a conversation adds: found by a search, or given in its middle."""
+    """Tools that a conversation adds: found by a search, or given in it."""
 
     tools: ToolObjects
     call_id: str | None = None
@@ -144,16 +146,21 @@ def called(kind: str, value: Object, where: str) -> Object:
 
 @dataclass
 class Conversation:
-    """A conversation, added item by item. `tools`: those that its items bring, with their places; `compacts`:
-    it asks for a summary of itself."""
+    """A conversation, added item by item. `known`: the functions that can be called, of which `given` are told
+    at the beginning: the others are told where the conversation adds them, so that each prompt begins as the
+    one before. `compacts`: it asks for a summary of itself."""
 
+    known: Functions
     turns: list[ChatMessage] = field(default_factory=list)
-    tools: list[tuple[str, list[Object]]] = field(default_factory=list)
+    given: list[Function] = field(init=False)
     compacts: bool = False
     # What the model wrote at once, which templates read as one message
     _reasoning: str = ""
     _content: Content = None
     _calls: list[Object] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.given = [function for function, _ in self.known.values()]
 
     def add_all(self, items: Iterable[Object]) -> None:
         """Add items of a request's `input`. Raises ApiError for one that is broken."""
@@ -209,10 +216,15 @@ class Conversation:
                 self._result(result.call_id or result.id, result.output)
             case "tool_search_output":
                 found = fitting(value, ToolsItem, where)
-                self.tools.append((f"{where}.tools", found.tools))
-                self._result(found.call_id, json.dumps(found.tools, ensure_ascii=False))
+                self._result(found.call_id, self._described(found.tools, where))
             case "additional_tools":
-                self.tools.append((f"{where}.tools", fitting(value, ToolsItem, where).tools))
+                added = fitting(value, ToolsItem, where).tools
+                if all(message.role == "system" for message in self.turns):
+                    new = functions_of(added, f"{where}.tools")
+                    self.known = new | self.known
+                    self.given = [function for function, _ in self.known.values()]
+                else:
+                    self.say("system", self._described(added, where))
             case "compaction_trigger":
                 self.compacts = True
             case "item_reference":
@@ -223,6 +235,16 @@ class Conversation:
                 self.say("user", SUMMARY + text)
             case _:
                 note_once(f"items of the type {kind[:40]} in a conversation are left out", logging.WARNING)
+
+    def _described(self, tools: list[Object], where: str) -> str:
+        """Add functions to those that can be called. Returns what the model is told of them."""
+        added = functions_of(tools, f"{where}.tools")
+        self.known = added | self.known
+        shown, _ = flat_tools(function for function, _ in added.values())
+        texts = [json.dumps(tool["function"], ensure_ascii=False) for tool in shown]
+        return (
+            "\n".join(("These functions can be called, too:", *texts)) if texts else "No function is found."
+        )
 
     def _result(self, call_id: str | None, content: Content) -> None:
         self._end()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from pipeline.gateway.answers import ChatRequest, check_chats
-from pipeline.gateway.bodies import Common, Format, Function, Object, Tokens, ToolObjects, note_once
+from pipeline.gateway.bodies import Common, Format, Object, Tokens, ToolObjects, note_once
 from pipeline.gateway.chat import reasoning_variables
 from pipeline.gateway.errors import bad
 from pipeline.gateway.response_items import Conversation
@@ -74,7 +74,7 @@ def response_request(
     options = body.text or TextOptions()
     if options.verbosity not in (None, "medium"):
         note_once("/v1/responses: text.verbosity has no effect here")
-    conversation = Conversation()
+    conversation = Conversation(functions_of(body.tools or [], "tools"))
     if body.instructions:
         conversation.say("system", body.instructions)
     if isinstance(body.input, str):
@@ -82,32 +82,32 @@ def response_request(
     else:
         conversation.add_all(body.input)
     compacts = compacts or conversation.compacts
-    known = functions_of(body.tools or [], "tools")
-    for where, more in conversation.tools:
-        known = functions_of(more, where) | known
-    tools = _tools(body, [function for function, _ in known.values()], kind)
+    tools = _tools(body, conversation, kind)
     grammar = grammar_of(options.format, "text.format", tools.grammar())
     most = body.max_output_tokens or welcome.context
     if compacts:  # the tools stay in the prompt: all before the last message is known from earlier requests
         conversation.say("user", SUMMARIZE)
-        tools, grammar, most = Tools(tools.given), grammar_of(None, ""), welcome.context // SUMMARY_PART
+        tools, grammar = Tools(tools.given), grammar_of(None, "")
+        most = min(most, welcome.context // SUMMARY_PART)
     return ResponseRequest(
         tuple(conversation.turns),
         settings_of(body, welcome, most, stop=body.stop, grammar=grammar),
         tools,
         _variables(body, kind),
         tuple(body.tools or ()),
-        {name: origin for name, (_, origin) in known.items()},
+        {name: origin for name, (_, origin) in conversation.known.items()},
         "reasoning.encrypted_content" in include,
         compacts,
     )
 
 
-def _tools(body: ResponsesBody, functions: list[Function], kind: TemplateKind) -> Tools:
+def _tools(body: ResponsesBody, conversation: Conversation, kind: TemplateKind) -> Tools:
     choice = body.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "custom":
         choice = choice | {"type": "function"}
-    return chosen_tools(*flat_tools(functions), choice, kind, body.parallel_tool_calls is not False)
+    given, _ = flat_tools(conversation.given)
+    _, schemas = flat_tools(function for function, _ in conversation.known.values())
+    return chosen_tools(given, schemas, choice, kind, body.parallel_tool_calls is not False)
 
 
 def _variables(body: ResponsesBody, kind: TemplateKind) -> Object:

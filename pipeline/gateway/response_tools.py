@@ -57,10 +57,13 @@ FREE_INPUT = {
 }
 
 
-def functions_of(tools: list[Object], where: str) -> dict[str, tuple[Function, Origin]]:
-    """Returns tools as functions that a model can call, by name. Those that only a provider runs are left
+Functions = dict[str, tuple[Function, Origin]]  # by the names that the model calls
+
+
+def functions_of(tools: list[Object], where: str) -> Functions:
+    """Returns tools as functions that a model can call. Those that only a provider runs are left
     out. Raises ApiError."""
-    found: dict[str, tuple[Function, Origin]] = {}
+    found: Functions = {}
     for function, origin in _functions(tools, where, None):
         found.setdefault(function.name, (function, origin))
     return found
