@@ -146,9 +146,9 @@ def called(kind: str, value: Object, where: str) -> Object:
 
 @dataclass
 class Conversation:
-    """A conversation, added item by item. `known`: the functions that can be called, of which `given` are told
-    at the beginning: the others are told where the conversation adds them, so that each prompt begins as the
-    one before. `compacts`: it asks for a summary of itself."""
+    """A conversation, added item by item. `known`: the functions that can be called, of which `given` are
+    told at the beginning: the others are told where the conversation adds them, so that each prompt begins as
+    the one before. `compacts`: it asks for a summary of itself."""
 
     known: Functions
     turns: list[ChatMessage] = field(default_factory=list)

@@ -151,9 +151,9 @@ def test_chats_have_tools_without_a_place_for_them(served: Served) -> None:
 
 def test_a_conversation_is_shortened_by_the_model(served: Served) -> None:
     *_, body = requests()
-    compact = {
-        name: body[name] for name in ("model", "instructions", "input", "tools", "parallel_tool_calls")
-    }
+    body["max_output_tokens"] = 24
+    names = ("model", "instructions", "input", "tools", "parallel_tool_calls", "max_output_tokens")
+    compact = {name: body[name] for name in names}
     answer = post(served, compact, "/compact", "zstd")
     found = openai.types.responses.CompactedResponse.construct(**answer.json())
     *questions, summary = answer.json()["output"]
