@@ -22,6 +22,7 @@ from launch.command_line.values import (
     between,
     http_address,
     model_path,
+    names,
     not_empty,
     size,
     token_ids,
@@ -94,6 +95,7 @@ COSTS = "use these costs instead of measuring; daop-table-1: those published for
 SEED = "seed of sampling and of the policy random"
 HTTP = f"also serve OpenAI's and Anthropic's API over HTTP (default address {DEFAULT_HTTP})"
 HTTP_KEYS = "API keys for --http, one a line: a name and a key; needed beyond this machine"
+NAMES = "the model's name over HTTP; others are then refused (default: its own, and every name is served)"
 TEMPERATURE = "0: greedy (default 0; in a chat and with --chat the model's)"
 PPL = "held-out tokens to compare approximate policies with an exact one (default 256; 0: none)"
 SWEEP = "measure each of these values: cache, batch, prompt, gen, or POLICY.OPTION; repeatable, crossed"
@@ -189,6 +191,7 @@ _engine = _section(
     Option("name NAME", str, "the engine's name (default: e and the process id)"),
     Option("http HOST:PORT", http_address, HTTP, takes="serve", bare=DEFAULT_HTTP),
     Option("http-keys FILE", Path, HTTP_KEYS, takes="serve --http"),
+    Option("served-model-name NAME[,NAME]", names, NAMES, takes="serve --http"),
     of_engine=True,
 )
 _answer = _section(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pipeline.models.shapes import is_shape, with_whole_path
 
+MOST_NAMES, MAX_NAME = 8, 96
 SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -94,6 +95,16 @@ def not_empty(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("must not be empty")
     return text
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Reads up to eight names of a model, with commas between them."""
+    found = tuple(name.strip() for name in text.split(","))
+    if len(found) > MOST_NAMES or not all(name.isprintable() and 0 < len(name) <= MAX_NAME for name in found):
+        raise argparse.ArgumentTypeError(
+            f"write up to {MOST_NAMES} names of at most {MAX_NAME} characters, with commas between them"
+        )
+    return found
 
 
 def token_ids(text: str) -> tuple[int, ...]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
 from pipeline.gateway import chat, completions, messages, responses
 from pipeline.gateway.access import Access, Scope
-from pipeline.gateway.call import Call, Receive, Send, Service, check_model
+from pipeline.gateway.call import Call, Receive, Send, Service
 from pipeline.gateway.dashboard import Feed
 from pipeline.gateway.engine_links import model_name
 from pipeline.gateway.errors import ApiError
@@ -85,7 +86,7 @@ class App:
     async def _serve(self, call: Call) -> None:
         method, path = call.scope["method"], call.scope["path"]
         endpoint = _endpoint(path)
-        if endpoint.method != method:
+        if endpoint.method != ("GET" if method == "HEAD" else method):
             raise ApiError(405, f"{method[:20]} is not served at {path[:80]}, but {endpoint.method}")
         self._access.check_page(call.scope)
         call.prompt_field = endpoint.prompt
@@ -134,22 +135,39 @@ async def health(call: Call) -> None:
 
 
 async def models(call: Call) -> None:
-    """List the one model."""
+    """List the one model, by each of its names."""
     welcome = (await call.client()).welcome
-    known = [codex_entry(model_name(welcome), welcome.context, call.service.template)]
-    await call.send_json({"object": "list", "data": [_entry(call, welcome)], "models": known})
+    names = call.service.served or (call.service.model_name(welcome),)
+    body: dict[str, Any] = {"data": [_entry(call, welcome, name) for name in names]}
+    if call.anthropic:
+        body |= {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    else:
+        known = [codex_entry(name, welcome.context, call.service.template) for name in names]
+        body |= {"object": "list", "models": known}
+    await call.send_json(body)
 
 
 async def model(call: Call) -> None:
-    """Describe the model that the path names."""
+    """Describe the model that the path names: where every name is one of the model's, by its own."""
+    name = call.scope["path"].removeprefix("/v1/models/")
     welcome = (await call.client()).welcome
-    check_model(call.scope["path"].removeprefix("/v1/models/"), welcome)
-    await call.send_json(_entry(call, welcome))
+    call.service.check_model(name)
+    await call.send_json(_entry(call, welcome, name if call.service.served else model_name(welcome)))
 
 
-def _entry(call: Call, welcome: Welcome) -> dict[str, Any]:
+def _entry(call: Call, welcome: Welcome, name: str) -> dict[str, Any]:
+    if call.anthropic:
+        began = datetime.fromtimestamp(int(call.service.started), UTC)
+        return {
+            "type": "model",
+            "id": name,
+            "display_name": name,
+            "created_at": began.isoformat().replace("+00:00", "Z"),
+            "max_input_tokens": welcome.context,
+            "max_tokens": welcome.context,
+        }
     return {
-        "id": model_name(welcome),
+        "id": name,
         "object": "model",
         "created": int(call.service.started),
         "owned_by": "tandem",

@@ -34,7 +34,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Object = dict[str, Any]
 ToolObjects = Annotated[list[Object], Meta(max_length=512)]
-OpenAiEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+OpenAiEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(Struct):
@@ -162,39 +162,36 @@ class CompletionBody(Common, kw_only=True):
 # --- Anthropic's messages -------------------------------------------------------------------------------
 
 
-class TextBlock(Struct, tag="text"):
-    text: str
+class ThinkingBlock(Struct):
+    thinking: str = ""
 
 
-class ThinkingBlock(Struct, tag="thinking"):
-    thinking: str
-
-
-class RedactedBlock(Struct, tag="redacted_thinking"):
-    """Reasoning that only its maker can read."""
-
-
-class UseBlock(Struct, tag="tool_use"):
+class UseBlock(Struct):
     name: str
     id: str = ""
     input: Object | None = None
 
 
-class ResultBlock(Struct, tag="tool_result"):
+class ResultBlock(Struct):
     tool_use_id: str
-    content: Content = None
+    content: str | list[Object] | None = None
 
 
 class MessageTurn(Struct):
+    """`content`: blocks, by their `type`, of which newer programs have ever new ones."""
+
     role: Literal["user", "assistant", "system"]
-    content: str | list[TextBlock | ThinkingBlock | RedactedBlock | UseBlock | ResultBlock] | None = None
+    content: str | list[Object] | None = None
 
 
 class CustomTool(Struct):
+    """A tool that the client runs. `defer_loading`: the model is told of it where the conversation names
+    it."""
+
     name: str
     input_schema: Object
-    type: Literal["custom"] | None = None
     description: str | None = None
+    defer_loading: bool | None = None
 
 
 class ToolChoice(Struct):
@@ -204,12 +201,11 @@ class ToolChoice(Struct):
 
 
 class Thinking(Struct):
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Tokens | None = None
+    type: str  # disabled, or a way of thinking
 
 
 class OutputConfig(Struct):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: str | None = None
     format: Format | None = None
 
 
@@ -217,9 +213,9 @@ class CountBody(Common, kw_only=True):
     """Body of POST /v1/messages/count_tokens: all but the answer's length."""
 
     messages: Annotated[list[MessageTurn], Meta(min_length=1, max_length=4096)]
-    system: Content = None
+    system: str | list[Object] | None = None
     stop_sequences: str | list[str] | None = None
-    tools: Annotated[list[CustomTool], Meta(max_length=512)] | None = None
+    tools: ToolObjects | None = None  # each by its `type`; without one it is a CustomTool
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -238,7 +234,7 @@ _FIELD = re.compile(r"(required|unknown) field `(.{1,80})")
 
 # Fields that would change the answer, and the values that do not. An endpoint may have one as its own field.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("functions", "function_call", "audio", "web_search_options", "mcp_servers"), ([],)),
+    **dict.fromkeys(("functions", "function_call", "audio"), ([],)),
     **dict.fromkeys(("stop_token_ids", "bad_words", "allowed_token_ids", "prompt_logprobs"), ([], 0)),
     **dict.fromkeys(("truncate_prompt_tokens", "documents", "chat_template"), ([],)),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar", "guided_choice"), ()),
@@ -253,7 +249,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "suffix": ("",),
     "modalities": (["text"],),
-    "verbosity": ("medium",),
     "truncation": ("disabled",),
     "length_penalty": (1, 1.0),
     "min_tokens": (0,),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.gateway.access import Scope, header_of
-from pipeline.gateway.bodies import decoded
+from pipeline.gateway.bodies import Common, decoded
 from pipeline.gateway.content_coding import inflated
 from pipeline.gateway.engine_links import EngineLinks, model_name
 from pipeline.gateway.errors import ApiError, of_engine
@@ -32,6 +32,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = tuple[tuple[bytes, bytes], ...]
+Body = TypeVar("Body", bound=Common)
 T = TypeVar("T")
 
 MOST_BYTES = 8 << 20  # of a body; a message to the engine has half of that
@@ -68,11 +69,22 @@ class Service:
     links: EngineLinks
     decoder: Path  # of the model's tokenizer, where it has one: written by the text process
     template: TemplateKind = TemplateKind()  # noqa: RUF009 - frozen
+    served: tuple[str, ...] = ()  # names of the model; without any it has its own, and every name is served
     started: float = field(default_factory=time.time)
     draining: bool = False
     meter: Meter = field(default_factory=Meter)
     openings: dict[str, bool] = field(default_factory=dict)  # does such a prompt open reasoning
     _detokenizer: Detokenizer | None = None
+
+    def model_name(self, welcome: Welcome) -> str:
+        """Returns the model's name in answers."""
+        return self.served[0] if self.served else model_name(welcome)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError for a model that is not served. Without a name it is the one that is."""
+        if name is not None and self.served and name not in self.served:
+            text = f"the model {name[:80]!r} is not served here; there is {', '.join(self.served)}"
+            raise ApiError(404, text, "model", "model_not_found")
 
     async def detokenizer(self) -> Detokenizer | None:
         """Returns what decodes tokens, None for a model without a tokenizer. An engine that answers has
@@ -111,7 +123,7 @@ class Call:
         """Returns the API key's connection to the engine. Raises ApiError."""
         return await self.service.links.client(self.key_name)
 
-    async def body(self, kind: type[T]) -> T:
+    async def body(self, kind: type[Body]) -> Body:
         """Returns the body as a struct. Raises ApiError, and ConnectionError where the client has gone."""
         media = header_of(self.scope, b"content-type").partition(";")[0].strip().lower()
         if (
@@ -127,7 +139,9 @@ class Call:
         coding = header_of(self.scope, b"content-encoding").strip().lower()
         if coding not in ("", "identity"):
             raw = await asyncio.to_thread(inflated, raw, coding, MOST_BYTES)
-        return decoded(raw, kind, self.scope["path"])
+        body = decoded(raw, kind, self.scope["path"])
+        self.service.check_model(body.model)
+        return body
 
     async def _read(self) -> bytes:
         length = header_of(self.scope, b"content-length")
@@ -176,7 +190,7 @@ class Call:
         except Exception as e:
             if not self.status:
                 raise
-            name = "error" if self._anthropic else ""
+            name = "error" if self.anthropic else ""
             last = event_of(self._error_body(self.refusal(e)), name)
         finally:
             pinging.cancel()
@@ -218,15 +232,10 @@ class Call:
             pass
 
     @property
-    def _anthropic(self) -> bool:
-        return bool(self.scope["path"].startswith("/v1/messages"))
+    def anthropic(self) -> bool:
+        """Returns whether the client speaks Anthropic's dialect."""
+        named = header_of(self.scope, b"anthropic-version")  # as its clients send it with every request
+        return bool(named or self.scope["path"].startswith("/v1/messages"))
 
     def _error_body(self, error: ApiError) -> dict[str, Any]:
-        return error.body(self._anthropic)
-
-
-def check_model(name: str | None, welcome: Welcome) -> None:
-    """Raises ApiError for a model that is not served. Without a name it is the one that is."""
-    if name is not None and name not in (served := model_name(welcome), welcome.model, welcome.engine):
-        text = f"the model {name[:80]!r} is not served here; it is {served!r}"
-        raise ApiError(404, text, "model", "model_not_found")
+        return error.body(self.anthropic)

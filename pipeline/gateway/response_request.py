@@ -13,6 +13,7 @@ from pipeline.gateway.errors import bad
 from pipeline.gateway.response_items import Conversation
 from pipeline.gateway.response_tools import Origin, functions_of
 from pipeline.gateway.settings import Tools, chosen_tools, flat_tools, grammar_of, settings_of
+from pipeline.gateway.steady import steady
 from pipeline.text.chat_format import TemplateKind
 from protocol.messages import Welcome
 
@@ -64,7 +65,7 @@ def response_request(
 ) -> ResponseRequest:
     """Returns what a body asks for. `compacts`: of a conversation that does not say it itself. Raises
     ApiError."""
-    check_chats(body.model, welcome)
+    check_chats(welcome)
     if body.previous_response_id is not None:
         text = "nothing is kept between requests here; send the whole conversation in input"
         raise bad("previous_response_id", text, "previous_response_not_found")
@@ -84,16 +85,16 @@ def response_request(
     compacts = compacts or conversation.compacts
     tools = _tools(body, conversation, kind)
     grammar = grammar_of(options.format, "text.format", tools.grammar())
-    most = body.max_output_tokens or welcome.context
+    most = body.max_output_tokens
     if compacts:  # the tools stay in the prompt: all before the last message is known from earlier requests
         conversation.say("user", SUMMARIZE)
         tools, grammar = Tools(tools.given), grammar_of(None, "")
-        most = min(most, welcome.context // SUMMARY_PART)
+        most = min(most or welcome.context, welcome.context // SUMMARY_PART)
     return ResponseRequest(
-        tuple(conversation.turns),
+        steady(conversation.turns),
         settings_of(body, welcome, most, stop=body.stop, grammar=grammar),
         tools,
-        _variables(body, kind),
+        reasoning_variables(None if body.reasoning is None else body.reasoning.effort, kind),
         tuple(body.tools or ()),
         {name: origin for name, (_, origin) in conversation.known.items()},
         "reasoning.encrypted_content" in include,
@@ -108,11 +109,3 @@ def _tools(body: ResponsesBody, conversation: Conversation, kind: TemplateKind) 
     given, _ = flat_tools(conversation.given)
     _, schemas = flat_tools(function for function, _ in conversation.known.values())
     return chosen_tools(given, schemas, choice, kind, body.parallel_tool_calls is not False)
-
-
-def _variables(body: ResponsesBody, kind: TemplateKind) -> Object:
-    effort = None if body.reasoning is None else body.reasoning.effort
-    if effort is not None and not kind.thinks:
-        note_once("this model's chat template has no reasoning, so what a request says of it has no effect")
-        effort = None
-    return reasoning_variables(effort, kind, "reasoning.effort")
