@@ -38,7 +38,7 @@ T = TypeVar("T")
 MOST_BYTES = 8 << 20  # of a body; a message to the engine has half of that
 BODY_SECONDS = 60.0  # for the whole body; a slow network sends 8 MB in less
 HEADERS_WITHIN = 1.0  # seconds: until then a refusal is an HTTP error, later an event of the stream
-PING_SECONDS = 10.0  # between comments in a stream, so that no proxy closes the connection
+PING_SECONDS = 10.0  # between signs of life in a stream, so that no proxy and no client closes the connection
 PING = b": waiting\n\n"
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -197,10 +197,11 @@ class Call:
         await self._send_chunk(last, more=False)
 
     async def _ping(self) -> None:
-        """Begin the stream, and send a comment now and then."""
+        """Begin the stream, and send a comment, or Anthropic's event, now and then."""
         await asyncio.sleep(HEADERS_WITHIN)
+        ping = event_of({"type": "ping"}, "ping") if self.anthropic else PING
         while True:
-            await self._send_chunk(PING)
+            await self._send_chunk(ping)
             await asyncio.sleep(PING_SECONDS)
 
     async def _send_chunk(self, chunk: bytes, more: bool = True) -> None:

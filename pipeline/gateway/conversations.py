@@ -29,11 +29,12 @@ from pipeline.gateway.errors import bad
 from pipeline.gateway.steady import without_bookkeeping
 from protocol.messages import ChatMessage
 
+Content = str | list[Object] | None
+
 REMINDER = "<system-reminder>"
 UNREAD = "[{} left out: only texts can be read here]"
 # Of a provider's own tools, and of what it keeps for itself, in its answers.
-PROVIDERS = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "fallback")
-
+PROVIDERS = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "fallback", "compaction")
 
 _STRING, _NUMBER, _SWITCH = ({"type": name} for name in ("string", "integer", "boolean"))
 _SHELL = {"command": _STRING, "restart": _SWITCH | {"description": "start the shell again instead"}}
@@ -92,9 +93,8 @@ class Catalogue:
                 if kind.startswith(beginning):
                     return Function(name, description, {"type": "object", "properties": properties})
             self.skipped.add(name)
-        note_once(
-            f"tools of the type {str(kind)[:40]} are run by their provider only: left out", logging.WARNING
-        )
+        kind = str(kind)[:40]
+        note_once(f"tools of the type {kind} are run by their provider only: left out", logging.WARNING)
         return None
 
     def define(self, tool: Object, where: str) -> str:
@@ -128,7 +128,7 @@ class Conversation:
         self._called = False  # by the last answer, whose results are still missing
         self._late: list[str] = []  # of the system, before these results
 
-    def add_system(self, content: str | list[Object] | None, where: str = "system") -> None:
+    def add_system(self, content: Content, where: str = "system") -> None:
         """Add the system's text: the first of all, or in the middle. Raises ApiError."""
         texts = [without_bookkeeping(text) for text in self._texts(_blocks(content), where)]
         if all(message.role == "system" for message in self.turns):
@@ -143,19 +143,14 @@ class Conversation:
 
     def add(self, message: MessageTurn, where: str) -> None:
         """Add a message. Raises ApiError for a block that is broken."""
-        blocks, where = _blocks(message.content), f"{where}.content"
-        match message.role:
-            case "system":
-                self.add_system(message.content, where)
-            case "assistant":
-                self._answer(blocks, where)
-            case "user":
-                self._ask(blocks, where)
+        add = {"system": self.add_system, "assistant": self._answer, "user": self._ask}
+        add[message.role](message.content, f"{where}.content")
 
-    def _answer(self, blocks: list[Object], where: str) -> None:
+    def _answer(self, content: Content, where: str) -> None:
+        """Add what the model has said."""
         texts: list[str] = []
         extra: Object = {}
-        for place, block in enumerate(blocks):
+        for place, block in enumerate(_blocks(content)):
             at = f"{where}[{place}]"
             match block.get("type"):
                 case "thinking":
@@ -174,17 +169,17 @@ class Conversation:
         self._called = "tool_calls" in extra
         self.turns.append(turn("assistant", "".join(texts), extra))
 
-    def _ask(self, blocks: list[Object], where: str) -> None:
+    def _ask(self, content: Content, where: str) -> None:
         """Add results of tools, each a message of its own, and what the user says behind them."""
         texts: list[str] = []
         reminders: list[str] = []
         results = 0
-        for place, block in enumerate(blocks):
+        for place, block in enumerate(_blocks(content)):
             at = f"{where}[{place}]"
             if block.get("type") == "tool_result":
                 result = fitting(block, ResultBlock, at)
-                content = "\n\n".join(self._texts(_blocks(result.content), f"{at}.content"))
-                self.turns.append(turn("tool", content, {"tool_call_id": result.tool_use_id}))
+                told = "\n\n".join(self._texts(_blocks(result.content), f"{at}.content"))
+                self.turns.append(turn("tool", told, {"tool_call_id": result.tool_use_id}))
                 results += 1
                 continue
             text = self._text(block, at)
@@ -225,10 +220,7 @@ class Conversation:
     def _text(self, block: Object, where: str) -> str:
         """Returns a block as text. Raises ApiError."""
         match block:
-            case {"type": "text" | "compaction", "text": str(text)} | {
-                "type": "compaction",
-                "content": str(text),
-            }:
+            case {"type": "text", "text": str(text)} | {"type": "compaction", "content": str(text)}:
                 return text
             case {"type": "text"}:
                 raise bad(f"{where}.text", "is required, a string")
@@ -236,13 +228,9 @@ class Conversation:
                 return text
             case {"type": "document", "source": {"type": "content", "content": str() | list() as content}}:
                 return "\n\n".join(self._texts(_blocks(content), f"{where}.source.content"))
-            case {
-                "type": "search_result",
-                "title": str(title),
-                "source": str(source),
-                "content": list(parts),
-            }:
-                return "\n".join((f"{title} ({source})", *self._texts(_blocks(parts), f"{where}.content")))
+            case {"type": "search_result", "content": list(parts)}:
+                title = f"{block.get('title')} ({block.get('source')})"
+                return "\n".join((title, *self._texts(_blocks(parts), f"{where}.content")))
             case {"type": "tool_reference", "tool_name": str(name)}:
                 return self._catalogue.described(name)
             case {"type": "tool_addition", "tool": {"definition": dict(tool)}}:
@@ -254,14 +242,13 @@ class Conversation:
             case {"type": str(kind)} if kind in PROVIDERS:
                 return ""
             case {"type": str(kind)}:
-                note_once(
-                    f"blocks of the type {kind[:40]} are left out, and named in the prompt", logging.WARNING
-                )
-                return UNREAD.format(kind[:40])
+                kind = kind[:40]
+                note_once(f"blocks of the type {kind} are left out, named in the prompt", logging.WARNING)
+                return UNREAD.format(kind)
         raise bad(f"{where}.type", "is required, a string")
 
 
-def _blocks(content: Any) -> list[Object]:
+def _blocks(content: Content | list[Any]) -> list[Object]:
     """Returns the blocks of a content; a text is one."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from agent_requests import ADDED, IMAGE, NOTES, RULES, TOOLS, conversation, counter
 from embedded_tokenizer import embedded_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeline.gateway.answers import ChatRequest
 from pipeline.gateway.bodies import MessagesBody, decoded
@@ -19,6 +22,9 @@ from protocol.messages import ChatMessage, Sampling, Welcome
 
 WELCOME = Welcome(1, "e", "m", "f", "cpu", "p", True, 4096, 8192, True, True, sampling=Sampling())
 KIND = TemplateKind(thinks=True, tools=True, calls="json")
+WORDS = "type text content source data tool tool_name name tool_use_id input definition input_schema".split()
+KINDS = """text image document search_result tool_use tool_result tool_reference tool_addition tool_removal
+thinking server_tool_use compaction x custom bash_1 web_search_1 tool_search_1""".split()
 CALL = {"type": "tool_use", "id": "t", "name": "Read", "input": {}}
 
 
@@ -106,6 +112,27 @@ def test_a_broken_block_is_named_with_its_place(message: dict[str, Any], place: 
     with pytest.raises(ApiError, match=r"is required|[Ii]nvalid enum") as refused:
         read(messages=[message])
     assert refused.value.param == place
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 9) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
+    max_leaves=8,
+)
+BLOCKS = st.dictionaries(st.sampled_from(WORDS), JSON | st.sampled_from(KINDS), max_size=6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_whatever_is_sent_is_read_or_named(data: st.DataObject) -> None:
+    def drawn(blocks: int) -> list[Any]:
+        found = data.draw(st.lists(BLOCKS, max_size=blocks))
+        return [{"type": data.draw(st.sampled_from(KINDS))} | block for block in found]
+
+    roles = data.draw(st.lists(st.sampled_from(["system", "assistant", "user"]), min_size=1, max_size=5))
+    body = {"messages": [{"role": role, "content": drawn(3)} for role in roles], "tools": drawn(3)}
+    with suppress(ApiError):
+        assert all(isinstance(m.content, str) for m in read(**body, system=drawn(2)).messages)
 
 
 def test_tools_are_those_that_a_client_can_run() -> None:
