@@ -3,13 +3,14 @@ state, as nothing is kept between requests."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from pipeline.gateway.answers import ChatAnswer, ChatEvent, End, Whole
 from pipeline.gateway.bodies import Object
-from pipeline.gateway.call import Call, event_of
-from pipeline.gateway.errors import ApiError
+from pipeline.gateway.call import HEADERS_WITHIN, PING_SECONDS, Call, event_of
+from pipeline.gateway.errors import TOO_LONG, ApiError
 from pipeline.gateway.response_items import sealed
 from pipeline.gateway.response_request import ResponseRequest, ResponsesBody, response_request
 from pipeline.gateway.response_tools import Origin, free_input
@@ -25,7 +26,6 @@ FIELDS = {
     "call": ("function_call_arguments", "arguments"),
     "free call": ("custom_tool_call_input", "input"),
 }
-LONG = "context_length_exceeded"
 CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # of a failed response, by status
 
 
@@ -72,23 +72,41 @@ class Response(ChatAnswer):
         return self._body(_status(whole), output, self._usage())
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Yields numbered events. An error behind the first one is an event, too, and so is a prompt that is
-        too long: by that one Codex knows that it has to make its conversation shorter."""
+        """Yields numbered events."""
         number = 0
+        async with aclosing(self._lively()) as events:
+            async for kind, value in events:
+                yield _event(kind, value, number)
+                number += 1
+
+    async def _lively(self) -> AsyncGenerator[Event, None]:
+        """Yields the events with signs of life, as Codex counts no comments and gives up after minutes. An
+        error behind the first event is one, too, and so is a prompt that is too long: by that Codex knows
+        that it has to make its conversation shorter."""
+        body, begun = {"response": self._body("in_progress", [], None)}, False
         try:
-            async with aclosing(self._told()) as events:
-                async for kind, value in events:
-                    yield _event(kind, value, number)
-                    number += 1
+            async with aclosing(_patient(self._told())) as told:
+                async for event in told:
+                    if not begun:
+                        begun = True
+                        yield "response.created", body
+                        yield "response.in_progress", body
+                    elif event is None:
+                        yield "response.in_progress", body
+                    if event is not None:
+                        yield event
         except Exception as e:
             error = self.call.refusal(e)
-            if not self.call.status and error.code != LONG:
+            if not self.call.status and error.code != TOO_LONG:
                 raise
+            if not begun:
+                yield "response.created", body
             code = error.code or CODES.get(error.status, "server_error")
-            body = self._body("failed", [], None) | {"error": {"code": code, "message": str(error)}}
-            yield _event("response.failed", {"response": body}, number)
+            failed = {"error": {"code": code, "message": str(error)}}
+            yield "response.failed", {"response": self._body("failed", [], None) | failed}
 
     async def _told(self) -> AsyncGenerator[Event, None]:
+        """Yields all but that the response begins."""
         whole = Whole()
         async with aclosing(self.changes(whole)) as changes:
             async for change, place, part in changes:
@@ -159,8 +177,7 @@ class Response(ChatAnswer):
     def _events(self, change: str, place: int, part: Part) -> list[Event]:
         """Returns the names and values of what the stream says of a change of its blocks."""
         if change == "start":
-            body = {"response": self._body("in_progress", [], None)}
-            return [("response.created", body), ("response.in_progress", body)]
+            return []
         item = self._item(place, part, whole=change == "close")
         kind, text = self._said(part)
         name, field = FIELDS[kind]
@@ -200,10 +217,8 @@ class Compaction(Response):
     async def _told(self) -> AsyncGenerator[Event, None]:
         whole = Whole()
         async with aclosing(self.changes(whole)) as changes:
-            async for change, place, part in changes:
-                if change == "start":
-                    for event in self._events(change, place, part):
-                        yield event
+            async for _ in changes:
+                pass
         item = {"output_index": 0, "item": self._summary(whole)}
         yield "response.output_item.added", item
         yield "response.output_item.done", item
@@ -232,6 +247,40 @@ class Compacted(Compaction):
             "created_at": self.call.created,
         }
         return head | {"output": [*self._questions, self._summary(whole)], "usage": self._usage()}
+
+
+async def _patient(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event | None, None]:
+    """Yields the events, and None whenever there has been none for a while."""
+    queue: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
+
+    async def read() -> None:
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    queue.put_nowait(event)
+            queue.put_nowait(None)
+        except Exception as e:
+            queue.put_nowait(e)
+
+    reading = asyncio.create_task(read())
+    seconds = HEADERS_WITHIN
+    try:
+        while True:
+            try:
+                async with asyncio.timeout(seconds):
+                    event = await queue.get()
+            except TimeoutError:
+                yield None
+            else:
+                if isinstance(event, Exception):
+                    raise event
+                if event is None:
+                    return
+                yield event
+            seconds = PING_SECONDS
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
 
 
 def _status(whole: Whole) -> str:

@@ -3,12 +3,14 @@ place for tools."""
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import logging
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +19,18 @@ from gateway_engine import Served, serve
 from pydantic import TypeAdapter
 
 from pipeline.assets import model_dir
+from pipeline.gateway import responses
+from pipeline.gateway.answers import ChatEvent
 from pipeline.gateway.bodies import fitting, note_once
 from pipeline.gateway.call import MOST_BYTES
 from pipeline.gateway.content_coding import inflated
 from pipeline.gateway.errors import ApiError
+from pipeline.gateway.metrics import Meter
 from pipeline.gateway.response_items import SUMMARY, sealed, unsealed
 from pipeline.gateway.response_request import SUMMARIZE, ResponseRequest, ResponsesBody, response_request
+from pipeline.gateway.responses import Response
 from pipeline.text.chat_format import TemplateKind
+from pipeline.text.chat_output import Part
 from protocol.messages import VERSION, Welcome
 
 openai = pytest.importorskip("openai")
@@ -194,8 +201,9 @@ def test_probes_and_what_is_refused(served: Served) -> None:
         assert post(served, body | {"tools": tools}).json()["error"]["param"] == param
     failed = post(served, body | {"input": "word " * 3 * CONTEXT})
     assert failed.status_code == 200
-    assert failed.text.startswith("event: response.failed\ndata: ")
-    error = json.loads(failed.text.partition("data: ")[2])["response"]["error"]
+    kinds = [line.removeprefix("event: response.") for line in failed.text.splitlines() if "event: " in line]
+    assert kinds == ["created", "failed"]
+    error = json.loads(failed.text.rpartition("data: ")[2])["response"]["error"]
     assert error["code"] == "context_length_exceeded"  # of which the package's types know nothing
     with served.http() as http:
         known = http.get("/v1/models").json()
@@ -229,6 +237,46 @@ def test_a_bomb_is_decoded_no_further_than_the_limit() -> None:
 
 
 # --- without an engine ----------------------------------------------------------------------------------
+
+
+class Slow(Response):
+    """An answer that begins when it may, and ends with an error."""
+
+    begin: Callable[[], Awaitable[Any]]
+
+    async def events(self) -> AsyncGenerator[tuple[int, ChatEvent], None]:
+        await self.begin()
+        yield 0, Part("content", "Hello")
+        raise ApiError(503, "the engine cancelled this answer: it is shutting down")
+
+
+async def test_a_long_prompt_is_no_silence_and_a_late_error_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HEADERS_WITHIN", "PING_SECONDS"):
+        monkeypatch.setattr(responses, name, 0.01)
+    service = SimpleNamespace(meter=Meter(), model_name=lambda welcome: MODEL)
+    call: Any = SimpleNamespace(service=service, id="x", created=1, status=200, refusal=lambda error: error)
+    client: Any = SimpleNamespace(welcome=WELCOME)
+    answer = Slow(call, client, read({"input": "a"}))
+    may, events = asyncio.Event(), []
+    answer.begin = may.wait
+    async for raw in answer.stream():
+        events.append(EVENT.validate_json(raw.partition(b"data: ")[2]))
+        if len(events) == 5:
+            may.set()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:5] == ["created", *["in_progress"] * 4]
+    assert [kind for kind in kinds[5:] if kind != "in_progress"] == [
+        *("output_item.added", "content_part.added", "output_text.delta", "failed")
+    ]
+    assert events[-1].response.error.message.startswith("the engine cancelled")
+    call.status, answer.begin = 0, refuse
+    with pytest.raises(ApiError):  # before anything is sent it is an HTTP error
+        await anext(answer.stream())
+
+
+async def refuse() -> None:
+    raise ApiError(400, "no")
 
 
 def test_items_are_read_as_a_chat(caplog: pytest.LogCaptureFixture) -> None:
