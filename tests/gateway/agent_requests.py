@@ -55,7 +55,7 @@ def request(messages: list[Body], number: int, system: str = RULES) -> Body:
         "messages": [message | {} for message in messages],
         "tools": TOOLS,
         "thinking": thinking[number % 3],
-        "output_config": {"effort": ["low", "max"][number % 2]},
+        "output_config": {"effort": "max"},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "metadata": {"user_id": "user_1"},
     }

@@ -15,8 +15,8 @@ from waiting import until
 
 from pipeline.assets import model_dir
 from pipeline.gateway.access import read_api_keys
-from pipeline.gateway.call import check_model
-from pipeline.gateway.engine_links import model_name
+from pipeline.gateway.call import Service
+from pipeline.gateway.engine_links import EngineLinks, model_name
 from pipeline.gateway.errors import ApiError
 from protocol.client import Client
 from protocol.errors import ProtocolError
@@ -144,7 +144,12 @@ def test_an_engine_stops_in_order_while_answers_run(keys: Path, tiny_model: Path
 def test_model_has_the_name_that_a_person_would_give(model: str, name: str) -> None:
     welcome = Welcome(VERSION, "e1", model, "f" * 64, "cpu", "all-host", True, 4096, 512, True, True)
     assert model_name(welcome) == name
-    for known in (name, model, "e1", None):
-        check_model(known, welcome)
-    with pytest.raises(ApiError, match=f"it is '{name}'"):
-        check_model("8", welcome)
+    links, decoder = EngineLinks("ipc:///x"), Path("/x")
+    plain, named = Service(links, decoder), Service(links, decoder, served=("a", "b"))
+    assert (plain.model_name(welcome), named.model_name(welcome)) == (name, "a")
+    for known in (name, "8", None):
+        plain.check_model(known)
+    for known in ("a", "b", None):
+        named.check_model(known)
+    with pytest.raises(ApiError, match="'8' is not served here; there is a, b"):
+        named.check_model("8")

@@ -238,13 +238,28 @@ HARMLESS = {
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
 def test_fields_of_other_servers_and_models_are_accepted(served: Served, path: str) -> None:
-    asked = {"messages": QUESTION} if path != "/v1/completions" else {"prompt": "What is a list?"}
+    asked: dict[str, Any] = {"max_tokens": 1, "temperature": 0}
+    asked |= {"messages": QUESTION} if path != "/v1/completions" else {"prompt": "What is a list?"}
     with served.http() as http:
-        plain, harmless = (http.post(path, json=asked | {"max_tokens": 1} | f) for f in ({}, HARMLESS))
+        plain, harmless = (http.post(path, json=asked | f) for f in ({}, HARMLESS))
     assert harmless.status_code == 200, harmless.text
     assert harmless.json()["model"] == plain.json()["model"] == "tandem-embedded"
     for name in ("choices", "content"):
         assert harmless.json().get(name) == plain.json().get(name)
+
+
+def test_the_embedded_model_calls_tools_that_are_demanded(client: Any) -> None:
+    city = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "weather", "description": "now", "parameters": city}}
+    asked = {"model": "any", "tools": [tool], "max_tokens": 64}
+    found = client.chat.completions.create(**asked, messages=QUESTION, tool_choice="required").choices[0]
+    (call,) = found.message.tool_calls
+    assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
+    turns = [*QUESTION, found.message.model_dump(exclude_none=True)]
+    turns.append({"role": "tool", "tool_call_id": call.id, "content": "rain"})
+    again = client.chat.completions.create(**asked, messages=turns, tool_choice="none").choices[0]
+    assert again.message.tool_calls is None
+    assert client.models.retrieve("any").id == "tandem-embedded"
 
 
 def test_an_answer_without_a_limit_gets_a_quarter_of_the_context(client: Any) -> None:

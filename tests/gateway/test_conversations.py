@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise, starmap
 from typing import Any
 
 import pytest
 from agent_requests import ADDED, IMAGE, NOTES, RULES, TOOLS, conversation, counter
+from chat_styles import STYLES, Style
 from embedded_tokenizer import embedded_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from pipeline.gateway.answers import ChatRequest
 from pipeline.gateway.bodies import MessagesBody, decoded
@@ -18,6 +22,7 @@ from pipeline.gateway.errors import ApiError
 from pipeline.gateway.messages import messages_request
 from pipeline.gateway.steady import steady
 from pipeline.text.chat_format import TemplateKind
+from pipeline.text.chat_history import as_template_reads
 from protocol.messages import ChatMessage, Sampling, Welcome
 
 WELCOME = Welcome(1, "e", "m", "f", "cpu", "p", True, 4096, 8192, True, True, sampling=Sampling())
@@ -28,9 +33,9 @@ thinking server_tool_use compaction x custom bash_1 web_search_1 tool_search_1""
 CALL = {"type": "tool_use", "id": "t", "name": "Read", "input": {}}
 
 
-def read(**fields: Any) -> ChatRequest:
+def read(kind: TemplateKind = KIND, **fields: Any) -> ChatRequest:
     body = json.dumps({"max_tokens": 4} | fields).encode()
-    return messages_request(decoded(body, MessagesBody, "/v1/messages"), WELCOME, KIND)
+    return messages_request(decoded(body, MessagesBody, "/v1/messages"), WELCOME, kind)
 
 
 def turns(messages: list[Any], **fields: Any) -> list[tuple[str, str]]:
@@ -47,6 +52,12 @@ def text(text: str) -> dict[str, Any]:
 
 def result(*content: Any) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": "t", "content": list(content)}
+
+
+def shared(before: Sequence[Any], now: Sequence[Any]) -> int:
+    """Returns the length of what both begin with."""
+    pairs = enumerate(zip(before, now, strict=False))
+    return next((place for place, (old, new) in pairs if old != new), min(len(before), len(now)))
 
 
 def test_blocks_are_texts_or_named_or_left_out() -> None:
@@ -179,8 +190,23 @@ def test_each_prompt_of_a_conversation_begins_as_the_one_before() -> None:
             assert "total_tokens" not in asked.messages[0].content
             assert asked.messages[-1].content.count("total_tokens") >= 1
     for before, beginning, now in zip(whole, alone, whole[1:], strict=False):
-        shared = next(place for place, pair in enumerate(zip(before, now, strict=False)) if len({*pair}) > 1)
-        assert shared >= len(beginning) - 1  # without the token that begins an answer
+        assert shared(before, now) >= len(beginning) - 1  # without the token that begins an answer
+
+
+@pytest.mark.parametrize("style", STYLES, ids=lambda style: style.name)
+def test_prompts_of_every_family_begin_as_the_ones_before(style: Style) -> None:
+    """But for reasoning, which some leave out before a new question."""
+    kind = TemplateKind.of_text(style.template)
+    texts = []
+    for body in (bodies[0] for bodies in conversation() if len(bodies) == 1):
+        asked = read(kind, **body)
+        turns = [{"role": m.role, "content": m.content} | json.loads(m.extra or "{}") for m in asked.messages]
+        turns = as_template_reads(turns, style.template)
+        variables = {"add_generation_prompt": True, "bos_token": ""} | json.loads(asked.template)
+        ((text,), _) = render_jinja_template([turns], chat_template=style.template, **variables)
+        texts.append(text)
+    kept = sum(starmap(shared, pairwise(texts)))
+    assert kept >= 0.9 * sum(map(len, texts[:-1]))
 
 
 @pytest.mark.parametrize(
