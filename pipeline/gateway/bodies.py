@@ -74,6 +74,7 @@ class Common(Struct, kw_only=True):
 # --- OpenAI's chat and completions ----------------------------------------------------------------------
 
 
+UNREAD = "[{} left out: only texts can be read here]"
 TEXTS = ("text", "input_text", "output_text", "refusal", "encrypted_content")
 
 
@@ -90,7 +91,7 @@ class TextPart(Struct):
             return self.text or self.refusal
         kind = self.type[:40]
         note_once(f"parts of the type {kind} are left out, and named in the prompt", logging.WARNING)
-        return f"[{'image' if 'image' in kind else kind} left out: only texts can be read here]"
+        return UNREAD.format("image" if "image" in kind else kind)
 
 
 Content = str | list[TextPart] | None

@@ -25,6 +25,7 @@ from pipeline.gateway.bodies import (
     fitting,
     note_once,
 )
+from pipeline.gateway.conversations import REMINDER
 from pipeline.gateway.errors import bad
 from pipeline.gateway.response_tools import Functions, functions_of, joined
 from pipeline.gateway.settings import flat_tools
@@ -173,18 +174,17 @@ class Conversation:
         self._end()
 
     def say(self, role: str, content: Content) -> None:
-        """Add a message to the model. One of the system's in the middle is of the user's side: most templates
-        take one at the beginning only. Neighbours of one role are one message."""
+        """Add a message to the model. One of the system in the middle belongs to what the model answers next,
+        as most templates take one at the beginning only. Neighbours of one role are one message."""
         self._end()
-        said = turn(role, content)
+        said, last = turn(role, content), self.turns[-1] if self.turns else None
         if said.role == "system" and any(message.role != "system" for message in self.turns):
             text = said.content
-            said = turn(
-                "user", text if text.startswith("<") else f"<system-reminder>\n{text}\n</system-reminder>"
-            )
-        if self.turns and self.turns[-1].role == said.role:
-            texts = (self.turns[-1].content, said.content)
-            self.turns[-1] = replace(self.turns[-1], content="\n\n".join(filter(None, texts)))
+            text = text if text.startswith("<") else f"{REMINDER}\n{text}\n</{REMINDER[1:]}"
+            said = replace(said, role="tool" if last and last.role == "tool" else "user", content=text)
+        if last and last.role == said.role:
+            texts = (last.content, said.content)
+            self.turns[-1] = replace(last, content="\n\n".join(filter(None, texts)))
         else:
             self.turns.append(said)
 

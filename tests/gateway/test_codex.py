@@ -14,7 +14,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from codex_turns import ADDED, IMAGE, MODEL, NOTE_TEXT, PATCH, TOOLS, function, message, requests
+from codex_turns import (
+    ADDED,
+    IMAGE,
+    MODEL,
+    NOTE_TEXT,
+    PATCH,
+    TOOLS,
+    call,
+    function,
+    message,
+    output,
+    requests,
+)
 from gateway_engine import Served, serve
 from pydantic import TypeAdapter
 
@@ -334,6 +346,15 @@ def test_each_turn_is_the_beginning_of_the_next_one() -> None:
             assert now[len(before) - 1].content.startswith(before[-1].content)
         before = now
     assert len(ADDED) == 20
+
+
+def test_the_systems_messages_in_the_middle_stay_there() -> None:
+    items = [message("user", "a"), call(1, "shell_command", command="ls"), output(1, "b")]
+    request = read({"input": [*items, message("developer", "c"), message("user", "d")], "tools": TOOLS})
+    assert [(turn.role, turn.content) for turn in request.messages[2:]] == [
+        ("tool", "b\n\n<system-reminder>\nc\n</system-reminder>"),
+        ("user", "d"),
+    ]
 
 
 def test_reasoning_comes_back_sealed_and_summaries_open() -> None:
