@@ -90,7 +90,7 @@ class TextPart(Struct):
         if self.type in TEXTS:
             return self.text or self.refusal
         kind = self.type[:40]
-        note_once(f"parts of the type {kind} are left out, and named in the prompt", logging.WARNING)
+        note_once(f"parts of the type {kind!r} are left out, and named in the prompt", logging.WARNING)
         return UNREAD.format("image" if "image" in kind else kind)
 
 

@@ -234,7 +234,7 @@ class Conversation:
             ):
                 self.say("user", SUMMARY + text)
             case _:
-                note_once(f"items of the type {kind[:40]} in a conversation are left out", logging.WARNING)
+                note_once(f"items of the type {kind[:40]!r} in a conversation are left out", logging.WARNING)
 
     def _described(self, tools: list[Object], where: str) -> str:
         """Add functions to those that can be called. Returns what the model is told of them."""

@@ -90,9 +90,8 @@ def _functions(tools: list[Object], where: str, namespace: str | None) -> Iterat
                     about = None
                     yield function, origin
             case str(kind):
-                note_once(
-                    f"tools of the type {kind[:40]} are run by a provider only: left out", logging.WARNING
-                )
+                text = f"tools of the type {kind[:40]!r} cannot be called here: they are left out"
+                note_once(text, logging.WARNING)
             case _:
                 raise bad(f"{at}.type", "is required, a string")
 

@@ -244,7 +244,7 @@ def test_a_bomb_is_decoded_no_further_than_the_limit() -> None:
     for coding in ("zstd", "gzip", "deflate"):
         assert inflated(CODINGS[coding](b"x" * 100), coding, 100) == b"x" * 100
         with pytest.raises(ApiError) as refused:
-            inflated(CODINGS[coding](bytes(64 << 20)), coding, 100)
+            inflated(CODINGS[coding](bytes(16 << 20)), coding, 100)
         assert refused.value.status == 413
 
 
@@ -299,9 +299,9 @@ def test_items_are_read_as_a_chat(caplog: pytest.LogCaptureFixture) -> None:
         read(body)
     said = [record.getMessage() for record in caplog.records]
     for kind in ("web_search", "tool_search", "local_shell", "image_generation"):
-        assert sum(f"tools of the type {kind} " in line for line in said) == 1
+        assert sum(f"tools of the type {kind!r} " in line for line in said) == 1
     for kind in ("web_search_call", "ghost_snapshot", "compaction", "of_next_year"):
-        assert sum(f"items of the type {kind} " in line for line in said) == 1
+        assert sum(f"items of the type {kind!r} " in line for line in said) == 1
     assert sum("no place for tools" in line for line in said) == 1
     assert sum("text.verbosity" in line for line in said) == 1
     names = [tool["function"]["name"] for tool in request.tools.given]
