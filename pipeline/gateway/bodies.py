@@ -230,6 +230,9 @@ class MessagesBody(CountBody, kw_only=True):
 # --- decoding -------------------------------------------------------------------------------------------
 
 MOST_NESTING = 200  # values in each other; schemas need some dozens
+MOST_VALUES = (
+    1 << 20
+)  # of a body, told by its commas: each becomes an object, which takes far more than its bytes
 _PLACE = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$(.*)`)?$", re.DOTALL)
 _FIELD = re.compile(r"(required|unknown) field `(.{1,80})")
 
@@ -285,8 +288,10 @@ def decoded(raw: bytes, kind: type[T], endpoint: str) -> T:
 
 def parse_json(text: str | bytes, name: str = "") -> dict[str, Any]:
     """Returns the object of a JSON text: a body, or a field of this name. Raises ApiError, also for what the
-    engine's libraries cannot write: values nested too deeply."""
+    engine's libraries cannot write, values nested too deeply, and for too many of them."""
     raw = text.encode("utf-8", "replace") if isinstance(text, str) else text
+    if raw.count(b",") > MOST_VALUES:
+        raise ApiError(413, f"{name or 'the body'} has more than {MOST_VALUES} values")
     try:
         value: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
         if raw.count(b"[") + raw.count(b"{") > MOST_NESTING and is_nested(value, MOST_NESTING):

@@ -35,8 +35,8 @@ Headers = tuple[tuple[bytes, bytes], ...]
 Body = TypeVar("Body", bound=Common)
 T = TypeVar("T")
 
-MOST_BYTES = 8 << 20  # of a body; a message to the engine has half of that
-BODY_SECONDS = 60.0  # for the whole body; a slow network sends 8 MB in less
+MOST_BYTES = 32 << 20  # of a body, most of it pictures, which are left out: a message to the engine has 4 MB
+BODY_SECONDS = 60.0  # for the whole body; a slow network sends 32 MB in less
 HEADERS_WITHIN = 1.0  # seconds: until then a refusal is an HTTP error, later an event of the stream
 PING_SECONDS = 10.0  # between signs of life in a stream, so that no proxy and no client closes the connection
 PING = b": waiting\n\n"

@@ -186,8 +186,8 @@ def test_refusals_have_the_status_that_fits(served: Served) -> None:
         assert http.get("/health", headers={"origin": "http://evil.example"}).status_code == 403
         for wrong in (b"{", b"[]", b'{"a":NaN}', b"[" * 100000, b"\xff"):
             assert http.post("/v1/chat/completions", content=wrong, headers=kind).status_code == 400
-        large = b'{"a":"' + b"x" * (9 << 20) + b'"}'
-        assert http.post("/v1/chat/completions", content=large, headers=kind).status_code == 413
+        for large in (b'{"a":"' + b"x" * (33 << 20) + b'"}', b'{"a":[' + b"1," * (1 << 20) + b"1,1]}"):
+            assert http.post("/v1/chat/completions", content=large, headers=kind).status_code == 413
         long = [{"role": "user", "content": "word " * 5000}]
         for stream in (False, True):
             refused = http.post("/v1/chat/completions", json={"messages": long, "stream": stream})
@@ -281,7 +281,7 @@ def test_a_body_that_is_too_large_is_answered_after_it(served: Served) -> None:
     host, port = served.url.removeprefix("http://").split(":")
     connection = HTTPConnection(host, int(port), timeout=20)
     with closing(connection):
-        for body, status in ((b" " * (9 << 20), 413), (json.dumps({"messages": QUESTION}).encode(), 200)):
+        for body, status in ((b" " * (33 << 20), 413), (json.dumps({"messages": QUESTION}).encode(), 200)):
             connection.request(
                 "POST", "/v1/messages/count_tokens", body, {"Content-Type": "application/json"}
             )
