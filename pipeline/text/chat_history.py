@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from pipeline.text.chat_format import TemplateKind
@@ -28,7 +29,7 @@ The tools are these, with the JSON schemas of their arguments:
 RESULT = "<tool_response>\n{}\n</tool_response>"
 
 
-def as_template_reads(turns: list[Turn], template: str, tools: list[Turn]) -> list[Turn]:
+def as_template_reads(turns: list[Turn], template: str, tools: Sequence[Turn] = ()) -> list[Turn]:
     """Returns the turns, each with a role, a content and what else it has, for a template of this text.
     `tools`: that may be called, of which a template without a place for them reads nothing."""
     kind = TemplateKind.of_text(template)
@@ -57,7 +58,7 @@ def _with_text(call: Turn) -> Turn:
     return call | {"function": call["function"] | {"arguments": arguments}}
 
 
-def _as_texts(turns: list[Turn], tools: list[Turn]) -> list[Turn]:
+def _as_texts(turns: list[Turn], tools: Sequence[Turn]) -> list[Turn]:
     """Returns the turns with the tools in the system message, calls in the text of their answers, and the
     results of one answer as one message of the user's: nothing that a plain template does not know."""
     found: list[Turn] = []

@@ -10,10 +10,13 @@ import logging
 import shutil
 import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from itertools import pairwise, takewhile
+from operator import eq
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from chat_styles import STYLES, Style
 from codex_turns import (
     ADDED,
     IMAGE,
@@ -29,6 +32,7 @@ from codex_turns import (
 )
 from gateway_engine import Served, serve
 from pydantic import TypeAdapter
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from pipeline.assets import model_dir
 from pipeline.gateway import responses
@@ -42,6 +46,7 @@ from pipeline.gateway.response_items import SUMMARY, sealed, unsealed
 from pipeline.gateway.response_request import SUMMARIZE, ResponseRequest, ResponsesBody, response_request
 from pipeline.gateway.responses import Response
 from pipeline.text.chat_format import TemplateKind
+from pipeline.text.chat_history import as_template_reads
 from pipeline.text.chat_output import Part
 from protocol.messages import VERSION, Welcome
 
@@ -83,12 +88,12 @@ def post(served: Served, body: dict[str, Any], path: str = "", coding: str = "id
 
 
 def streamed(answer: Any) -> list[Any]:
-    """The events of an answer, each as strictly as the package's types have it."""
+    """The events of an answer but later signs of life, each as strictly as the package's types have it."""
     assert answer.status_code == 200, answer.text
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
     events = [EVENT.validate_json(line) for line in lines]
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    return events
+    return [event for event in events if event.type != "response.in_progress" or event.sequence_number == 1]
 
 
 def whole(answer: Any) -> Any:
@@ -101,7 +106,7 @@ def read(body: dict[str, Any], kind: TemplateKind = PLAIN_KIND) -> ResponseReque
 
 
 def test_every_turn_is_answered_streamed_and_whole(served: Served) -> None:
-    codings, before = list(CODINGS), 0
+    codings, before, known, cached = list(CODINGS), 0, 0, 0
     for turn, body in enumerate(requests()):
         body["max_output_tokens"] = 3
         coding = codings[turn % len(codings)]
@@ -111,12 +116,16 @@ def test_every_turn_is_answered_streamed_and_whole(served: Served) -> None:
         last = events[-1]
         assert last.type in ("response.completed", "response.incomplete")
         assert last.response.output == done
-        assert last.response.usage.input_tokens >= before  # some items are left out
-        before = last.response.usage.input_tokens
+        usage = last.response.usage
+        assert usage.input_tokens >= before  # some items are left out
+        known += before
+        cached += usage.input_tokens_details.cached_tokens
+        before = usage.input_tokens
         again = whole(post(served, body | {"stream": False}, coding=coding))
         assert again.usage.input_tokens == before
         assert again.usage.input_tokens_details.cached_tokens >= before - 1
     assert turn == 19
+    assert cached >= 0.95 * known
 
 
 @pytest.mark.parametrize(
@@ -346,6 +355,21 @@ def test_each_turn_is_the_beginning_of_the_next_one() -> None:
             assert now[len(before) - 1].content.startswith(before[-1].content)
         before = now
     assert len(ADDED) == 20
+
+
+@pytest.mark.parametrize("style", [*STYLES, Style("plain", PLAIN, "", "")], ids=lambda style: style.name)
+def test_prompts_of_every_family_begin_as_the_ones_before(style: Style) -> None:
+    """But for reasoning, which some leave out before a new question."""
+    texts, kind = [], TemplateKind.of_text(style.template)
+    for body in requests():
+        asked = read(body, kind)
+        turns = [{"role": m.role, "content": m.content} | json.loads(m.extra or "{}") for m in asked.messages]
+        variables = {"add_generation_prompt": True, "bos_token": ""} | json.loads(asked.template)
+        turns = as_template_reads(turns, style.template, variables["tools"])
+        ((text,), _) = render_jinja_template([turns], chat_template=style.template, **variables)
+        texts.append(text)
+    kept = sum(sum(1 for _ in takewhile(bool, map(eq, *pair))) for pair in pairwise(texts))
+    assert kept >= 0.95 * sum(map(len, texts[:-1]))
 
 
 def test_the_systems_messages_in_the_middle_stay_there() -> None:
