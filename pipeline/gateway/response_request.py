@@ -12,7 +12,7 @@ from pipeline.gateway.chat import reasoning_variables
 from pipeline.gateway.errors import bad
 from pipeline.gateway.response_items import Conversation
 from pipeline.gateway.response_tools import Origin, functions_of
-from pipeline.gateway.settings import Tools, chosen_tools, flat_tools, grammar_of, settings_of
+from pipeline.gateway.settings import Grammar, Tools, chosen_tools, flat_tools, grammar_of, settings_of
 from pipeline.gateway.steady import steady
 from pipeline.text.chat_format import TemplateKind
 from protocol.messages import Welcome
@@ -32,6 +32,7 @@ class TextOptions(Struct):
 
 class Reasoning(Struct):
     effort: str | None = None
+    summary: str | None = None
 
 
 class ResponsesBody(Common, kw_only=True):
@@ -72,9 +73,10 @@ def response_request(
     include = body.include or ()
     if "message.output_text.logprobs" in include:
         raise bad("include", "log-probabilities are not supported here; use /v1/chat/completions")
-    options = body.text or TextOptions()
-    if options.verbosity not in (None, "medium"):
-        note_once("/v1/responses: text.verbosity has no effect here")
+    options, reasoning = body.text or TextOptions(), body.reasoning or Reasoning()
+    for name, value in (("text.verbosity", options.verbosity), ("reasoning.summary", reasoning.summary)):
+        if value is not None:
+            note_once(f"/v1/responses: {name} has no effect here")
     conversation = Conversation(functions_of(body.tools or [], "tools"))
     if body.instructions:
         conversation.say("system", body.instructions)
@@ -88,13 +90,13 @@ def response_request(
     most = body.max_output_tokens
     if compacts:  # the tools stay in the prompt: all before the last message is known from earlier requests
         conversation.say("user", SUMMARIZE)
-        tools, grammar = Tools(tools.given), grammar_of(None, "")
+        tools, grammar = Tools(tools.given), Grammar()
         most = min(most or welcome.context, welcome.context // SUMMARY_PART)
     return ResponseRequest(
         steady(conversation.turns),
         settings_of(body, welcome, most, stop=body.stop, grammar=grammar),
         tools,
-        reasoning_variables(None if body.reasoning is None else body.reasoning.effort, kind),
+        reasoning_variables(reasoning.effort, kind),
         tuple(body.tools or ()),
         {name: origin for name, (_, origin) in conversation.known.items()},
         "reasoning.encrypted_content" in include,

@@ -31,7 +31,6 @@ from codex_turns import (
     requests,
 )
 from gateway_engine import Served, serve
-from pydantic import TypeAdapter
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from pipeline.assets import model_dir
@@ -51,6 +50,7 @@ from pipeline.text.chat_output import Part
 from protocol.messages import VERSION, Welcome
 
 openai = pytest.importorskip("openai")
+pydantic = pytest.importorskip("pydantic")
 zstandard = pytest.importorskip("zstandard")
 CONTEXT = 8192
 PLAIN = """\
@@ -63,7 +63,7 @@ CODINGS = {
     "deflate": zlib.compress,
     "identity": bytes,
 }
-EVENT: TypeAdapter[Any] = TypeAdapter(openai.types.responses.ResponseStreamEvent)
+EVENT = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent)
 WELCOME = Welcome(VERSION, "e", MODEL, "f", "cpu", "all-host", True, 9, CONTEXT, True, True)
 
 
@@ -312,7 +312,8 @@ def test_items_are_read_as_a_chat(caplog: pytest.LogCaptureFixture) -> None:
     for kind in ("web_search_call", "ghost_snapshot", "compaction", "of_next_year"):
         assert sum(f"items of the type {kind!r} " in line for line in said) == 1
     assert sum("no place for tools" in line for line in said) == 1
-    assert sum("text.verbosity" in line for line in said) == 1
+    for name in ("text.verbosity", "reasoning.summary", "no reasoning"):
+        assert sum(name in line for line in said) == 1
     names = [tool["function"]["name"] for tool in request.tools.given]
     assert names == ["shell_command", "apply_patch", "mcp__notes__find", "mcp__notes__write"]
     assert set(request.tools.schemas) == {*names, "clock", "wait"}
