@@ -136,7 +136,10 @@ ADDED: list[list[Object]] = [
         {"type": "tool_search_output", "call_id": "call_9", "status": "completed", "execution": "client",
          "tools": [function("clock")]},
     ],
-    [call(10, "clock"), output(10, "12:00")],
+    [
+        *(call(10, "clock"), output(10, "12:00")),
+        *(call(11, "clock") | {"arguments": '{"zone": "U'}, output(11, "no")),
+    ],
     [{"type": "image_generation_call", "id": "ig_1", "status": "completed", "result": "iVBORw0KGgo="}],
     [{"type": "ghost_snapshot", "ghost_commit": {"id": "c0ffee", "parent": None}}, message("user", "Next.")],
     [

@@ -330,8 +330,9 @@ def test_items_are_read_as_a_chat(caplog: pytest.LogCaptureFixture) -> None:
     assert calls["call_6"] == ("mcp__notes__write", {"input": NOTE_TEXT})
     assert calls["call_7"] == ("local_shell", {"command": ["ls", "-a"]})
     assert calls["call_9"] == ("tool_search", {"query": "time"})
+    assert calls["call_11"] == ("clock", {"arguments": '{"zone": "U'})
     results = {json.loads(t.extra)["tool_call_id"]: t.content for t in request.messages if t.role == "tool"}
-    assert list(results) == [f"call_{number}" for number in range(1, 11)]
+    assert list(results) == [f"call_{number}" for number in range(1, 12)]
     assert results["call_5"] == "onetwo"
     assert results["call_6"] == "seen:[image left out: only texts can be read here]"
     assert results["call_8"] == "me"
