@@ -11,6 +11,8 @@ from pathlib import Path
 
 from pipeline.models.shapes import is_shape, with_whole_path
 
+ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
+DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
 MOST_NAMES, MAX_NAME = 8, 96
 SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -68,6 +70,21 @@ def http_address(text: str) -> str:
             f"{text!r}: write it as HOST:PORT, with an IP address of this machine"
         )
     return f"[{host}]:{int(port)}" if ":" in host else f"{host}:{int(port)}"
+
+
+def origins(text: str) -> tuple[str, ...]:
+    """Reads origins of pages, with commas between them, as browsers write them; `*` is any."""
+    found = []
+    for part in text.split(","):
+        match = ORIGIN.fullmatch(part.strip().lower())
+        if match is None and part.strip() != "*":
+            raise argparse.ArgumentTypeError(
+                f"{part.strip()[:80]!r}: write it as http://HOST:PORT, without a path; or * for any"
+            )
+        scheme, host, port = ("", "*", "") if match is None else match.groups(default="")
+        port = "" if port == DEFAULT_PORTS.get(scheme) else port
+        found.append(f"{scheme}://{host}{port}" if scheme else host)
+    return tuple(found)
 
 
 def size(text: str) -> int:

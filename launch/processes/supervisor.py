@@ -262,6 +262,7 @@ class Supervisor:
                 return {
                     "http": config.http,
                     "http_keys": None if keys is None else str(keys.absolute()),
+                    "allowed_origins": list(config.allowed_origins),
                     "served_model_name": config.served_model_name,
                 }
         return {}

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.gateway.access import Scope, header_of
+from pipeline.gateway.access import Headers, Scope, header_of
 from pipeline.gateway.bodies import Common, decoded
 from pipeline.gateway.content_coding import inflated
 from pipeline.gateway.engine_links import EngineLinks, model_name
 from pipeline.gateway.errors import ApiError, of_engine
+from pipeline.gateway.health import Health
 from pipeline.gateway.metrics import Meter
 from pipeline.text.chat_format import TemplateKind
 from pipeline.text.detokenizer import Detokenizer
@@ -31,7 +32,6 @@ log = logging.getLogger(__name__)
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Headers = tuple[tuple[bytes, bytes], ...]
 Body = TypeVar("Body", bound=Common)
 T = TypeVar("T")
 
@@ -74,7 +74,11 @@ class Service:
     draining: bool = False
     meter: Meter = field(default_factory=Meter)
     openings: dict[str, bool] = field(default_factory=dict)  # does such a prompt open reasoning
+    health: Health = field(init=False)
     _detokenizer: Detokenizer | None = None
+
+    def __post_init__(self) -> None:
+        self.health = Health(self.links)
 
     def model_name(self, welcome: Welcome) -> str:
         """Returns the model's name in answers."""
@@ -96,14 +100,16 @@ class Service:
 
 @dataclass
 class Call:
-    """A request. `key_name`: of its API key, "" without keys. `prompt_field`, `grammar_field`: of the
-    body, for errors of the engine."""
+    """A request. `key_name`: of its API key, "" without keys. `page_headers`: of the answer, where an
+    allowed page of another site asks. `prompt_field`, `grammar_field`: of the body, for errors of the
+    engine."""
 
     service: Service
     scope: Scope
     receive: Receive
     send: Send
     key_name: str = ""
+    page_headers: Headers = ()
     prompt_field: str | None = None
     grammar_field: str | None = None
     status: int = 0  # of the answer, once it has begun
@@ -211,7 +217,9 @@ class Call:
 
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
-        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send(
+            {"type": "http.response.start", "status": status, "headers": [*headers, *self.page_headers]}
+        )
 
     async def _unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
         """Returns the result of `work`. It is cancelled where the client disconnects before; raises

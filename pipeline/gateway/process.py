@@ -126,7 +126,7 @@ async def _run(config: dict[str, Any]) -> int:
     try:
         host, _ = split_address(config["http"])
         keys = config["http_keys"]
-        access = Access(None if keys is None else Path(keys), host)
+        access = Access(None if keys is None else Path(keys), host, config["allowed_origins"])
         bound = bind(config["http"])
         links = EngineLinks(ipc_endpoint(runtime, "client.sock"))
         template = read_template(Path(config["model"]))
