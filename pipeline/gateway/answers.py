@@ -167,7 +167,7 @@ def turn(role: str, content: Content, extra: Object | None = None) -> ChatMessag
     """Returns a message as the engine reads it. `extra`: what else the template reads of it."""
     text = content or ""
     if isinstance(text, list):
-        text = "".join(part.text or part.refusal for part in text)
+        text = "".join(part.shown() for part in text)
     if role in ("system", "developer"):
         role, text = "system", without_bookkeeping(text)
     return ChatMessage(role, text, json.dumps(extra, ensure_ascii=False) if extra else "")

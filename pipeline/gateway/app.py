@@ -18,6 +18,7 @@ from pipeline.gateway.dashboard import Feed
 from pipeline.gateway.engine_links import model_name
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.metrics import MEDIA, exposition
+from pipeline.gateway.model_catalog import codex_entry
 from protocol.errors import ProtocolError
 from protocol.messages import Welcome
 
@@ -139,9 +140,13 @@ async def models(call: Call) -> None:
     """List the one model, by each of its names."""
     welcome = (await call.client()).welcome
     names = call.service.served or (call.service.model_name(welcome),)
-    entries = [_entry(call, welcome, name) for name in names]
-    pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-    await call.send_json({"data": entries} | (pages if call.anthropic else {"object": "list"}))
+    body: dict[str, Any] = {"data": [_entry(call, welcome, name) for name in names]}
+    if call.anthropic:
+        body |= {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    else:
+        known = [codex_entry(name, welcome.context, call.service.template) for name in names]
+        body |= {"object": "list", "models": known}
+    await call.send_json(body)
 
 
 async def model(call: Call) -> None:
@@ -196,6 +201,7 @@ ENDPOINTS = {
     "/v1/chat/completions": Endpoint(chat.create, prompt="messages"),
     "/v1/completions": Endpoint(completions.create, prompt="prompt"),
     "/v1/responses": Endpoint(responses.create, prompt="input"),
+    "/v1/responses/compact": Endpoint(responses.compact, prompt="input"),
     "/v1/messages": Endpoint(messages.create, prompt="messages"),
     "/v1/messages/count_tokens": Endpoint(messages.count_tokens, prompt="messages"),
     "/metrics": Endpoint(metrics, "GET"),

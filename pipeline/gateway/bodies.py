@@ -1,5 +1,5 @@
-"""The bodies of requests in the three dialects (OpenAI's chat and completions, OpenAI's responses,
-Anthropic's messages) as structs, and how they are decoded. null counts as not given everywhere."""
+"""The bodies of requests as structs, and how they are decoded: OpenAI's chat and completions, and Anthropic's
+messages; those of responses are in response_items.py. null counts as not given everywhere."""
 
 from __future__ import annotations
 
@@ -74,10 +74,24 @@ class Common(Struct, kw_only=True):
 # --- OpenAI's chat and completions ----------------------------------------------------------------------
 
 
+UNREAD = "[{} left out: only texts can be read here]"
+TEXTS = ("text", "input_text", "output_text", "refusal", "encrypted_content")
+
+
 class TextPart(Struct):
-    type: Literal["text", "input_text", "output_text", "refusal"]
+    """A part of a message's content, of which only texts can be read."""
+
+    type: str
     text: str = ""
     refusal: str = ""
+
+    def shown(self) -> str:
+        """Returns the text that the model reads; of what is none, that it was there."""
+        if self.type in TEXTS:
+            return self.text or self.refusal
+        kind = self.type[:40]
+        note_once(f"parts of the type {kind!r} are left out, and named in the prompt", logging.WARNING)
+        return UNREAD.format("image" if "image" in kind else kind)
 
 
 Content = str | list[TextPart] | None
@@ -144,64 +158,6 @@ class CompletionBody(Common, kw_only=True):
     echo: bool | None = None
     logprobs: Top | None = None
     response_format: Format | None = None
-
-
-# --- OpenAI's responses ---------------------------------------------------------------------------------
-
-
-class FlatTool(Struct):
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: Object | None = None
-
-
-class MessageItem(Struct):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content = None
-
-
-class CallItem(Struct):
-    call_id: str
-    name: str
-    arguments: str | Object
-
-
-class OutputItem(Struct):
-    call_id: str
-    output: Content = None
-
-
-class ReasoningText(Struct):
-    text: str = ""
-
-
-class ReasoningItem(Struct):
-    """Reasoning of an earlier answer, which the template may keep; without `content` it is encrypted."""
-
-    content: list[ReasoningText] | None = None
-
-
-class TextOptions(Struct):
-    format: Format | None = None
-    verbosity: Literal["medium"] | None = None
-
-
-class Reasoning(Struct):
-    effort: OpenAiEffort | None = None
-
-
-class ResponsesBody(Common, kw_only=True):
-    input: str | Annotated[list[Object], Meta(min_length=1)]  # each is an item, by its `type`
-    instructions: str | None = None
-    stop: str | list[str] | None = None
-    max_output_tokens: Tokens | None = None
-    tools: Annotated[list[FlatTool], Meta(max_length=512)] | None = None
-    tool_choice: str | Object | None = None
-    parallel_tool_calls: bool | None = None
-    text: TextOptions | None = None
-    reasoning: Reasoning | None = None
-    include: list[str] | None = None
 
 
 # --- Anthropic's messages -------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from pipeline.gateway.access import Headers, Scope, header_of
 from pipeline.gateway.bodies import Common, decoded
+from pipeline.gateway.content_coding import inflated
 from pipeline.gateway.engine_links import EngineLinks, model_name
 from pipeline.gateway.errors import ApiError, of_engine
 from pipeline.gateway.health import Health
@@ -138,9 +139,13 @@ class Call:
             raise ApiError(415, f"the body must be application/json, not {media}")
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                body = decoded(await self._read(), kind, self.scope["path"])
+                raw = await self._read()
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} s") from None
+        coding = header_of(self.scope, b"content-encoding").strip().lower()
+        if coding not in ("", "identity"):
+            raw = await asyncio.to_thread(inflated, raw, coding, MOST_BYTES)
+        body = decoded(raw, kind, self.scope["path"])
         self.service.check_model(body.model)
         return body
 

@@ -18,7 +18,7 @@ from pipeline.text.tokenizer import RESERVED
 from protocol.messages import ChatMessage, Welcome
 
 # Harmony's efforts for the others: its models always think.
-EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high", "ultra": "high"}
 THINKLESS = "this model's chat template has no reasoning, so what a request says of it has no effect"
 DONE = b"data: [DONE]\n\n"
 

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from pipeline.gateway.answers import turn
 from pipeline.gateway.bodies import (
+    UNREAD,
     CustomTool,
     Function,
     MessageTurn,
@@ -32,7 +33,6 @@ from protocol.messages import ChatMessage
 Content = str | list[Object] | None
 
 REMINDER = "<system-reminder>"
-UNREAD = "[{} left out: only texts can be read here]"
 # Of a provider's own tools, and of what it keeps for itself, in its answers.
 PROVIDERS = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "fallback", "compaction")
 

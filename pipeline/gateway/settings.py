@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from pipeline.gateway.bodies import (
     MOST_SEED,
     Common,
-    FlatTool,
     Format,
     Function,
     Object,
@@ -31,9 +30,8 @@ from protocol.messages import Sampling, Shaping, TokenBias, Welcome
 # Of JSON, for llguidance: at most one space, behind a comma or a colon, where models have tokens with it. One
 # that is not sure may otherwise write white space only.
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-
-
 DEFAULT_PART = 4  # of the context, for an answer without a limit
+PLACELESS = "this model's chat template has no place for tools: they are written into the system message"
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def openai_tools(
     return chosen_tools(given or [], schemas, choice, kind, parallel is not False)
 
 
-def flat_tools(given: Iterable[FlatTool | Function]) -> tuple[list[Object], dict[str, Object]]:
+def flat_tools(given: Iterable[Function]) -> tuple[list[Object], dict[str, Object]]:
     """Returns tools as templates read them, and their schemas, of dialects that write them in one level."""
     tools, schemas = [], {}
     for tool in given:
@@ -115,7 +113,7 @@ def chosen_tools(
     if not schemas:
         return Tools(parallel=parallel)
     if not kind.tools:
-        raise bad("tools", "this model's chat template has no place for tools")
+        note_once(PLACELESS, logging.WARNING)
     if choice == "none":  # the prompt has them all the same: it is the beginning of the next one
         return Tools(tuple(tools), parallel=parallel)
     if names and kind.calls != "json":
