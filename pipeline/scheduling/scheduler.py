@@ -199,8 +199,8 @@ class Scheduler:
         """Returns a sequence for the job; None without a place or capacity beside what the running sequences
         need next."""
         wanted = min(len(job.tokens) + 1, job.max_kv_tokens) if job.grows else job.max_kv_tokens
-        growing = (j for j in self._running if j.grows and j.kv is not None)
-        growth = sum(j.kv.capacity < j.max_kv_tokens for j in growing)
+        held = [(j, j.kv.capacity) for j in self._running if j.grows and j.kv is not None]
+        growth = sum(capacity < j.max_kv_tokens for j, capacity in held)
         match = self._prefixes.find(job.client, job.ids) if job.shares else None
         kv = self._prefixes.begin(match, len(job.tokens), wanted, growth)
         if kv is not None and match is not None:
@@ -290,7 +290,7 @@ class Scheduler:
                 self._end(jobs[0], "error", e)
             else:  # run each by itself, so that only the job that causes the failure ends
                 for job in jobs:
-                    self._step([job], phase)
+                    self._step(self._with_capacity([job]), phase)  # a failure may have freed empty blocks
             return
         answers: list[tuple[bytes, object]] = []
         self._step_answers = answers

@@ -457,6 +457,26 @@ def test_failed_shard_ends_only_the_request_that_causes_it(harness, monkeypatch)
     assert [len(harness.answer(i)[0]) for i in (0, 2)] == [6, 6]
 
 
+def test_requests_go_on_alone_where_a_step_of_several_finds_no_memory(engine, monkeypatch) -> None:
+    """At the first token of a block, which is given back with the step."""
+    harness = Harness(engine, 8 * KV_BLOCK, 2 * KV_BLOCK)
+    step, full = engine._step, []
+
+    def failing(inputs, phase, live):
+        if len(inputs) > 1 and any(item.span.kv.length == KV_BLOCK for item in inputs):
+            full.append(phase)
+            raise torch.OutOfMemoryError("full")
+        return step(inputs, phase, live)
+
+    monkeypatch.setattr(engine, "_step", failing)
+    for request in range(2):
+        harness.scheduler.enqueue(b"c", ask(request, KV_BLOCK - 4, 30))
+    harness.finish()
+    assert full
+    assert [len(harness.answer(request)[0]) for request in range(2)] == [30, 30]
+    harness.check_empty()
+
+
 def test_kv_of_a_failed_request_is_not_reused(harness, monkeypatch) -> None:
     """The KV may be wrong, as the logits computed with it were not finite."""
     step = harness.scheduler.engine.step
