@@ -132,9 +132,9 @@ def test_a_failed_step_leaves_states_as_they_were(engine, monkeypatch) -> None:
 
 def test_calibration_decodes_the_same_answers_again(engine) -> None:
     """Its windows go back to the end of their prompts."""
-    tokens = [[3 + (7 + n) * i % 290 for i in range(30)] for n in range(2)]
+    tokens = [[3 + (7 + n) * i % 290 for i in range(100)] for n in range(2)]
     kv = KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), CONTEXT)
-    with lanes(engine, kv, [Window(ids, 19) for ids in tokens], chunk=8) as held:
+    with lanes(engine, kv, [Window(ids, 60) for ids in tokens], chunk=8) as held:
         held.read_prompts(lambda _: None)
         first, again = (held.loss(lambda _: None) for _ in range(2))
     np.testing.assert_allclose(again, first, rtol=1e-6)
