@@ -73,3 +73,6 @@ class NotFinite(PipelineError):
 
 class NumberInUse(RequestError):
     """A client reuses the number of its own request that is being served."""
+
+
+DOUBTFUL = NotFinite, ShardFailed  # after these the KV of a request may be wrong

@@ -66,8 +66,7 @@ class Job(ABC):
     def ids(self) -> Tokens:
         """The tokens so far as an array."""
         if len(self._ids) < len(self.tokens):
-            new = np.array(self.tokens[len(self._ids) :], np.int32)
-            self._ids = np.concatenate([self._ids, new])
+            self._ids = np.array(self.tokens, np.int32)
         return self._ids
 
     @property

@@ -1,11 +1,12 @@
 """Gives requests their sequences in the KV cache, which begin with what is computed already of their prompts.
 
 What a running request has computed, and what ended ones have left, is in a `PrefixTree`, separate for each
-client. Where blocks are needed, those that no running sequence holds are evicted. Handles token ids, no
-requests and no text. Used by the engine's thread alone."""
+client. Where blocks are needed, those that no running sequence holds are evicted. Used by the engine's thread
+alone."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import suppress
 
 import numpy as np
@@ -14,7 +15,8 @@ import torch
 from pipeline.backbone.kv_blocks import blocks_for
 from pipeline.backbone.kv_cache import KVCache, SequenceKV, States
 from pipeline.config import KV_BLOCK
-from pipeline.scheduling.prefix_tree import Match, PrefixTree, Tokens, common_prefix
+from pipeline.scheduling.jobs import Job
+from pipeline.scheduling.prefix_tree import NOTHING, Match, PrefixTree, common_prefix
 
 OPENING = 16  # last tokens of a prompt, with which a template opens the answer: another turn may lack them
 
@@ -23,6 +25,8 @@ class PrefixCache:
     """The KV of all clients' tokens, by prefix."""
 
     def __init__(self, kv: KVCache) -> None:
+        self._hits = 0  # requests that began with computed tokens
+        self._reused = 0  # those tokens
         self._kv = kv
         self._tree: PrefixTree[States] = PrefixTree(kv, kv.snapshots)
 
@@ -38,49 +42,85 @@ class PrefixCache:
 
     def stats(self) -> dict[str, int]:
         return {
+            "kv_reused_tokens": self._reused,
+            "kv_hits": self._hits,
             "kv_evicted_blocks": self._tree.evicted,
             "kv_shared_blocks": self._tree.shared,
             "kv_snapshots": len(self._tree.snapshots),
         }
 
-    def find(self, client: bytes, tokens: Tokens) -> Match:
-        """Returns the longest prefix of a client's tokens that is computed, without their last one, which
-        must be computed for its logits."""
-        return self._tree.find((client, self._kv.is_long(len(tokens))), tokens[:-1])
+    def awaits(self, job: Job, running: Collection[Job]) -> bool:
+        """Whether another request of the client is prefilling at least a block more of the job's prompt than
+        is computed now."""
+        if job.awaited is not None:
+            other, until = job.awaited
+            if other in running and other.prefilling and other.filled < until:
+                return True
+            job.awaited = None
+        others = [j for j in running if j.client == job.client and j.shares and j.prefilling]
+        if not job.shares or not others:
+            return False
+        known = self._find(job).length
+        for other in others:
+            common, until = self._expected(job, other)
+            if common >= known + KV_BLOCK and until > other.filled:
+                job.awaited = other, until
+                if self._kv.snapshots is not None:
+                    other.stops.add(until)
+                return True
+        return False
 
-    def expected(self, tokens: Tokens, others: Tokens) -> tuple[int, int]:
-        """Returns how many of a prompt's tokens will be found once all of `others` are computed, and how many
-        of those must be for that."""
-        common = common_prefix(tokens[:-1], others)
+    def _expected(self, job: Job, other: Job) -> tuple[int, int]:
+        """Returns how many tokens of a job's prompt will be found once another one is prefilled, and how many
+        of that one's must be for it."""
+        if other.kv is None or other.kv.long != self._kv.is_long(len(job.ids)):
+            return 0, 0
+        common = common_prefix(job.ids[:-1], other.ids[: other.prefill_end])
         whole = common // KV_BLOCK * KV_BLOCK
-        if common == whole or whole + KV_BLOCK > len(others) or self._kv.snapshots is not None:
+        if common == whole or whole + KV_BLOCK > other.prefill_end or self._kv.snapshots is not None:
             return whole, whole
         return common, whole + KV_BLOCK
 
-    def begin(self, match: Match | None, tokens: int, room: int, spare: int) -> SequenceKV | None:
-        """Returns a sequence with room for `room` tokens, of which those of the match are there; `tokens`:
-        those that are known. None where fewer blocks than that and `spare` are available, or no place."""
-        blocks = [] if match is None else [node.block for node in match.path]
-        whole = 0 if match is None else len(match.nodes)
-        own = blocks_for(room) - whole
-        idle = np.count_nonzero(self._kv.references[blocks] == 1)  # so far evictable
+    def _find(self, job: Job) -> Match:
+        """Returns the longest prefix of a job's tokens that is computed, without the last one, which must be
+        computed for its logits."""
+        if not job.shares:
+            return NOTHING
+        return self._tree.find((job.client, self._kv.is_long(len(job.ids))), job.ids[:-1])
+
+    def begin(self, job: Job, room: int, spare: int) -> SequenceKV | None:
+        """Returns a sequence with room for so many tokens, of which those that are found are there. None
+        where fewer blocks than that and `spare` are available, or no place."""
         if self._kv.places == 0:
             return None
-        if own + spare > self.available - idle:
-            if match is None or match.tail is None:
+        match = self._find(job)
+        while not self._fits(match, room, spare):
+            if match.tail is None:
                 return None
             # The tail is copied, and holds one block more meanwhile.
-            whole_blocks = Match(match.nodes, None, KV_BLOCK * whole, match.common)
-            return self.begin(None if self._kv.snapshots else whole_blocks, tokens, room, spare)
+            match = NOTHING if self._kv.snapshots is not None else match.without_tail
         kv = self._kv.allocate(0)
-        kv.select_rope(tokens)
-        if match is not None and match.length:
+        kv.select_rope(len(job.tokens))
+        if match.length:
             self._tree.touch(match.path)
-            taken = np.array(blocks, np.int32)
-            self._kv.hold(taken)
-            kv.begin(taken, match.length, self._tree.snapshots.get(match.path[-1]))
+            blocks = np.array([node.block for node in match.path], np.int32)
+            self._kv.hold(blocks)
+            kv.begin(blocks, match.length, self._tree.snapshots.get(match.path[-1]))
         self.grow(kv, room)
+        if job.shares and self._kv.snapshots is not None:
+            # Where others have gone on otherwise, and before the end, where the next turn may.
+            last = max(0, job.prefill_end - OPENING) // KV_BLOCK * KV_BLOCK
+            job.stops |= {length for length in (match.common, last) if length > match.length}
+        if not job.preemptions:
+            self._reused += min(match.length, job.prompt_length)
+            self._hits += match.length > 0
         return kv
+
+    def _fits(self, match: Match, room: int, spare: int) -> bool:
+        """Whether blocks are available for the tokens that do not match, and `spare` ones."""
+        blocks = [node.block for node in match.path]
+        idle = np.count_nonzero(self._kv.references[blocks] == 1)  # so far evictable
+        return blocks_for(room) - len(match.nodes) + spare <= self.available - int(idle)
 
     def grow(self, kv: SequenceKV, tokens: int) -> bool:
         """Give a sequence room for so many tokens. False where the blocks are not available."""
@@ -91,26 +131,26 @@ class PrefixCache:
         kv.grow(tokens)
         return True
 
-    def publish(self, client: bytes, tokens: Tokens, kv: SequenceKV, snapshot: bool) -> None:
-        """Let others begin with the filled blocks of a running sequence; of a recurrent model with
-        `snapshot`, at the end of a block."""
-        node = self._tree.insert((client, kv.long), tokens[: kv.length], kv.blocks)
-        if snapshot and node is not None and self._tree.wants_states(node):
+    def publish(self, job: Job) -> None:
+        """Let others begin with the filled blocks of a running request; of a recurrent model at its stops."""
+        if not job.shares or job.kv is None:
+            return
+        kv = job.kv
+        node = self._tree.insert((job.client, kv.long), job.ids[: kv.length], kv.blocks)
+        if kv.length in job.stops and node is not None and self._tree.wants_states(node):
             with suppress(torch.OutOfMemoryError):
                 self._tree.snapshots[node] = kv.copied_states()
 
-    def keep(self, client: bytes, tokens: Tokens, kv: SequenceKV) -> None:
-        """Keep all filled tokens of a sequence, which ends."""
-        if kv.length:
-            node = self._tree.insert((client, kv.long), tokens[: kv.length], kv.blocks, partial=True)
+    def end(self, job: Job, kv: SequenceKV, *, doubtful: bool = False) -> None:
+        """Take back a job's sequence. Its tokens are kept as long as there is room; where its numbers may be
+        wrong, whoever computed them, all is forgotten that begins as they do."""
+        account, tokens = (job.client, kv.long), job.ids[: kv.length]
+        if job.shares and doubtful:
+            self._tree.discard(account, tokens, 0)
+        elif job.shares and kv.length:
+            node = self._tree.insert(account, tokens, kv.blocks, partial=True)
             if node is not None and self._tree.wants_states(node):
                 self._tree.snapshots[node] = kv.states
-        self._kv.release(kv)
-
-    def discard(self, client: bytes, tokens: Tokens, kv: SequenceKV) -> None:
-        """Forget a sequence, which ends, with all that begins as it does: its numbers may be wrong, whoever
-        computed them."""
-        self._tree.discard((client, kv.long), tokens[: kv.length], 0)
         self._kv.release(kv)
 
     def forget(self, client: bytes) -> None:
@@ -118,13 +158,5 @@ class PrefixCache:
         self._tree.forget(client)
 
     def clear(self) -> None:
-        """Forget all that no sequence holds."""
+        """Forget all that no request uses."""
         self._tree.evict(self._tree.evictable)
-
-    def stops(self, match: Match, tokens: int) -> set[int]:
-        """Returns the lengths at which a recurrent model's states are worth a snapshot, while so many tokens
-        are prefilled: where others have gone on otherwise, and before the end, where the next turn may."""
-        if self._kv.snapshots is None:
-            return set()
-        last = max(0, tokens - OPENING) // KV_BLOCK * KV_BLOCK
-        return {length for length in (match.common, last) if length > match.length}

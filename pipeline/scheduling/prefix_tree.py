@@ -46,11 +46,19 @@ class Match:
     tail: Node | None
     length: int
     common: int
+    count: int  # of the tail's tokens
 
     @property
     def path(self) -> list[Node]:
         """Its nodes, each the parent of the next one."""
         return self.nodes if self.tail is None else [*self.nodes, self.tail]
+
+    @property
+    def without_tail(self) -> Match:
+        return Match(self.nodes, None, self.length - self.count, self.common, 0)
+
+
+NOTHING = Match([], None, 0, 0, 0)
 
 
 class PrefixTree(Generic[States]):
@@ -98,7 +106,7 @@ class PrefixTree(Generic[States]):
         while self._most is not None and tail is None and nodes and nodes[-1] not in self.snapshots:
             node = nodes.pop().parent
             tail, count = self._tail(node, prompt[len(nodes) * self._size :])
-        return Match(nodes, tail, len(nodes) * self._size + count, common)
+        return Match(nodes, tail, len(nodes) * self._size + count, common, count)
 
     def _tail(self, node: Node | None, rest: Tokens) -> tuple[Node | None, int]:
         """Returns the child that shares the most tokens with `rest`, and their number; of a recurrent model

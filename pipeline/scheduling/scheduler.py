@@ -20,18 +20,9 @@ from typing import Any
 from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.batch import StepInput
 from pipeline.backbone.kv_cache import KVCache, SequenceKV
-from pipeline.config import KV_BLOCK
 from pipeline.counters import difference, fidelity
 from pipeline.engine.engine import Engine
-from pipeline.errors import (
-    NotFinite,
-    NumberInUse,
-    OutOfDeviceMemory,
-    PipelineError,
-    RequestError,
-    ShardFailed,
-    StepFailed,
-)
+from pipeline.errors import DOUBTFUL, NumberInUse, OutOfDeviceMemory, PipelineError, RequestError, StepFailed
 from pipeline.fairness import Held, Turns
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.jobs import Job
@@ -40,9 +31,6 @@ from pipeline.scheduling.waiting_queue import WaitingQueue, to_preempt
 from protocol.messages import Generate, Score
 
 Send = Callable[[list[tuple[bytes, object]]], None]  # messages and their clients
-
-POSITION_SECONDS = 0.5  # between two reports of queue positions
-DOUBTFUL = NotFinite, ShardFailed  # after these the KV of a request may be wrong
 
 
 class Scheduler:
@@ -72,13 +60,10 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: list[Job] = []  # in the order of their latest admission
         self._live: dict[tuple[bytes, int], Job] = {}  # waiting and running, by client and request
-        self._prefixes = PrefixCache(kv)
+        self.prefixes = PrefixCache(kv)
         self._admissions = itertools.count()
         self._prefill_turns = Turns()
         self._held = Held()  # by waiting and running requests
-        self._reported = 0.0  # when queue positions were last reported
-        self._hits = 0  # requests that began with computed tokens
-        self._reused = 0  # those tokens
         self._preemptions = 0
         self._ended = 0  # requests
 
@@ -108,11 +93,7 @@ class Scheduler:
         for job in list(self._live.values()):
             if job.client == client:
                 self._end(job, "cancelled")
-        self._prefixes.forget(client)
-
-    def drop_kept(self) -> None:
-        """Free what no request uses: a calibration needs the KV cache."""
-        self._prefixes.clear()
+        self.prefixes.forget(client)
 
     def cancel_all(self) -> None:
         """End every request as cancelled: the engine shuts down."""
@@ -122,7 +103,7 @@ class Scheduler:
     def round(self) -> bool:
         """Admit, run a prefill chunk and a decode step. False where all requests wait for their clients."""
         self._admit()
-        self._report_positions()
+        self._waiting.report(self._running, self._congested)
         for job in list(self._running):
             self._resume(job)
         ready = [job for job in self._running if job.ready and not self._congested(job.client)]
@@ -140,7 +121,7 @@ class Scheduler:
         return [first[self._prefill_turns.next(first)]] if first else []
 
     def stats(self) -> dict[str, Any]:
-        kept = self._prefixes.kept
+        kept = self.prefixes.kept
         return {
             "waiting": len(self._waiting),
             "running": len(self._running),
@@ -148,9 +129,7 @@ class Scheduler:
             "kv_tokens_used": self.kv.used - kept,
             "kv_tokens_kept": kept,
             "kv_tokens": self.kv.budget,
-            "kv_reused_tokens": self._reused,
-            "kv_hits": self._hits,
-            **self._prefixes.stats(),
+            **self.prefixes.stats(),
             "preemptions": self._preemptions,
             "ended": self._ended,
             "prefill_chunk": self.chunk,
@@ -167,9 +146,7 @@ class Scheduler:
         that wait for another one's prefill are left out."""
         paused = functools.cache(self._congested)  # one answer for the whole loop, so that it ends
         while True:
-            order = functools.partial(self._waiting.in_order, self._running)
-            reading = (job for job in order() if not paused(job.client) and not self._awaits(job))
-            job = next(reading, None) or next((job for job in order() if not self._awaits(job)), None)
+            job = self._waiting.next(self._running, self.prefixes.awaits, paused)
             if job is None:
                 return
             running = {j.client for j in self._running}
@@ -182,9 +159,6 @@ class Scheduler:
             if kv is not None:
                 self._waiting.admit(job)
                 job.admit(kv, next(self._admissions), self.engine.counters.snapshot())
-                if not job.preemptions:
-                    self._hits += job.reused > 0
-                    self._reused += job.reused
                 self._running.append(job)
             elif paused(job.client):
                 return
@@ -201,60 +175,23 @@ class Scheduler:
         wanted = min(len(job.tokens) + 1, job.max_kv_tokens) if job.grows else job.max_kv_tokens
         held = [(j, j.kv.capacity) for j in self._running if j.grows and j.kv is not None]
         growth = sum(capacity < j.max_kv_tokens for j, capacity in held)
-        match = self._prefixes.find(job.client, job.ids) if job.shares else None
-        kv = self._prefixes.begin(match, len(job.tokens), wanted, growth)
-        if kv is not None and match is not None:
-            job.stops |= self._prefixes.stops(match, job.prefill_end)
-        return kv
-
-    def _awaits(self, job: Job) -> bool:
-        """Whether a running request of the same client is prefilling at least a block more of the job's
-        prompt than is computed now."""
-        if job.awaited is not None:
-            other, until = job.awaited
-            if other in self._running and other.prefilling and other.filled < until:
-                return True
-            job.awaited = None
-        others = [j for j in self._running if j.client == job.client and j.shares and j.prefilling]
-        if not job.shares or not others:
-            return False
-        known = self._prefixes.find(job.client, job.ids).length
-        for other in others:
-            common, until = self._prefixes.expected(job.ids, other.ids[: other.prefill_end])
-            same = other.kv is not None and other.kv.long == self.kv.is_long(len(job.ids))
-            if same and common >= known + KV_BLOCK and until > other.filled:
-                job.awaited = other, until
-                if self.kv.snapshots is not None:
-                    other.stops.add(until)
-                return True
-        return False
+        return self.prefixes.begin(job, wanted, growth)
 
     def _with_capacity(self, jobs: list[Job]) -> list[Job]:
         """Give each sequence room for the next tokens, preempting others if needed. Returns those that can
         step."""
         for job in jobs:
             wanted = job.prefill_end if job.prefilling else job.filled + 1
-            while job.kv is not None and not self._prefixes.grow(job.kv, wanted):
+            while job.kv is not None and not self.prefixes.grow(job.kv, wanted):
                 paused = [j for j in self._running if self._congested(j.client) and j not in jobs]
                 self._preempt((paused or [j for j in self._running if j.grows])[-1])
         return [job for job in jobs if job.kv is not None]
 
     def _preempt(self, job: Job) -> None:
         self._running.remove(job)
-        self._release(job, job.preempt())
+        self.prefixes.end(job, job.preempt())
         self._waiting.add(job)
         self._preemptions += 1
-
-    def _report_positions(self) -> None:
-        now = time.perf_counter()
-        if not self._waiting or now - self._reported < POSITION_SECONDS:
-            return
-        self._reported = now
-        paused = functools.cache(self._congested)
-        order = sorted(self._waiting.in_order(self._running), key=lambda job: paused(job.client))
-        for position, job in enumerate(order, start=1):
-            if not paused(job.client):
-                job.report_position(position)
 
     def _resume(self, job: Job) -> None:
         """Let a job go on, or end, that the last step has left waiting."""
@@ -307,8 +244,7 @@ class Scheduler:
         """Give the jobs of a step its logits, and end those that are complete or have failed."""
         failed: dict[Job, PipelineError] = {}
         for job in jobs if phase == "prefill" else ():
-            if job.shares and job.kv is not None:
-                self._prefixes.publish(job.client, job.ids, job.kv, snapshot=job.filled in job.stops)
+            self.prefixes.publish(job)
         for job, rows in zip(jobs, logits, strict=True):
             try:
                 job.take_logits(rows)
@@ -342,16 +278,6 @@ class Scheduler:
             self._waiting.remove(job)
         else:
             self._running.remove(job)
-            if job.shares and isinstance(error, DOUBTFUL):
-                self._prefixes.discard(job.client, job.ids, job.kv)
-            else:
-                self._release(job, job.kv)
+            self.prefixes.end(job, job.kv, doubtful=isinstance(error, DOUBTFUL))
         self._ended += job.counted
         job.finish(reason, stats, "" if error is None else str(error))
-
-    def _release(self, job: Job, kv: SequenceKV) -> None:
-        """Give up a sequence, whose tokens are kept as long as there is room."""
-        if job.shares:
-            self._prefixes.keep(job.client, job.ids, kv)
-        else:
-            self.kv.release(kv)

@@ -11,10 +11,13 @@ import pytest
 import torch
 from test_models import GOOD
 
-from pipeline.backbone.kv_cache import KVCache, SequenceKV
+from pipeline.arrays import FloatArray
+from pipeline.backbone.batch import StepInput
+from pipeline.backbone.kv_cache import KVCache
 from pipeline.config import KV_BLOCK, SNAPSHOTS
 from pipeline.models.registry import model_spec
 from pipeline.models.spec import GatedDelta
+from pipeline.scheduling.jobs import Job
 from pipeline.scheduling.prefix_cache import OPENING, PrefixCache
 from pipeline.scheduling.prefix_tree import Tokens
 
@@ -23,35 +26,56 @@ SWITCH = 4 * KV_BLOCK  # tokens beyond which the other rotary embedding is used
 SPEC = model_spec(GOOD)
 
 
+class Asked(Job):
+    """A request for the next token."""
+
+    shares = True
+
+    def __init__(self, tokens: Tokens, client: bytes = b"a") -> None:
+        super().__init__(client, 0, tokens.tolist(), len(tokens), len(tokens), print)
+
+    def step_input(self, chunk: int) -> StepInput:
+        raise NotImplementedError
+
+    def take_logits(self, logits: FloatArray) -> None:
+        raise NotImplementedError
+
+
 class Requests:
     """A cache, and requests computed with it."""
 
     def __init__(self, kv: KVCache) -> None:
         self.kv, self.cache = kv, PrefixCache(kv)
 
-    def begin(self, tokens: Tokens, client: bytes = b"a", room: int = 0, spare: int = 0) -> SequenceKV | None:
-        match = self.cache.find(client, tokens)
-        sequence = self.cache.begin(match, len(tokens), room or len(tokens), spare)
-        if sequence is not None and sequence.length:
-            begun = sequence.read(0, 0, 0, sequence.length, torch.float32)
-            assert begun[0, :, 0].tolist() == tokens[: sequence.length].tolist()
-        return sequence
+    def begin(self, tokens: Tokens, client: bytes = b"a", room: int = 0, spare: int = 0) -> Asked | None:
+        job = Asked(tokens, client)
+        job.kv = self.cache.begin(job, room or len(tokens), spare)
+        if job.kv is None:
+            return None
+        if job.filled:
+            begun = job.kv.read(0, 0, 0, job.filled, torch.float32)
+            assert begun[0, :, 0].tolist() == job.tokens[: job.filled]
+        return job
 
-    def compute(self, sequence: SequenceKV, tokens: Tokens) -> None:
-        """The rest of these tokens."""
-        rest = torch.tensor(tokens[sequence.length :], dtype=torch.float32)
-        _, heads, _, width = sequence.pool.slabs[0][0].numbers.shape
+    def compute(self, job: Asked, end: int | None = None) -> None:
+        """The job's tokens up to this one, or all."""
+        rest = torch.tensor(job.tokens[job.filled : end], dtype=torch.float32)
+        _, heads, _, width = job.kv.pool.slabs[0][0].numbers.shape
         if len(rest):
-            sequence.store(0, 0, rest[None, :, None].expand(heads, -1, width))
-        sequence.advance(len(rest))
+            job.kv.store(0, 0, rest[None, :, None].expand(heads, -1, width))
+        job.kv.advance(len(rest))
+
+    def end(self, job: Asked, **how: bool) -> None:
+        kv, job.kv = job.kv, None
+        self.cache.end(job, kv, **how)
 
     def run(self, tokens: Tokens, client: bytes = b"a") -> int:
         """A whole request; returns how many tokens it begins with."""
-        sequence = self.begin(tokens, client)
-        assert sequence is not None
-        found = sequence.length
-        self.compute(sequence, tokens)
-        self.cache.keep(client, tokens, sequence)
+        job = self.begin(tokens, client)
+        assert job is not None
+        found = job.filled
+        self.compute(job)
+        self.end(job)
         return found
 
 
@@ -82,36 +106,36 @@ def test_a_request_begins_with_the_common_prefix_and_copies_its_last_part(reques
         (text(1.5, 7, 8), 1.5 * KV_BLOCK),  # the first tokens of a whole block
         (text(0, 7, 8), 0),
     ):
-        sequence = requests.begin(tokens)
-        assert sequence.length == found
-        assert requests.kv.used == 3 * KV_BLOCK + sequence.capacity - found // KV_BLOCK * KV_BLOCK
-        requests.kv.release(sequence)
-    assert requests.begin(text(2.5, 7), b"b").length == 0  # another client's
+        job = requests.begin(tokens)
+        assert job.filled == found
+        assert requests.kv.used == 3 * KV_BLOCK + job.kv.capacity - found // KV_BLOCK * KV_BLOCK
+        requests.kv.release(job.kv)
+    assert requests.begin(text(2.5, 7), b"b").filled == 0  # another client's
+    assert (requests.cache.stats()["kv_hits"], requests.cache.stats()["kv_reused_tokens"]) == (4, 559)
 
 
 def test_sequences_of_the_other_rotary_embedding_have_their_own_prefixes(requests) -> None:
     assert [requests.run(text(blocks)) for blocks in (3.5, 4.25, 4)] == [0, 0, 3.5 * KV_BLOCK]
-    assert requests.begin(text(4.5)).length == 4.25 * KV_BLOCK
+    assert requests.begin(text(4.5)).filled == 4.25 * KV_BLOCK
 
 
 def test_a_running_request_s_blocks_are_shared_at_once_and_last_until_the_last_holder_ends(requests) -> None:
-    tokens = text(3.5)
-    first = requests.begin(tokens)
-    requests.compute(first, tokens[: 2 * KV_BLOCK + 9])
-    requests.cache.publish(b"a", tokens, first, snapshot=False)
-    second = requests.begin(tokens)
-    assert second.length == 2 * KV_BLOCK
+    first = requests.begin(text(3.5))
+    requests.compute(first, 2 * KV_BLOCK + 9)
+    requests.cache.publish(first)
+    second = requests.begin(text(3.5))
+    assert second.filled == 2 * KV_BLOCK
     assert requests.cache.stats()["kv_shared_blocks"] == 2
     assert requests.cache.kept == 0
-    requests.compute(first, tokens)
-    requests.cache.keep(b"a", tokens, first)
+    requests.compute(first)
+    requests.end(first)
     assert requests.kv.used == 6 * KV_BLOCK  # 2 shared, 2 of each alone
-    requests.compute(second, tokens)
-    requests.cache.publish(b"a", tokens, second, snapshot=False)
+    requests.compute(second)
+    requests.cache.publish(second)
     assert requests.kv.used == 5 * KV_BLOCK  # equal blocks become one
     requests.cache.forget(b"a")
     assert (requests.kv.used, requests.cache.kept) == (4 * KV_BLOCK, 0)
-    requests.kv.release(second)
+    requests.kv.release(second.kv)
     assert requests.kv.used == 0
 
 
@@ -122,31 +146,29 @@ def test_room_is_made_by_evicting_and_only_for_what_then_fits(requests) -> None:
     assert requests.begin(text(1, 9, first=1000), room=4 * KV_BLOCK, spare=7) is None
     assert requests.cache.stats()["kv_evicted_blocks"] == 0
     running = requests.begin(text(1, 9, first=1000), room=4 * KV_BLOCK, spare=6)
-    assert (running.length, requests.cache.stats()["kv_evicted_blocks"]) == (KV_BLOCK, 2)
+    assert (running.filled, requests.cache.stats()["kv_evicted_blocks"]) == (KV_BLOCK, 2)
     assert requests.cache.available == 6
-    assert not requests.cache.grow(running, 11 * KV_BLOCK)
-    assert requests.cache.grow(running, 10 * KV_BLOCK)
+    assert not requests.cache.grow(running.kv, 11 * KV_BLOCK)
+    assert requests.cache.grow(running.kv, 10 * KV_BLOCK)
     assert (requests.cache.available, requests.cache.kept, requests.kv.free) == (0, 0, 0)
 
 
 def test_a_request_that_fits_only_without_the_copied_part_begins_without_it(requests) -> None:
     requests.run(text(4.5))
-    sequence = requests.begin(text(4.5, 7), room=BLOCKS * KV_BLOCK)
-    assert (sequence.length, requests.kv.free) == (4 * KV_BLOCK, 0)
+    job = requests.begin(text(4.5, 7), room=BLOCKS * KV_BLOCK)
+    assert (job.filled, requests.kv.free) == (4 * KV_BLOCK, 0)
 
 
 def test_a_failed_request_takes_all_that_begins_as_it_does(requests) -> None:
     requests.run(text(2))
     requests.run(text(1, 7, 8))
     requests.run(text(2, first=1000))
-    sequence = requests.begin(text(2, 9))
-    requests.compute(sequence, text(2, 9))
-    requests.cache.discard(b"a", text(2, 9), sequence)
+    failed = requests.begin(text(2, 9))
+    requests.compute(failed)
+    requests.end(failed, doubtful=True)
     assert requests.kv.used == 2 * KV_BLOCK
-    assert (requests.begin(text(2)).length, requests.begin(text(2, 9, first=1000)).length) == (
-        0,
-        2 * KV_BLOCK,
-    )
+    found = [requests.begin(tokens).filled for tokens in (text(2), text(2, 9, first=1000))]
+    assert found == [0, 2 * KV_BLOCK]
 
 
 def test_a_recurrent_request_begins_where_the_states_are_known(recurrent) -> None:
@@ -154,18 +176,17 @@ def test_a_recurrent_request_begins_where_the_states_are_known(recurrent) -> Non
     cache, tokens = recurrent.cache, text(3, 7)
 
     def run(tokens: Tokens) -> tuple[int, set[int]]:
-        stops = cache.stops(cache.find(b"a", tokens), len(tokens))
-        sequence = recurrent.begin(tokens)
-        found = sequence.length
-        for state in sequence.states[1]:  # in place of a sum, the last token
+        job = recurrent.begin(tokens)
+        found = job.filled
+        for state in job.kv.states[1]:  # in place of a sum, the last token
             assert (state == (tokens[found - 1] if found else 0)).all()
-        for end in [*sorted(stops), len(tokens)]:
-            recurrent.compute(sequence, tokens[:end])
-            for state in sequence.states[1]:
+        for end in [*sorted(job.stops), len(tokens)]:
+            recurrent.compute(job, end)
+            for state in job.kv.states[1]:
                 state.fill_(int(tokens[end - 1]))
-            cache.publish(b"a", tokens, sequence, snapshot=end in stops)
-        cache.keep(b"a", tokens, sequence)
-        return found, stops
+            cache.publish(job)
+        recurrent.end(job)
+        return found, job.stops
 
     assert run(tokens) == (0, {2 * KV_BLOCK})
     assert run(text(3, 7, 8)) == (len(tokens), set())  # the end of the first
@@ -179,22 +200,36 @@ def test_a_recurrent_request_begins_where_the_states_are_known(recurrent) -> Non
 
 
 def test_a_recurrent_request_waits_for_a_place(recurrent) -> None:
-    sequences = [recurrent.begin(text(1)) for _ in range(2)]
+    jobs = [recurrent.begin(text(1)) for _ in range(2)]
     assert recurrent.begin(text(1)) is None
-    recurrent.cache.keep(b"a", text(1), sequences[0])
+    recurrent.end(jobs[0])
     assert recurrent.begin(text(1)) is not None
 
 
-def test_what_a_prefill_will_have_computed_of_another_prompt(requests, recurrent) -> None:
-    for others, alone, with_states in (
-        (text(3), (160, 192), (128, 128)),
-        (text(2.75), (128, 128), (128, 128)),  # its last block is not shared while it is written
-        (text(2), (128, 128), (128, 128)),
-        (text(2.25, 7), (128, 128), (128, 128)),
-        (text(0.5, 7), (0, 0), (0, 0)),
-    ):
-        assert requests.cache.expected(text(2.5, 9), others) == alone
-        assert recurrent.cache.expected(text(2.5, 9), others) == with_states
+@pytest.mark.parametrize(
+    ("running", "until", "of_states"),
+    [
+        (text(3), 192, 128),
+        (text(2.75), 128, 128),  # its last block is not shared while it is written
+        (text(2), 128, 128),
+        (text(2.25, 7), 128, 128),
+        (text(0.5, 7), None, None),  # less than a block
+    ],
+)
+def test_what_has_to_be_prefilled_before_another_request_goes_on(
+    requests, recurrent, running: Tokens, until: int | None, of_states: int | None
+) -> None:
+    for given, expected in ((requests, until), (recurrent, of_states)):
+        first, second = given.begin(running), Asked(text(2.5, 9))
+        assert given.cache.awaits(second, [first]) == (expected is not None)
+        assert not given.cache.awaits(Asked(text(2.5, 9), b"b"), [first])  # another client's
+        assert not given.cache.awaits(second, [])  # it has ended, or was preempted
+        for end in range(8, len(running), 8):
+            waits = given.cache.awaits(second, [first])
+            assert waits == (expected is not None and first.filled < expected), end
+            given.compute(first, end)
+            given.cache.publish(first)
+        assert (of_states in first.stops) == (given is recurrent and of_states is not None)
 
 
 def test_a_hundred_conversations_over_a_full_cache() -> None:

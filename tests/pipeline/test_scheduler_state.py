@@ -14,8 +14,8 @@ from pipeline.config import KV_BLOCK
 from pipeline.engine.engine import Engine
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
-from pipeline.scheduling import scheduler
-from pipeline.scheduling.scheduler import POSITION_SECONDS
+from pipeline.scheduling import waiting_queue
+from pipeline.scheduling.waiting_queue import POSITION_SECONDS
 from protocol.messages import Done, Generate, Queued, Score, Token
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
@@ -71,13 +71,13 @@ def test_cancelled_request_s_tokens_are_kept(harness: Harness) -> None:
     harness.run(b"c", Generate(1, token_ids=(*range(3, 23), *tokens, 9), max_tokens=1))
     done = harness.answer(1)[1]
     assert done.stats["kv_reused_tokens"] == 20 + len(tokens) - 1
-    harness.scheduler.drop_kept()  # as for a calibration
+    harness.scheduler.prefixes.clear()  # as for a calibration
     assert harness.scheduler.kv.used == 0
 
 
 def test_positions_are_reported_again_only_after_a_while(engine: Engine, monkeypatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(scheduler, "time", clock)
+    monkeypatch.setattr(waiting_queue, "time", clock)
     harness = Harness(engine, slots=1)
     for client in (b"a", b"b", b"c", b"d"):  # one slot, and one for new clients
         harness.scheduler.enqueue(client, ask(0, 4, 50))
