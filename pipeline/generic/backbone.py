@@ -26,6 +26,7 @@ from pipeline.errors import ModelError, PolicyError
 from pipeline.generic import attention
 from pipeline.generic.caches import LayerKept, StepCache, rows_of
 from pipeline.generic.modules import OwnLinear, fuse_norms
+from pipeline.generic.one_token import OneToken
 from pipeline.generic.packing import Packing
 from pipeline.generic.routers import Tap, find_router
 from pipeline.generic.skeleton import Skeleton
@@ -84,6 +85,8 @@ class GenericBackbone:
         self.several, self.chunks = trial.run()
         if self.dtype != torch.float32:
             trial.cache_in(self.dtype, self._raw_layers())
+        if precision.device.library is not None:
+            trial.keep_in_place(OneToken(precision.device), self._raw_layers())
         linears = [m for m in self._decoder.modules() if isinstance(m, OwnLinear)]
         self._largest_matrix = max((m.in_features * m.out_features for m in linears), default=0)
 

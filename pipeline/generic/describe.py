@@ -53,7 +53,7 @@ def describe(model: PreTrainedModel) -> ModelFacts:
         raise ModelError(f"config.json: a vocabulary of {text.vocab_size} tokens makes no sense")
     cache, used = run(decoder)
     check_layers(cache, model.config.model_type)
-    kept = kept_by(cache, TOKENS)
+    kept = kept_by(cache, TOKENS, decoder)
     kinds = {_kind(module) for module in used.values()}
     if len(kinds) > 1:
         raise ModelError("config.json: the layers' experts differ in number or size, which is not supported")

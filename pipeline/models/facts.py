@@ -40,7 +40,7 @@ MODULE = "pipeline.generic.describe"
 LIMIT = 180.0  # seconds of the child; the largest known model takes 15 on one busy core
 FOLDER = "facts"  # of the user's cache
 FILE_NAME = re.compile(r"[0-9a-f]{32}\.json")
-VERSION = 2  # of the files; part of their names
+VERSION = 3  # of the files; part of their names
 MAX_BYTES = 1 << 22  # of a file
 Headers = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape of each tensor of a checkpoint, by name
 

@@ -134,6 +134,10 @@ def test_memory_of_a_token_and_of_a_position() -> None:
     assert (mixtral.kv_token, mixtral.position) == (2 * 32 * 2 * 8 * 128, 8 * 128)
     assert needed("mixtral-8x7b", backbone_dtype="f32").kv_token == 2 * mixtral.kv_token
     assert needed("mixtral-8x7b", backbone_dtype="int4").kv_token == mixtral.kv_token
+    assert needed("mixtral-8x7b", backbone_dtype="f32", kv_dtype="bf16").kv_token == mixtral.kv_token
+    assert needed("mixtral-8x7b", kv_dtype="f32").kv_token == 2 * mixtral.kv_token
+    assert needed("mixtral-8x7b", kv_dtype="int8").kv_token == 32 * 2 * 8 * (128 + 4)
+    assert needed("deepseek-v2-lite", kv_dtype="int8").kv_token == 27 * (512 + 64 + 4 * 5)
     recurrent = needed("qwen3-next-80b-a3b")
     assert recurrent.kv_token == 2 * 12 * 2 * 2 * 256
     assert recurrent.states == (2 + SNAPSHOTS) * 4 * 36 * (32 * 128 * 128 + 3 * 8192)
@@ -143,7 +147,8 @@ def test_memory_of_a_token_and_of_a_position() -> None:
     ]
     for plan, sequences in zip(plans, (1, 2, recurrent.max_sequences + 1), strict=True):
         (memory, _) = plan.pools(Machine(0, 0))
-        assert memory.parts["KV cache"] == plan.kv_tokens * recurrent.kv_token + sequences * recurrent.states
+        tokens = -(-plan.kv_tokens // 64) * 64
+        assert memory.parts["KV cache"] == tokens * recurrent.kv_token + sequences * recurrent.states
     latent, plain = needed("deepseek-v2-lite", device="cuda"), needed("olmoe-1b-7b", device="cuda")
     rows = [4 * 16 * (facts.vocabulary + 8 * facts.hidden) for facts in (latent.facts, plain.facts)]
     assert latent.steps - rows[0] - (plain.steps - rows[1]) == 4 * EXPANDED_KV_BYTES

@@ -9,8 +9,8 @@ import torch
 from test_models import GOOD
 
 from pipeline.backbone.kv_cache import KVCache
-from pipeline.memory.needs import CHUNK_MAX
 from pipeline.config import KV_BLOCK
+from pipeline.memory.needs import CHUNK_MAX
 from pipeline.models.registry import model_spec
 from pipeline.serving import engine_parts
 from pipeline.serving.engine_parts import measure_chunks
