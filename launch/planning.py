@@ -150,6 +150,8 @@ def start_line(model: Path, plan: Plan, machine: Machine, backbone_dtype: str) -
             needs.append(f"{pool.name} {size} of {byte_size(pool.free)}")
     again = f" (a second rounding, of {plan.needs.rounded})" if plan.needs.rounded else ""
     formats = f"experts {plan.needs.format}{again}, rest {backbone_dtype}"
+    if plan.needs.kv_dtype == "int8":
+        formats += ", KV cache int8 (an approximation)"
     return f"{model_name(str(model))}: {formats}; {', '.join(needs)}"
 
 
@@ -175,6 +177,8 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
         lines.append(f"--format {plan.needs.format}: {why}")
     if stored := plan.needs.rounded:
         lines.append(f"the experts are {stored} in the file, kept as {plan.needs.format}: a second rounding")
+    if plan.needs.kv_dtype == "int8":
+        lines.append("--kv-dtype int8: keys and values are rounded, so answers are approximate")
     if asked.context is None and plan.context < choose_context(None, plan.needs.facts):
         why = "--kv-tokens is no larger" if plan.context == asked.kv_tokens else "more does not fit"
         lines.append(f"--context {plan.context}: {why}")
@@ -237,7 +241,8 @@ def parts(pool: Pool, plan: Plan, rest: bool = False) -> str:
         elif part == "experts":
             words.append(f"experts {byte_size(size)} ({needs.format})")
         elif size and part != LEFT_FREE:
-            words.append(f"{part} {byte_size(size)}" + f" ({plan.kv_tokens} tokens)" * (part == "KV cache"))
+            kept = f" ({plan.kv_tokens} tokens in {needs.kv_dtype})" if part == "KV cache" else ""
+            words.append(f"{part} {byte_size(size)}{kept}")
     free = pool.parts.get(LEFT_FREE, 0) if rest else 0
     return f"with {byte_size(free)} that stay free: " * bool(free) + ", ".join(words)
 

@@ -75,10 +75,14 @@ class BenchPlan:
                 f"--prompt-len {self.prompt_len} and --gen-len {self.gen_len} make {tokens} tokens, and the"
                 f" context is {context}; use shorter ones"
             )
-        if self.batch * tokens > kv_tokens:
+        needed, there = (
+            KV_BLOCK * number * -(-each // KV_BLOCK)
+            for number, each in ((self.batch, tokens), (1, kv_tokens))
+        )
+        if needed > there:
             raise WrongUsage(
-                f"--batch {self.batch} of {tokens} tokens each needs {self.batch * tokens} tokens of KV"
-                f" cache, and it holds {kv_tokens}; use fewer or shorter requests, or more --kv-tokens"
+                f"--batch {self.batch} of {tokens} tokens each needs {needed} tokens of KV cache, in blocks of"
+                f" {KV_BLOCK}, and it holds {there}; use fewer or shorter requests, or more --kv-tokens"
             )
 
     @property

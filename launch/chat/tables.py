@@ -97,7 +97,11 @@ def engine_table(stats: dict[str, Any], welcome: Welcome) -> RichTable:
 
 
 def _engine(stats: dict[str, Any], welcome: Welcome) -> Iterator[tuple[str, str]]:
-    kinds = (("experts", welcome.format), ("backbone", welcome.backbone_dtype))
+    kinds = (
+        ("experts", welcome.format),
+        ("backbone", welcome.backbone_dtype),
+        ("KV cache", welcome.kv_dtype),
+    )
     formats = ", ".join(f"{what} {name}" for what, name in kinds if name)
     model = model_name(welcome.model) if welcome.model == str(model_dir()) else welcome.model
     yield "policy", f"{stats.get('policy', welcome.policy)} on {welcome.device}"
@@ -160,6 +164,10 @@ def approximation(fidelity: dict[str, Any]) -> str:
     """Returns "approximate" with each kind's share of the routed weight, "" for an exact answer."""
     if fidelity.get("exact", True):
         return ""
-    shares = [(kind, part) for kind, part in fidelity.items() if kind != "exact" and part > 0]
-    words = ", ".join(f"{percent(part, 1)} {kind}" for kind, part in shares)
-    return f"approximate: {words}" if words else "approximate: all computed as routed"
+    shares = [
+        (kind, part) for kind, part in fidelity.items() if kind not in ("exact", "kv_cache") and part > 0
+    ]
+    words = [f"{percent(part, 1)} {kind}" for kind, part in shares]
+    if "kv_cache" in fidelity:
+        words.append(f"KV cache in {fidelity['kv_cache']}")
+    return f"approximate: {', '.join(words)}" if words else "approximate: all computed as routed"

@@ -83,6 +83,7 @@ class ModelPlan:
                     "fits": plan.fits(now.machine),
                     "context": plan.context,
                     "kv_tokens": plan.kv_tokens,
+                    "kv_dtype": plan.needs.kv_dtype,
                     "expert_cache": plan.expert_cache,
                     "store_bytes": plan.needs.store,
                     "in_memory_already_bytes": plan.needs.present,

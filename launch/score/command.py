@@ -59,7 +59,9 @@ async def score(options: Options, interrupts: Interrupts) -> int:
             except OSError as e:
                 raise OutputFailed(f"--out {out}: {e.strerror}") from e
         stats = await client.stats()
-    exactness = fidelity(client.welcome.exact, difference(stats["engine"], before["engine"]))
+    kv_cache = "int8" if client.welcome.kv_dtype == "int8" else ""
+    exact = client.welcome.exact or bool(kv_cache)
+    exactness = fidelity(exact, difference(stats["engine"], before["engine"]), kv_cache)
     policy = stats.get("policy", client.welcome.policy)
     mean = nll / (count - 1) if count > 1 else math.nan
     perplexity = math.exp(mean) if mean < 700 else math.inf

@@ -53,7 +53,7 @@ async def stress(options: Options, interrupts: Interrupts) -> int:
     async with endpoint(options, interrupts) as where, Client.connect(where, name="stress") as client:
         welcome = client.welcome
         _check_model(welcome, entries, path)
-        bound = rounding_bound(welcome.format, welcome.backbone_dtype)
+        bound = rounding_bound(welcome.format, welcome.backbone_dtype, welcome.kv_dtype)
         run = StressRun(str(path), welcome, bound, Load([[] for _ in range(clients)]))
         try:
             if quiet:

@@ -78,6 +78,16 @@ class Engine:
     def policy(self) -> Policy:
         return self.driver.policy
 
+    @property
+    def kv_cache(self) -> str:
+        """Return the format of the KV cache where it is an approximation; else nothing."""
+        return "int8" if self.backbone.dtype == torch.int8 else ""
+
+    @property
+    def exact(self) -> bool:
+        """Return whether answers are the model's in its formats."""
+        return self.policy.exact and not self.kv_cache
+
     def set_policy(
         self,
         policy: Policy,

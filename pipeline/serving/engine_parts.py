@@ -135,7 +135,8 @@ class EngineParts:
             f"kernels: {VARIANTS[best().variant]}",
             f"experts: {layout.shape.layers} layers of {layout.shape.experts}; tiles of an expert:"
             f" {layout.shape.tiles}, {byte_size(layout.expert_bytes // layout.shape.tiles)} each",
-            f"context: {self.context} tokens; the KV cache holds {self.kv.budget}",
+            f"context: {self.context} tokens; the KV cache holds {self.kv.budget} in {kv_dtype(options)}"
+            + (", an approximation" if self.engine.kv_cache else ""),
         ]
 
     def _detokenizer(self, text_up: threading.Event) -> Detokenizer | None:

@@ -123,7 +123,7 @@ def test_each_choice_other_than_the_default_has_a_reason() -> None:
         return make_plan(model, now(machine, model=model, **asked))[1]
 
     assert why(Machine(200 * GB, 200 * GB)) == [
-        "memory: experts 90.19 GB (bf16), KV cache 4.29 GB (32768 tokens), backbone 3.22 GB,"
+        "memory: experts 90.19 GB (bf16), KV cache 4.29 GB (32768 tokens in bf16), backbone 3.22 GB,"
         " processes 1.36 GB; 200.00 GB available"
     ]
     _, line = why(Machine(64 * GB, 32 * GB))
