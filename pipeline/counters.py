@@ -56,9 +56,9 @@ class Fidelity:
 
 
 def fidelity(exact: bool, counted: dict[str, Any], kv_cache: str = "") -> dict[str, Any]:
-    """An answer's fidelity: `exact`, for an approximate policy each kind's share of all routed weight, and the
-    format of the KV cache where it is an approximation. `exact`: the policy is; `counted`: both phases of a
-    snapshot, or a difference of two."""
+    """An answer's fidelity: `exact`, for an approximate policy each kind's share of all routed weight, and
+    the format of the KV cache where it is an approximation. `exact`: the policy is; `counted`: both phases of
+    a snapshot, or a difference of two."""
     if kv_cache:
         return {**fidelity(exact, counted), "exact": False, "kv_cache": kv_cache}
     if exact:

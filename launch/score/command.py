@@ -81,7 +81,8 @@ async def score(options: Options, interrupts: Interrupts) -> int:
     else:
         how = f" ({len(requests)} windows of {context})" if len(requests) > 1 else ""
         words = f"{count} tokens{how}, {mean:.4f} nats a token, perplexity {perplexity:.2f}"
-        show(words + f"; approximate, under {policy}" * (not exactness["exact"]) + "\n")
+        why = f"KV cache in {kv_cache}" if kv_cache else f"under {policy}"
+        show(words + f"; approximate, {why}" * (not exactness["exact"]) + "\n")
     return 0
 
 

@@ -238,7 +238,7 @@ async def test_children_receive_the_chosen_values(start_engine: Any, tiny_model:
         assert isinstance(resolved, ResolvedConfig)
         assert (client.welcome.format, client.welcome.context) == ("bf16", 256)
         stats = await client.stats()
-        assert stats["scheduler"]["kv_tokens"] == 300
+        assert stats["scheduler"]["kv_tokens"] == 320
         await client.set_policy("on-demand", {})
         stats = await client.stats()
         assert stats["cache"]["capacity_tiles"] == 2 * 4 // 4  # of one tile an expert
