@@ -86,7 +86,7 @@ def widened(numbers: Tensor, scales: Tensor) -> Tensor:
 def _runs(x: Tensor) -> Tensor:
     """[..., runs, KV_RUN], of which 0 fills the last."""
     padded = functional.pad(x, (0, -x.shape[-1] % KV_RUN))
-    return padded.unflatten(-1, (-1, KV_RUN))
+    return padded.view(*x.shape[:-1], -1, KV_RUN)
 
 
 def runs_of(width: int) -> int:

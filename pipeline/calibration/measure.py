@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from pipeline.arrays import FloatArray
+from pipeline.backbone.kv_blocks import blocks_for
 from pipeline.calibration import LANES
 from pipeline.calibration.approximations import Threshold, largest_threshold, perturbations
 from pipeline.calibration.observers import Magnitudes, TokenOrder, TrainPass, ValidationPass
@@ -35,6 +36,7 @@ from pipeline.calibration.reading import (
 )
 from pipeline.calibration.sensitivity import sensitivities
 from pipeline.calibration.trained_gates import GateMlps, GatePairs, predicted_layers, train_first_gate
+from pipeline.config import KV_BLOCK
 from pipeline.engine.engine import Engine
 from pipeline.engine.observer import Observer
 from pipeline.errors import RequestError, UsageError
@@ -69,15 +71,15 @@ class _Measurement:
         self._ctx, self._division, self._progress = ctx, division, progress
         windows = division.training + division.validation
         self._findings = Findings(tokens=division.tokens)
-        longest, free = max(len(window.tokens) for window in windows), ctx.kv.free
+        longest, free = max(len(window.tokens) for window in windows), ctx.kv.free  # of these blocks
         places = LANES if ctx.kv.places is None else ctx.kv.places
-        self._width = min(LANES, ctx.lanes, places, len(division.training), free // longest)
+        self._width = min(LANES, ctx.lanes, places, len(division.training), free // blocks_for(longest))
         self._tokens = division.tokens
         self._order = TokenOrder(ctx.engine.shape)
         if self._width < 1:
             raise RequestError(
-                f"the KV cache has {free} tokens free of the {longest} that calibrating needs: requests and"
-                " kept conversations of other clients hold them; try again when those have ended"
+                f"the KV cache has {KV_BLOCK * free} tokens free of the {longest} that calibrating needs:"
+                " requests and kept conversations of other clients hold them; try again when those have ended"
             )
 
     def measure(self) -> tuple[Calibration, Findings]:

@@ -43,7 +43,8 @@ class Latents(NamedTuple):
     @property
     def shape(self) -> torch.Size:
         """Sparse attention asks for the number of keys."""
-        return self.latents.shape
+        shape: torch.Size = self.latents.shape
+        return shape
 
 
 def wrap(module: nn.Module) -> None:
@@ -98,14 +99,14 @@ def _in_blocks(one: Callable[..., Any]) -> Callable[..., Any]:
 def grouped(
     module: nn.Module,
     query: Tensor,
-    key: Tensor | Stored,
-    value: Tensor | Stored,
+    key: Any,
+    value: Any,
     attention_mask: Tensor | None = None,
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, width], key and value [1, kv heads, N, *] in the cache's dtype, mask [1, 1, T, N]:
-    float32 [1, T, heads, *]."""
+    """query [1, heads, T, width], key and value [1, kv heads, N, *] in the cache's dtype, or Stored, mask [1,
+    1, T, N]: float32 [1, T, heads, *]."""
     _, heads, count, _ = query.shape
     if isinstance(key, Stored):
         if not _hides(attention_mask):
@@ -161,7 +162,7 @@ def _absorbed_token(module: Any, query: Tensor, key: Latents, scaling: float) ->
     w_k, w_v = expansion[:, :nope], expansion[:, nope:]
     q = query[0].to(expansion.dtype)  # [heads, 1, nope + rope]
     whole = torch.cat((q[..., :nope] @ w_k, q[..., nope:]), -1)[:, 0]
-    attended = key.latents.attend(whole, expansion.shape[2], scaling, latent=True)
+    attended: Tensor = key.latents.attend(whole, expansion.shape[2], scaling, latent=True)
     out = attended[:, None].to(expansion.dtype) @ w_v.transpose(1, 2)  # [heads, 1, value]
     return out.transpose(0, 1)[None].float()
 

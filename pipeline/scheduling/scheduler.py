@@ -177,8 +177,8 @@ class Scheduler:
         """Returns a sequence for the job; None without a place or capacity beside what the running sequences
         need next."""
         wanted = min(len(job.tokens) + 1, job.max_kv_tokens) if job.grows else job.max_kv_tokens
-        growing = (j for j in self._running if j.grows and j.kv is not None)
-        growth = sum(j.kv.capacity < j.max_kv_tokens for j in growing)
+        growing = ((j.kv, j.max_kv_tokens) for j in self._running if j.grows and j.kv is not None)
+        growth = sum(kv.capacity < most for kv, most in growing)
         blocks = blocks_for(wanted) + growth
         if blocks > self._prefixes.available or not self._prefixes.has_place:
             return None

@@ -15,12 +15,14 @@ from whole_engine import CONTEXT, Inbox, WholeEngine, whole_engine
 
 from pipeline.arrays import Phase
 from pipeline.backbone.batch import StepInput, TokenSpan
+from pipeline.backbone.kv_blocks import blocks_for
 from pipeline.calibration import LANES, measure
 from pipeline.calibration.file import calibration_path, read
 from pipeline.calibration.measure import BOUND, calibrate
 from pipeline.calibration.observers import TokenOrder
 from pipeline.calibration.reading import CalibrationContext, Division, Window, lanes
 from pipeline.calibration.sensitivity import sensitivities
+from pipeline.config import KV_BLOCK
 from pipeline.errors import RequestError, ShardFailed
 from pipeline.experts.pool import Ticket
 from pipeline.serving import calibration_service, engine_service
@@ -201,12 +203,14 @@ def test_kv_of_other_requests_narrows_a_calibration_or_refuses_it(whole: WholeEn
     whole.policies()
     kv = whole.parts.kv
     longest = max(len(w.tokens) for w in Division.of(IDS, CONTEXT, 320).training)
-    others = kv.allocate(kv.free - 2 * longest)
+    blocks = blocks_for(longest)
+    others = kv.allocate(KV_BLOCK * (kv.free - 2 * blocks))
     rows = calibrated(whole, lanes=9)[2]
     assert max(count for phase, count, _ in rows if phase == "decode") == 2
     kv.release(others)
-    others = kv.allocate(kv.free - longest + 1)
-    with pytest.raises(RequestError, match=f"has {longest - 1} tokens free of the {longest} that"):
+    others = kv.allocate(KV_BLOCK * (kv.free - blocks + 1))
+    left = KV_BLOCK * (blocks - 1)
+    with pytest.raises(RequestError, match=f"has {left} tokens free of the {longest} that"):
         calibrated(whole)
     kv.release(others)
     assert kv.used == 0
@@ -256,7 +260,7 @@ def test_loss_of_answers_is_that_of_each_next_token(whole: WholeEngine, ends: in
 
 def test_lanes_that_do_not_fit_hold_no_kv(whole: WholeEngine) -> None:
     kv = whole.parts.kv
-    windows = [Window(list(IDS[:CONTEXT]), 40)] * (kv.free // CONTEXT + 1)
+    windows = [Window(list(IDS[:CONTEXT]), 40)] * (kv.budget // CONTEXT + 1)
     with pytest.raises(RequestError), lanes(whole.parts.engine, kv, windows, 8):
         pass
     assert kv.used == 0

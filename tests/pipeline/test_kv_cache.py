@@ -15,7 +15,7 @@ from pipeline.errors import RequestError
 from pipeline.models.facts import facts_of
 from pipeline.models.registry import model_spec
 from pipeline.models.spec import GatedDelta
-from workers.kernels import layer
+from workers.kernels import layer as layer_kernels
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def cache() -> KVCache:
 
 
 def test_kernels_have_the_same_blocks() -> None:
-    assert KV_BLOCK == layer.KV_BLOCK
+    assert KV_BLOCK == layer_kernels.KV_BLOCK
 
 
 def random_rows(counts: tuple[int, ...]) -> list[torch.Tensor]:

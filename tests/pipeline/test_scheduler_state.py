@@ -10,7 +10,7 @@ from test_scheduler import Harness, ask
 from thread_engine import CONTEXT as LONGEST
 from thread_engine import engine_in_threads
 
-from pipeline.backbone import kv_cache
+from pipeline.config import KV_BLOCK
 from pipeline.engine.engine import Engine
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
@@ -43,7 +43,7 @@ def test_client_that_disconnects_ends_its_own_requests_and_conversations(harness
     """One request runs with a conversation, one waits; another client's go on."""
     harness.run(b"a", ask(0, 8, 2, "earlier"))
     harness.run(b"b", ask(0, 8, 2, "talk"))
-    assert kept(harness) == (2, 20)
+    assert kept(harness) == (2, 2 * KV_BLOCK)
     for client in (b"a", b"b"):
         harness.scheduler.enqueue(client, ask(1, 8, 20, "now"))
     harness.scheduler.round()
@@ -51,10 +51,10 @@ def test_client_that_disconnects_ends_its_own_requests_and_conversations(harness
     harness.scheduler.forget(b"a")
     assert [(m.request, m.reason) for m in harness.to(b"a", Done)[1:]] == [(1, "cancelled"), (2, "cancelled")]
     assert [m.request for m in harness.to(b"b", Done)] == [0]
-    assert kept(harness) == (1, 10)  # what ran was not kept
+    assert kept(harness) == (1, KV_BLOCK)  # what ran was not kept
     harness.finish()
     assert [m.reason for m in harness.to(b"b", Done)] == ["length", "length"]
-    assert (kept(harness), harness.scheduler.stats()["ended"]) == ((2, 38), 5)
+    assert (kept(harness), harness.scheduler.stats()["ended"]) == ((2, 2 * KV_BLOCK), 5)
     harness.scheduler.forget(b"b")
     assert harness.scheduler.kv.used == 0
 
@@ -101,18 +101,13 @@ def test_positions_are_reported_again_only_after_a_while(engine: Engine, monkeyp
     assert harness.scheduler.kv.used == 0
 
 
-@pytest.mark.parametrize(("budget", "capacity"), [(200, 128), (128, 128), (127, 112), (112, 112)])
-def test_sequence_grows_by_a_quarter_or_by_the_least(
-    engine: Engine, monkeypatch, budget: int, capacity: int
-) -> None:
-    """In blocks of 16 tokens: from 96 to 128 of at most 140, where so many are free."""
-    monkeypatch.setattr(kv_cache, "KV_BLOCK", 16)
-    harness = Harness(engine, budget, LONGEST)
-    harness.scheduler.enqueue(b"a", ask(0, 80, 60))
-    while (used := harness.scheduler.kv.used) in (0, 96):
+def test_sequence_takes_a_block_when_its_last_one_is_full(engine: Engine) -> None:
+    harness = Harness(engine, 4 * KV_BLOCK, LONGEST)
+    harness.scheduler.enqueue(b"a", ask(0, KV_BLOCK - 10, 60))
+    while (used := harness.scheduler.kv.used) in (0, KV_BLOCK):
         harness.scheduler.round()
-    assert used == capacity
-    assert len(harness.to(b"a", Token)) == 96 - 80 + 2  # it has grown when it was full, and not before
+    assert used == 2 * KV_BLOCK
+    assert len(harness.to(b"a", Token)) == 10 + 2
     harness.scheduler.cancel_all()
 
 
@@ -122,26 +117,26 @@ def test_preempted_request_leaves_its_conversations_newer_turn_alone(harness: Ha
     harness.scheduler.enqueue(b"c", ask(1, 8, 2, "talk"))
     while not harness.to(b"c", Done):
         harness.scheduler.round()
-    assert kept(harness) == (1, 10)
+    assert kept(harness) == (1, KV_BLOCK)
     (job,) = harness.scheduler._running
     harness.scheduler._preempt(job)
     stats = harness.scheduler.stats()
     assert (stats["waiting"], stats["running"], stats["kv_tokens_used"], stats["preemptions"]) == (1, 0, 0, 1)
     harness.scheduler.round()
     assert harness.scheduler.stats()["running"] == 1
-    assert kept(harness) == (1, 10)
+    assert kept(harness) == (1, KV_BLOCK)
     assert harness.scheduler.stats()["kv_reused_tokens"] == 0
     harness.finish()
     tokens, done = harness.answer(0)
     assert (len(tokens), done.stats["preemptions"], done.stats["kv_reused_tokens"]) == (40, 1, 0)
-    assert kept(harness) == (1, 48)  # the request that ended last replaces the other one's
+    assert kept(harness) == (1, KV_BLOCK)  # the request that ended last replaces the other one's
     harness.scheduler.forget(b"c")
 
 
 def test_score_takes_all_its_capacity_at_once_and_keeps_none(harness: Harness) -> None:
     harness.scheduler.enqueue(b"c", Score(0, token_ids=tuple(range(30)), stepwise=True, prefill=1))
     harness.scheduler.round()
-    assert harness.scheduler.kv.used == 30
+    assert harness.scheduler.kv.used == KV_BLOCK
     harness.finish()
     assert harness.scheduler.kv.used == 0
     (done,) = harness.to(b"c", Done)
