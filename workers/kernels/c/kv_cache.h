@@ -97,11 +97,12 @@ INLINE void key_panel(const char *from, int64_t width, const int bits, const int
         }
 }
 
-/* to [steps of PANEL, padded] = the rows of n tokens, `width` numbers of each, which are row_bytes apart; the rest is 0. */
+/* to [steps of whole vectors, padded] = the rows of n tokens, `width` numbers of each, which are row_bytes apart; the rest of
+ * the last vector is 0. */
 INLINE void value_panel(const char *from, int64_t width, int64_t row_bytes, const int bits, const int pairs, int64_t n,
                         float *to) {
     int64_t padded = rounded_up(width, LANES);
-    for (int64_t t = 0; t < PANEL; t += 2)
+    for (int64_t t = 0; t < rounded_up(n, LANES); t += 2)
         for (int64_t i = 0; i < width; i += LANES) {
             if (bits == BF16 && pairs && t + 1 < n && i + PAIR <= width) {
                 const char *row = from + t * row_bytes + 2 * i;

@@ -200,11 +200,12 @@ INLINE const float *fill_panels(const struct heads *h, const struct stream *s, c
 /* out += the values of a panel times the rows' weights, which are in scores. */
 static void add_values(const struct heads *h, const struct stream *s, struct queries *q, int64_t first_row, int64_t slab,
                        int64_t n, int pairs, const float *values, struct panel_memory *m) {
-    int64_t padded = padded_value(h), rows = q->rows - first_row, steps = panel_steps(PANEL, h->bits, pairs);
+    int64_t padded = padded_value(h), rows = q->rows - first_row;
+    int64_t taken = rounded_up(n, LANES), steps = panel_steps(taken, h->bits, pairs);
     float *out = q->out + first_row * padded;
     const float *scores = m->scores + first_row * PANEL;
     if (h->bits == FLOAT32) {
-        multiply(scores, PANEL, values, padded, out, padded, rows, padded, PANEL, 0, 1, &m->ahead);
+        multiply(scores, PANEL, values, padded, out, padded, rows, padded, taken, 0, 1, &m->ahead);
         return;
     }
     int64_t run_width = h->bits == INT8 ? KV_RUN : padded, runs = runs_of(h->latent ? h->key_width : h->value_width);
@@ -213,9 +214,9 @@ static void add_values(const struct heads *h, const struct stream *s, struct que
         const float *factors = h->bits == INT8 ? m->scales : NULL;
         for (int64_t r = 0; r < rows; r++)
             if (pairs)
-                arrange_pairs(scores + r * PANEL, factors, PANEL, 1, m->weights + r * steps);
+                arrange_pairs(scores + r * PANEL, factors, taken, 1, m->weights + r * steps);
             else
-                arrange_pairs(scores + r * PANEL, factors, PANEL, 0, m->weights + r * steps);
+                arrange_pairs(scores + r * PANEL, factors, taken, 0, m->weights + r * steps);
         multiply(m->weights, steps, values + at, padded, out + at, padded, rows, least(run_width, padded - at), steps,
                  pairs, 1, &m->ahead);
     }
