@@ -14,7 +14,7 @@ from launch.chat.tables import approximation
 from launch.errors import WrongUsage
 from launch.profile import LayerTime, PhaseProfile
 from launch.terminal.format import percent
-from launch.terminal.tables import Column, Table, each, grid
+from launch.terminal.tables import Column, Grid, Table, each
 from protocol.messages import Welcome
 from protocol.program import PROGRAM
 from shm.segment import byte_size
@@ -111,7 +111,7 @@ def _advice(profile: PhaseProfile, stats: dict[str, Any], welcome: Welcome, poli
     if not rows:
         return Text("No setting is known that would make this faster.")
     more = f"`{PROGRAM} advise` predicts the speed of policies, formats and caches."
-    return Group("What may help (what begins with -- is given at the next start):", grid(rows), Text(more))
+    return Group("What may help (what begins with -- is given at the next start):", Grid(rows), Text(more))
 
 
 def _changes(

@@ -201,6 +201,5 @@ def check_reads_text(folder: Path, chats: bool = False, ids: str = IDS) -> None:
     elif os.path.isfile(folder / "config.json"):
         facts_of(read_fields(folder / "config.json"))  # a model that cannot be run needs no tokenizer
         raise WrongUsage(
-            f"{NO_TOKENIZER}: put its tokenizer.json and tokenizer_config.json into"
-            f" {folder}{instead}"
+            f"{NO_TOKENIZER}: put its tokenizer.json and tokenizer_config.json into {folder}{instead}"
         )

@@ -18,7 +18,7 @@ from launch.errors import OutputFailed, WrongUsage
 from launch.terminal.format import distinct_names, percent, rate, three_digits
 from launch.terminal.output import print_json
 from launch.terminal.plot import Panel, Series, check_picture, draw
-from launch.terminal.tables import Column, Table, each, grid, render, spreads
+from launch.terminal.tables import Column, Grid, Table, each, render, spreads
 from pipeline.assets import model_dir
 from shm.segment import byte_size
 
@@ -57,7 +57,7 @@ def test_table_by_columns() -> None:
         "0.2    lru            9.0    0%",
         "                  9.0-9.0",
     ]
-    assert render(grid([("a", "b"), ("long", "c")])) == "a     b\nlong  c\n"
+    assert render(Grid([("a", "b"), ("long", "c")])) == "a     b\nlong  c\n"
 
 
 @pytest.fixture
