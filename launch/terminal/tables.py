@@ -163,10 +163,12 @@ class Grid:
             line = Text(" " * self.indent)
             for cell, width in zip(cells, widths, strict=True):
                 line.append_text(_as_text(cell)).append(" " * (width + self.gap - _text_width(cell)))
+            if not beside and line.plain.strip():
+                yield _whole(line)
+                if not last:
+                    continue
+                line = Text(" " * indent)
             for text in wrapped(_as_text(last), options.max_width - indent):
-                if not beside and line.plain.strip():
-                    yield _whole(line)
-                    line = Text(" " * indent)
                 yield _whole(line.append_text(text))
                 line = Text(" " * indent)
 
@@ -213,9 +215,11 @@ class VisibleConsole(Console):
 
     def show(self, what: RenderableType) -> None:
         """Print something in this width; a word that is longer, such as a path, stays whole."""
-        lines = map(_whole, wrapped(_as_text(what), self.width)) if isinstance(what, Cell) else [what]
-        for line in lines:
-            self.print(line, crop=False)
+        if not isinstance(what, Cell):
+            self.print(what, crop=False)
+            return
+        for line in wrapped(_as_text(what), self.width):
+            self.print(line, no_wrap=True, overflow="ignore", crop=False)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
