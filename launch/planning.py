@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launch.command_line.options import OPTIONS as OPTIONS_TABLE
 from launch.errors import WrongUsage
 from launch.terminal.format import model_name
 from pipeline.checkpoint.model_source import ModelSource
@@ -39,6 +40,8 @@ log = logging.getLogger("tandem")
 DRIVER_NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the second under WSL
 PROBE = "import torch; print(torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else '')"
 PROBE_LIMIT = 120.0  # seconds; a cold import of a CUDA build from a slow disk takes tens of them
+# Options for formats of the KV cache, and of what shares the memory with it, by field of the configuration.
+SMALLER = {"backbone_dtype": "--backbone-dtype", "kv_dtype": "--kv-dtype"}
 OPTIONS = {
     "format": "--format",
     "context": "--context",
@@ -187,6 +190,32 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
     return lines
 
 
+def longer_context(source: ModelSource, now: Situation, plan: Plan) -> list[str]:
+    """A line for each option of SMALLER by which the context becomes longer than the plan's: with the most
+    exact of the formats that make it longest."""
+    lines = []
+    for name, option in SMALLER.items():
+        plans = [
+            (other, getattr(config, name))
+            for config in _smaller(now.config, name)
+            for other in [now.plan(config, every_format(source, config, (plan.needs.format,)))]
+            if other is not None and other.context > plan.context
+        ]
+        if plans:
+            best, dtype = max(
+                plans, key=lambda of: (of[0].context, of[0].needs.backbone, of[0].needs.kv_token)
+            )
+            lines.append(f"{option} {dtype}: a context of {best.context} tokens instead of {plan.context}")
+    return lines
+
+
+def _smaller(asked: EngineConfig, name: str) -> Iterator[EngineConfig]:
+    """The configuration with each format that an option of SMALLER takes, none where there is no option."""
+    formats = next((o.value for o in OPTIONS_TABLE if o.key == name), None)
+    for dtype in formats if isinstance(formats, tuple) else ():
+        yield replace(asked, **{name: dtype})
+
+
 def refusal(source: ModelSource, now: Situation, every: Sequence[Needs]) -> str:
     """Tells why the model does not fit, with the numbers of the smallest plan, and what to do."""
     plan = now.smallest(every[-1])
@@ -253,9 +282,13 @@ def _enlarge(pool: Pool) -> str:
 
 
 def _others(asked: EngineConfig) -> Iterator[EngineConfig]:
-    """Configurations with fewer options: without one, without all, then also with a smaller backbone."""
+    """Configurations that may fit: with the same context in smaller formats beside the experts', then with
+    fewer options: without one, without all, at last with a smaller backbone."""
     context: dict[str, None] = {"context": None, "kv_tokens": None}
     everything: dict[str, None] = {"format": None, "expert_cache": None} | context
+    if asked.context is not None or asked.kv_tokens is not None:
+        for name in SMALLER:
+            yield from _smaller(asked, name)
     for fewer in ({"format": None}, context, {"expert_cache": None}, everything):
         freed = replace(asked, **fewer)  # type: ignore[arg-type]  # each of these may be None
         if freed != asked:
@@ -274,6 +307,7 @@ def _options(plan: Plan, asked: EngineConfig, other: EngineConfig) -> str:
         before, after = getattr(asked, name), getattr(resolved, name)
         if before is not None and before != after:
             changed.append(f"{option} {after}")
-    if asked.backbone_dtype != other.backbone_dtype:
-        changed.append(f"--backbone-dtype {other.backbone_dtype}")
+    for name, option in SMALLER.items():
+        if (dtype := getattr(other, name, None)) != getattr(asked, name, None):
+            changed.append(f"{option} {dtype}")
     return " ".join(changed)

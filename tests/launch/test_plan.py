@@ -21,6 +21,7 @@ from launch.planning import (
     Situation,
     every_format,
     formats,
+    longer_context,
     make_plan,
     memory_lines,
     reasons,
@@ -99,7 +100,7 @@ def test_refusal_names_options_that_would_fit() -> None:
         ({"format": "int4", "context": 32768, "kv_tokens": 100_000}, "use --context 8192 --kv-tokens "),
         ({"policy": "fiddler", "expert_cache": 0.9}, "use --expert-cache 0.2"),
         ({"format": "int8", "context": 32768, "kv_tokens": 100_000}, "use --format int4"),
-        ({"backbone_dtype": "f32", "context": 32768}, "use --context 8192"),
+        ({"backbone_dtype": "f32", "context": 32768}, "use --backbone-dtype bf16"),
     ):
         with pytest.raises(UsageError) as refused:
             make_plan(model, now(machine, model=model, **asked))
@@ -113,6 +114,19 @@ def test_refusal_names_options_that_would_fit() -> None:
         with pytest.raises(UsageError) as refused:
             make_plan(model, now(machine, model=model, backbone_dtype="f32"))
         assert words in str(refused.value)
+
+
+def test_formats_that_buy_context_are_named_the_most_exact_of_them() -> None:
+    model = Path("shape:mixtral-8x7b")
+    source = open_model(model)
+
+    def longer(memory: int) -> list[str]:
+        there = now(Machine(memory, memory), model=model, format="int4")
+        return longer_context(source, there, make_plan(model, there)[0])
+
+    assert longer(100 * GB) == []
+    (line,) = longer(32_200_000_000)
+    assert line.startswith("--backbone-dtype int8: a context of 8192 tokens instead of ")
 
 
 def test_each_choice_other_than_the_default_has_a_reason() -> None:
