@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 import venv
@@ -56,3 +57,20 @@ def test_complete_environment_is_used_as_it_is(checkout: Path) -> None:
     done = run(Path(sys.executable), checkout / "launch.py", "cache", "--no-such-option")
     assert done.returncode == 2
     assert "--no-such-option" in done.stderr
+
+
+def test_interrupt_while_modules_are_imported_is_one_line(bare_python: Path, checkout: Path) -> None:
+    """Sent before the first interpreter runs, it reaches the second one's first moments."""
+    (checkout / ".venv").symlink_to(sys.prefix)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        for python in (Path(sys.executable), bare_python):
+            command = [str(python), str(checkout / "launch.py"), "doctor"]
+            with subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            ) as process:
+                process.send_signal(signal.SIGINT)
+                assert process.communicate(timeout=60) == ("", "launch.py: interrupted\n")
+                assert process.returncode == 1
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
