@@ -20,7 +20,8 @@ CPU_BUILDS := https://download.pytorch.org/whl/cpu
 # the project's own.
 REQUIRED := import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
   own, extras = project["dependencies"], project["optional-dependencies"]; \
-  print(*(line for name in sys.argv[1:] for line in extras.get(name) or [line for line in own if line.startswith(name)]))
+  print(*(line for name in sys.argv[1:] \
+  for line in extras.get(name) or [line for line in own if line.startswith(name)]))
 required = $$($(BIN)/python -c '$(REQUIRED)' $(1))
 
 .SILENT:
@@ -62,10 +63,11 @@ $(READY): pyproject.toml setup.py $(wildcard workers/kernels/c/*) $(wildcard shm
 	command -v $${CC:-cc} >/dev/null || { \
 	  echo "make: no C compiler, which the kernels need; on Debian and Ubuntu: apt install gcc" >&2; exit 1; }
 	mkdir -p $(VENV) && : >$(LOG)
-	$(STEP) "setting up $(VENV) (the first time takes some minutes)" $(PYTHON) -m venv $(VENV)
+	echo "make: setting up $(VENV); the first time takes some minutes" >&2
+	$(STEP) "making $(VENV)" $(PYTHON) -m venv $(VENV)
 	if [ $(TORCH) = cpu ]; then \
-	  $(STEP) "no NVIDIA GPU found (TORCH=cuda, if there is one): installing torch's CPU build, about 200 MB" \
-	    $(PIP) --no-deps --retries 1 --index-url $(CPU_BUILDS) $(call required,torch) || \
+	  echo "make: no NVIDIA GPU found: torch's CPU build, about 200 MB (TORCH=cuda takes the other)" >&2; \
+	  $(STEP) "installing torch" $(PIP) --no-deps --retries 1 --index-url $(CPU_BUILDS) $(call required,torch) || \
 	  echo "make: taking torch's usual build instead" >&2; \
 	fi
 	$(STEP) "installing packages" $(PIP) $(call required,'' serve$(if $(filter cuda,$(TORCH)), cuda))

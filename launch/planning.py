@@ -178,7 +178,7 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
         lines.append(f"--format {plan.needs.format}: {why}")
     if stored := plan.needs.rounded:
         lines.append(f"the experts are {stored} in the file, kept as {plan.needs.format}: a second rounding")
-    if asked.context is None and plan.context < choose_context(None, plan.needs.facts):
+    if asked.context is None and plan.context < choose_context(None, plan.needs.facts, asked.chunk):
         why = "--kv-tokens is no larger" if plan.context == asked.kv_tokens else "more does not fit"
         lines.append(f"--context {plan.context}: {why}")
     elif asked.kv_tokens is None and plan.kv_tokens < KV_CONTEXTS * plan.context:
