@@ -181,6 +181,10 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
     if asked.context is None and plan.context < choose_context(None, plan.needs.facts, asked.chunk):
         why = "--kv-tokens is no larger" if plan.context == asked.kv_tokens else "more does not fit"
         lines.append(f"--context {plan.context}: {why}")
+    elif asked.context is None and plan.needs.facts.whole_prompts:
+        lines.append(
+            f"--context {plan.context}: this model's prompts are computed whole; --chunk N changes it"
+        )
     elif asked.kv_tokens is None and plan.kv_tokens < KV_CONTEXTS * plan.context:
         contexts = f"{plan.kv_tokens / plan.context:.1f} contexts at once"
         lines.append(f"--kv-tokens {plan.kv_tokens}: {contexts}; more does not fit")
