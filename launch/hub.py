@@ -68,7 +68,7 @@ def is_hub_name(text: str) -> bool:
 def model_folder(model: Path, download: bool) -> Path:
     """Returns what `--model` means: a shape or a path as it is, the GGUF file of a folder that has no other
     model, or the folder or GGUF file of a model of the Hub, which is downloaded; without `download` only its
-    config, where the cache has none. Raises ModelError for a folder with several GGUF files or not all of one,
+    config, where the cache has none. Raises ModelError for a folder with several GGUF files or a part of one,
     WrongUsage where the Hub refuses the model or it cannot be run, DownloadFailed where it cannot be
     downloaded now."""
     name = str(model)

@@ -1,6 +1,6 @@
-"""The first moments of a command, until it can be interrupted in order: a Ctrl-C while modules are imported is
-one line and the end, since nothing is there yet that must be stopped. Imports next to nothing, and runs with
-an old Python.
+"""The first moments of a command, until it can be interrupted in order: a Ctrl-C while modules are imported
+is one line and the end, since nothing is there yet that must be stopped. Imports next to nothing, and runs
+with an old Python.
 
 An interpreter's own start is before this; who starts one with SIGINT blocked has the Ctrl-C answered here:
 `make run`, and launch.py where it goes on with another Python.

@@ -25,6 +25,7 @@ from pipeline.errors import ModelError, RequestError
 from pipeline.text.detokenizer import DECODER
 from pipeline.text.grammar import Grammars, check_grammar
 from pipeline.text.tokenizer import LOAD_SECONDS, MEMORY, Tokenizer, one_line
+from pipeline.transformers_log import to_own_log
 from protocol.messages import Encode, Encoded, Follow, Unfollow
 from workers.child_endpoint import ChildEndpoint
 
@@ -82,6 +83,7 @@ def _load(model: Path, runtime: Path) -> Tokenizer:
     ends the process at a limit, also within the library."""
     from transformers import PreTrainedTokenizerFast  # noqa: F401 - takes memory, and time on a cold disk
 
+    to_own_log()
     _limit_memory(MEMORY)
     _silence_panics()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
