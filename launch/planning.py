@@ -42,6 +42,8 @@ PROBE = "import torch; print(torch.cuda.mem_get_info()[0] if torch.cuda.is_avail
 PROBE_LIMIT = 120.0  # seconds; a cold import of a CUDA build from a slow disk takes tens of them
 # Options for formats of the KV cache, and of what shares the memory with it, by field of the configuration.
 SMALLER = {"backbone_dtype": "--backbone-dtype", "kv_dtype": "--kv-dtype"}
+# What a second rounding adds to perplexity: docs/checkpoints.md has the measurement.
+SECOND = {"int8": "about 0.1 %", "int4": "about 1 %"}
 OPTIONS = {
     "format": "--format",
     "context": "--context",
@@ -152,7 +154,8 @@ def start_line(model: Path, plan: Plan, machine: Machine, backbone_dtype: str) -
             size = byte_size(sum(size for part, size in pool.parts.items() if part != LEFT_FREE))
             needs.append(f"{pool.name} {size} of {byte_size(pool.free)}")
     again = f" (a second rounding, of {plan.needs.rounded})" if plan.needs.rounded else ""
-    formats = f"experts {plan.needs.format}{again}, rest {backbone_dtype}"
+    int8 = f" (int8 of {plan.needs.rest_rounded})" if plan.needs.rest_rounded else ""
+    formats = f"experts {plan.needs.format}{again}, rest {backbone_dtype}{int8}"
     return f"{model_name(str(model))}: {formats}; {', '.join(needs)}"
 
 
@@ -176,8 +179,8 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
         if not pool.short:
             why = f"with {names[position - 1]} fewer than {GOOD_CONTEXT} tokens of context would fit"
         lines.append(f"--format {plan.needs.format}: {why}")
-    if stored := plan.needs.rounded:
-        lines.append(f"the experts are {stored} in the file, kept as {plan.needs.format}: a second rounding")
+    if again := second_rounding(plan.needs):
+        lines.append(again)
     if asked.context is None and plan.context < choose_context(None, plan.needs.facts, asked.chunk):
         why = "--kv-tokens is no larger" if plan.context == asked.kv_tokens else "more does not fit"
         lines.append(f"--context {plan.context}: {why}")
@@ -192,6 +195,14 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
         what = "all experts fit" if plan.expert_cache == 1 else "more experts do not fit"
         lines.append(f"--expert-cache {plan.expert_cache:g}: {what}")
     return lines
+
+
+def second_rounding(needs: Needs) -> str:
+    """A line for experts that are quantized again; empty for others."""
+    if not needs.rounded:
+        return ""
+    cost = f", which adds {SECOND[needs.format]} to perplexity" if needs.format in SECOND else ""
+    return f"the experts are {needs.rounded} in the file, kept as {needs.format}: a second rounding{cost}"
 
 
 def longer_context(source: ModelSource, now: Situation, plan: Plan) -> list[str]:

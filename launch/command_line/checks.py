@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -63,7 +63,7 @@ def check_engine(config: EngineConfig, source: ModelSource | None = None) -> Non
     sampling_defaults(folder)
     expert_shape(source.config, config.tile, format_named(config.format or AUTOMATIC[0]))
     if config.http is not None:
-        check_http(config.http, config.http_keys)
+        check_http(config.http, config.http_keys, config.allowed_origins)
 
 
 def check_calibration(config: EngineConfig, policies: Sequence[PolicyRequest]) -> None:
@@ -100,13 +100,19 @@ def check_packages(option: str, *packages: str) -> None:
         raise WrongUsage(f"{option} needs the Python package {missing[0]}: run {command}")
 
 
-def check_http(address: str, keys: Path | None) -> None:
-    """Raises WrongUsage unless a gateway with this file of API keys can serve there."""
+def check_http(address: str, keys: Path | None, origins: Collection[str] = ()) -> None:
+    """Raises WrongUsage unless a gateway with this file of API keys can serve there, and pages of these
+    origins."""
     check_packages("--http", *HTTP_PACKAGES)
     from pipeline.gateway.access import bind, is_loopback, read_api_keys, split_address
 
     if keys is None and not is_loopback(split_address(address)[0]):
         raise WrongUsage(f"--http {address}: other machines reach it, so give API keys with --http-keys FILE")
+    if keys is None and "*" in origins:
+        raise WrongUsage(
+            "--allowed-origins *: any page in a browser could send requests, so give API keys with"
+            " --http-keys FILE, or name the pages"
+        )
     try:
         if keys is not None:
             read_api_keys(keys)

@@ -57,6 +57,7 @@ class Needs:
     backbone_dtype: BackboneDType
     aside: tuple[str, ...]  # lines about what the model or its files have and is not used
     rounded: str  # how the file has the experts, where this format rounds them a second time; else empty
+    rest_rounded: str  # how it has those other matrices that are rounded to int8
     store: int  # every expert
     present: int  # of the store, allocated in shared memory already
     heads: int  # of all experts, on a GPU; 0 on the host, which reads them in the store
@@ -109,6 +110,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         backbone_dtype=backbone_dtype(source, config),
         aside=tuple(filter(None, (facts.left_aside, source.note))),
         rounded="" if format in (source.own_format, "f32") else stored,
+        rest_rounded=_rest_rounded(source, facts, config),
         store=store,
         present=min(store, _allocated(store_name(fingerprint))),
         heads=shape.layers * shape.experts * heads if cuda else 0,
@@ -161,6 +163,13 @@ def _own_bytes(source: ModelSource, facts: ModelFacts, config: EngineConfig) -> 
         if not (facts.tied_embeddings and matrix.shape == table):  # a plain table cannot serve as the head
             total -= plain_bytes(config) * math.prod(matrix.shape)
     return total
+
+
+def _rest_rounded(source: ModelSource, facts: ModelFacts, config: EngineConfig) -> str:
+    if backbone_dtype(source, config) != "own":
+        return ""
+    kinds = {matrix.rounded for matrix in own_matrices(source, facts).values()}
+    return ", ".join(sorted(kinds - {""}))
 
 
 def own_matrices(source: ModelSource, facts: ModelFacts) -> dict[str, OwnMatrix]:

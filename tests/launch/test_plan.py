@@ -29,6 +29,7 @@ from launch.planning import (
     situation,
     start_line,
 )
+from pipeline.checkpoint.model_source import OwnMatrix
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig, ResolvedConfig
 from pipeline.errors import UsageError
@@ -279,7 +280,13 @@ def test_a_quantized_model_keeps_its_format_where_it_fits() -> None:
     assert plan is not None
     assert plan.needs.format == "int4"
     last = reasons(plan, less, every)[1]
-    assert last == "the experts are Q8_0 in the file, kept as int4: a second rounding"
+    assert last.startswith("the experts are Q8_0 in the file, kept as int4: a second rounding, which adds ")
     assert "experts int4 (a second rounding, of Q8_0), rest bf16" in start_line(
         model, plan, less.machine, "bf16"
     )
+    kinds = {"q_proj": OwnMatrix("q4_0", (4096, 4096)), "k_proj": OwnMatrix("int8", (1024, 4096), "Q6_K")}
+    source.own_matrices = {f"model.layers.0.self_attn.{name}.weight": kind for name, kind in kinds.items()}
+    (again,) = every_format(source, there.config, ["int4"])
+    plan = there.plan(there.config, [again])
+    assert plan is not None
+    assert "rest own (int8 of Q6_K)" in start_line(model, plan, less.machine, "own")
