@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from workers.lifetime import ROOT
+
+OUTPUT = "echo all; echo why >&2; sleep 0.5;"
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +78,28 @@ def test_interrupt_while_modules_are_imported_is_one_line(bare_python: Path, che
                 assert process.returncode == 1
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+@pytest.mark.parametrize("on_terminal", [False, True])
+def test_step_of_make_says_what_it_does_and_where_its_output_is(tmp_path: Path, on_terminal: bool) -> None:
+    log, ours, theirs = tmp_path / "log", *os.openpty()
+    for code in (0, 3):
+        log.write_text("")
+        shown = subprocess.run(
+            [ROOT / ".ci/step", log, "doing it", "sh", "-c", f"{OUTPUT} exit {code}"],
+            stdout=subprocess.PIPE,
+            stderr=theirs if on_terminal else subprocess.PIPE,
+            env={**os.environ, "TERM": "xterm"},
+        )
+        assert (shown.returncode, shown.stdout) == (code, b"")
+        assert log.read_text().splitlines()[1:] == ["all", "why"]
+        said = (os.read(ours, 1 << 16) if on_terminal else shown.stderr).decode()
+        *before, last = re.split(r"\r\x1b\[2K|\r?\n", said.removesuffix("\n").removesuffix("\r"))
+        failure = f"make: doing it failed: why (all of it: {log})"
+        if on_terminal:
+            assert re.fullmatch(r"make: doing it, \d+ s  why", before[-1])
+            assert last == failure * (code > 0)
+        else:
+            assert [*before, last] == ["make: doing it ...", *[failure] * (code > 0)]
+    os.close(ours)
+    os.close(theirs)
