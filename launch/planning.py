@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from launch.command_line.options import OPTIONS as OPTIONS_TABLE
 from launch.errors import WrongUsage
@@ -228,7 +229,8 @@ def _smaller(asked: EngineConfig, name: str) -> Iterator[EngineConfig]:
     """The configuration with each format that an option of SMALLER takes, none where there is no option."""
     formats = next((o.value for o in OPTIONS_TABLE if o.key == name), None)
     for dtype in formats if isinstance(formats, tuple) else ():
-        yield replace(asked, **{name: dtype})
+        changed: dict[str, Any] = {name: dtype}
+        yield replace(asked, **changed)
 
 
 def refusal(source: ModelSource, now: Situation, every: Sequence[Needs]) -> str:

@@ -6,7 +6,7 @@ An interpreter's own start is before this; who starts one with SIGINT blocked ha
 `make run`, and launch.py where it goes on with another Python.
 """
 
-import _signal  # `signal` itself takes a while to import
+import _signal  # type: ignore[import-not-found]  # `signal` itself takes a while to import
 import os
 import sys
 

@@ -19,7 +19,7 @@ from pipeline.errors import ModelError
 from pipeline.models.config_keys import Config
 from pipeline.models.registry import architecture_of
 from pipeline.models.spec import Rope
-from pipeline.transformers_log import to_own_log
+from pipeline.models.transformers_log import to_own_log
 
 
 class RopeTables:

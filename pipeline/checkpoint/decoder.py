@@ -20,7 +20,7 @@ from transformers.models.auto import modeling_auto
 from pipeline.errors import ModelError
 from pipeline.models.config_keys import MAX_COUNT, Config, shown
 from pipeline.models.registry import ARCHITECTURES
-from pipeline.transformers_log import to_own_log
+from pipeline.models.transformers_log import to_own_log
 
 ROUTERS = ("gate", "router")  # names of a router, beside its experts
 MATRICES = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias")  # those of tiles

@@ -30,8 +30,8 @@ from pipeline.generic.routers import Tap, find_router
 from pipeline.generic.skeleton import Skeleton
 from pipeline.generic.trial import Trial, observe
 from pipeline.models.facts import ModelFacts
+from pipeline.models.transformers_log import to_own_log
 from pipeline.policies.view import Router
-from pipeline.transformers_log import to_own_log
 
 
 class GenericBackbone:

@@ -22,10 +22,10 @@ from typing import Any, cast
 import numpy as np
 
 from pipeline.errors import ModelError, RequestError
+from pipeline.models.transformers_log import to_own_log
 from pipeline.text.detokenizer import DECODER
 from pipeline.text.grammar import Grammars, check_grammar
 from pipeline.text.tokenizer import LOAD_SECONDS, MEMORY, Tokenizer, one_line
-from pipeline.transformers_log import to_own_log
 from protocol.messages import Encode, Encoded, Follow, Unfollow
 from workers.child_endpoint import ChildEndpoint
 
