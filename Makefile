@@ -27,9 +27,10 @@ required = $$($(BIN)/python -c '$(REQUIRED)' $(1))
 .SILENT:
 .PHONY: run test survey test-wheel gpu
 
-# launch.py unblocks the signal: before, a Ctrl-C would be a traceback of Python's own start.
+# A Ctrl-C during Python's own start would be a traceback: launch.py unblocks the signal, where this env can block it.
+BLOCKED := $(shell env --block-signal=INT true 2>/dev/null && echo env --block-signal=INT)
 run: $(READY)
-	exec env --block-signal=INT $(BIN)/python launch.py
+	exec $(BLOCKED) $(BIN)/python launch.py
 
 # Processes that tests start import our modules by the hundred: they are compiled once, even if the environment
 # forbids it. mypy, which uses one core, runs beside the first tests, many of which only one process runs.
