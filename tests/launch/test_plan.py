@@ -126,8 +126,8 @@ def test_formats_that_buy_context_are_named_the_most_exact_of_them() -> None:
         return longer_context(source, there, make_plan(model, there)[0])
 
     assert longer(100 * GB) == []
-    (line,) = longer(32_200_000_000)
-    assert line.startswith("--backbone-dtype int8: a context of 8192 tokens instead of ")
+    found = "--backbone-dtype int8: a context of 8192 tokens instead of "
+    assert [line for line in longer(32_200_000_000) if line.startswith(found)]
 
 
 def test_each_choice_other_than_the_default_has_a_reason() -> None:
