@@ -69,13 +69,16 @@ class EngineConfig:
     keep_store: bool = False
     http: str | None = None  # HOST:PORT of the gateway, for clients over HTTP; None: there is no gateway
     http_keys: Path | None = None  # file of its API keys; None: without keys, for this machine alone
+    allowed_origins: tuple[str, ...] = ()  # of pages of other sites that may send requests there; "*": any
+    served_model_name: tuple[str, ...] = ()  # over HTTP, the model's only names; (): every name is one
 
     @classmethod
     def from_map(cls, plain: dict[str, Any]) -> Self:
         """The configuration from a child's map: `dataclasses.asdict` with paths as text."""
         names = ("model", "costs", "record", "http_keys")
         paths = {name: Path(plain[name]) for name in names if plain[name] is not None}
-        return cls(**(plain | paths))
+        lists = {name: tuple(plain[name]) for name in ("allowed_origins", "served_model_name")}
+        return cls(**(plain | paths | lists))
 
     @property
     def emulation(self) -> str:

@@ -38,7 +38,7 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True):
 
 Kind = TypeVar("Kind", bound=type[Record])
 TAGS: dict[int, type[Record]] = {}
-VERSION = 10
+VERSION = 11
 MAX_TOKENS = 128  # of an answer, where a request does not say
 CALIBRATION_TOKENS = 8192  # the same of a calibration
 SAY_HELLO = "say Hello first"  # the text of the Error that answers a peer without a Welcome
@@ -153,6 +153,8 @@ class Generate(Record, frozen=True):
     `template`: a JSON object of what the chat template reads beside the messages, such as `tools`; or "".
     With `logprobs` of 0 or more each Token has its log-probability and those of so many best tokens.
     With `marks` the text has those special tokens that mark reasoning and calls of tools in the answer.
+    Without `counted` the request only finds out whether the engine computes: its steps are in no counter,
+    placement by use, map of experts or trace.
     """
 
     request: Int
@@ -171,6 +173,7 @@ class Generate(Record, frozen=True):
     logprobs: Int = -1
     template: str = ""
     marks: bool = False
+    counted: bool = True
 
 
 @message(15)

@@ -47,7 +47,7 @@ LONGEST = (
     "launch/test_calibrate.py",
     "launch/test_stress.py",
     "kernels/test_cuda_compiler.py",
-    "gateway/test_dashboard.py",
+    "gateway/test_pages.py",
     "launch/test_doctor.py",
     "faults/test_poisoned_work.py",
     "faults/test_text_faults.py",

@@ -17,11 +17,35 @@ VOCABULARY = 4096
 CONTEXT = 1024  # tokens
 SPECIAL = ("<s>", "</s>", "<pad>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 # A message is its role's token, the text, and the end token; nothing else, so no blank is learnt by accident.
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
+# Tools are as Hermes's models write them: the model has learnt none, but programs that send some are served.
+CHAT_TEMPLATE = """\
+{{- bos_token }}
+{%- set turns = messages %}
+{%- if tools %}
+    {{- '<|system|>' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+        {%- set turns = messages[1:] %}
+    {%- endif %}
+    {{- 'You can call these functions:\\n' }}
+    {%- for tool in tools %}{{ (tool.function | tojson) + '\\n' }}{% endfor %}
+    {{- 'A call of one is written so:\\n' }}
+    {{- '<tool_call>\\n{"name": NAME, "arguments": {...}}\\n</tool_call><|end|>' }}
+{%- endif %}
+{%- for message in turns %}
+    {%- if message.role == 'tool' %}
+        {{- '<|user|><tool_response>\\n' + message.content + '\\n</tool_response><|end|>' }}
+    {%- else %}
+        {{- '<|' + message.role + '|>' + (message.content or '') }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<tool_call>\\n{"name": ' + (call.function.name | tojson) }}
+            {{- ', "arguments": ' + (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
+"""
 
 
 def train(corpus: Path) -> Tokenizer:

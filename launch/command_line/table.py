@@ -22,7 +22,9 @@ from launch.command_line.values import (
     between,
     http_address,
     model_path,
+    names,
     not_empty,
+    origins,
     size,
     token_ids,
 )
@@ -76,8 +78,8 @@ FORMATS = (
     " bf16 (int8, int4) (default: a quantized model's own, else the most exact of the first that fits)"
 )
 BACKBONE = (
-    "format of all other weights; own: bf16, and matrices that the file has quantized as they are there"
-    " (default: own for a quantized model, else bf16)"
+    "format of all other weights; own: bf16, and matrices that the file has quantized as they are there,"
+    " or in int8 where no format keeps them (default: own for a quantized model, else bf16)"
 )
 MODEL = (
     "Hugging Face checkpoint directory, or GGUF file; or a model of the Hub, which is downloaded once:"
@@ -99,6 +101,8 @@ COSTS = "use these costs instead of measuring; daop-table-1: those published for
 SEED = "seed of sampling and of the policy random"
 HTTP = f"also serve OpenAI's and Anthropic's API over HTTP (default address {DEFAULT_HTTP})"
 HTTP_KEYS = "API keys for --http, one a line: a name and a key; needed beyond this machine"
+ORIGINS = "pages of other sites that may send requests to --http: their origins, with commas, or *"
+NAMES = "the model's name over HTTP; others are then refused (default: its own, and every name is served)"
 TEMPERATURE = "0: greedy (default 0; in a chat and with --chat the model's)"
 PPL = "held-out tokens to compare approximate policies with an exact one (default 256; 0: none)"
 SWEEP = "measure each of these values: cache, batch, prompt, gen, or POLICY.OPTION; repeatable, crossed"
@@ -195,6 +199,8 @@ _engine = _section(
     Option("name NAME", str, "the engine's name (default: e and the process id)"),
     Option("http HOST:PORT", http_address, HTTP, takes="serve", bare=DEFAULT_HTTP),
     Option("http-keys FILE", Path, HTTP_KEYS, takes="serve --http"),
+    Option("allowed-origins ORIGIN,...", origins, ORIGINS, takes="serve --http"),
+    Option("served-model-name NAME[,NAME]", names, NAMES, takes="serve --http"),
     of_engine=True,
 )
 _answer = _section(

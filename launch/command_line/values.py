@@ -11,6 +11,9 @@ from pathlib import Path
 
 from pipeline.models.shapes import is_shape, with_whole_path
 
+ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
+DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
+MOST_NAMES, MAX_NAME = 8, 96
 SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -69,6 +72,21 @@ def http_address(text: str) -> str:
     return f"[{host}]:{int(port)}" if ":" in host else f"{host}:{int(port)}"
 
 
+def origins(text: str) -> tuple[str, ...]:
+    """Reads origins of pages, with commas between them, as browsers write them; `*` is any."""
+    found = []
+    for part in text.split(","):
+        match = ORIGIN.fullmatch(part.strip().lower())
+        if match is None and part.strip() != "*":
+            raise argparse.ArgumentTypeError(
+                f"{part.strip()[:80]!r}: write it as http://HOST:PORT, without a path; or * for any"
+            )
+        scheme, host, port = ("", "*", "") if match is None else match.groups(default="")
+        port = "" if port == DEFAULT_PORTS.get(scheme) else port
+        found.append(f"{scheme}://{host}{port}" if scheme else host)
+    return tuple(found)
+
+
 def size(text: str) -> int:
     """Reads bytes, with or without a unit: 500MB, 1.5GB, 0."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([kMGT]?)B?", text, re.IGNORECASE)
@@ -94,6 +112,16 @@ def not_empty(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("must not be empty")
     return text
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Reads up to eight names of a model, with commas between them."""
+    found = tuple(name.strip() for name in text.split(","))
+    if len(found) > MOST_NAMES or not all(name.isprintable() and 0 < len(name) <= MAX_NAME for name in found):
+        raise argparse.ArgumentTypeError(
+            f"write up to {MOST_NAMES} names of at most {MAX_NAME} characters, with commas between them"
+        )
+    return found
 
 
 def token_ids(text: str) -> tuple[int, ...]:

@@ -259,7 +259,12 @@ class Supervisor:
                 return {"link_gbps": config.link_gbps}
             case "gateway":
                 keys = config.http_keys
-                return {"http": config.http, "http_keys": None if keys is None else str(keys.absolute())}
+                return {
+                    "http": config.http,
+                    "http_keys": None if keys is None else str(keys.absolute()),
+                    "allowed_origins": list(config.allowed_origins),
+                    "served_model_name": config.served_model_name,
+                }
         return {}
 
     async def _watch_files(self) -> None:

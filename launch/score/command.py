@@ -15,12 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from launch.command_line.checks import check_new_file, check_request, read_ids, read_text
+from launch.command_line.checks import (
+    check_new_file,
+    check_reads_text,
+    check_request,
+    read_ids,
+    read_text,
+)
 from launch.command_line.options import Options
 from launch.connect import reconnecting_client
 from launch.errors import OutputFailed, WrongUsage
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import plain, print_json, show
+from pipeline.assets import model_dir
 from pipeline.counters import difference, fidelity
 from protocol.client import Client
 from protocol.errors import RequestFailed
@@ -45,6 +52,8 @@ async def score(options: Options, interrupts: Interrupts) -> int:
     if out is not None:
         check_new_file("--out", out)
     text = read_text(written["text"]) if "text" in written else None
+    if text is not None and not options.connect:
+        check_reads_text(options.config().model or model_dir(), ids="--tokens")
     ids = read_ids(written["tokens"]) if text is None else ()
     async with reconnecting_client(options, interrupts) as client:
         context = client.welcome.context

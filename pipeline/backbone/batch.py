@@ -27,10 +27,11 @@ class TokenSpan:
 
 @dataclass(frozen=True)
 class StepInput:
-    """A span, and which of its tokens need logits."""
+    """A span, and which of its tokens need logits. No counter or observer has a step of uncounted spans."""
 
     span: TokenSpan
     logits: Literal["none", "last", "all", "greedy"]  # greedy: of the last, the device's choice is enough
+    counted: bool = True
 
 
 NUMBER = 8  # bytes

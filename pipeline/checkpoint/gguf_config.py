@@ -17,6 +17,8 @@ from pipeline.models.config_keys import MAX_COUNT, shown
 Shape = tuple[int, ...]
 
 SIGMOID = 2  # of expert_gating_func; 1 is softmax
+# Architectures that may rotate a part of a head only.
+PARTLY_ROTATED = ("qwen3next", "qwen35moe", "glm4moe", "minimax-m2", "deepseek2", "gemma4")
 # Groups of experts, and best ones, of DeepSeek-V3 and V2 by their number of experts: older files lack them.
 UNSAID_GROUPS = {256: (8, 4), 160: (8, 3)}
 
@@ -104,12 +106,15 @@ def _common(h: Header) -> dict[str, Any]:
 
 
 def _rope_scaling(h: Header) -> dict[str, Any] | None:
-    kind = h.get("rope.scaling.type", "none")
+    factor = h.number("rope.scaling.factor", h.number("rope.scale_linear", 1.0))  # the second in older files
+    kind = h.get("rope.scaling.type", "linear" if factor not in (0, 1) else "none")
     if kind == "none":
         return None
+    if h.number("rope.scaling.attn_factor", 1.0) != 1:
+        raise ModelError(f"{h.architecture}.rope.scaling.attn_factor is not supported")
     if kind not in ("linear", "yarn"):
         raise ModelError(f"RoPE of type {shown(kind)} is not supported in GGUF (only linear, yarn)")
-    scaling = {"rope_type": kind, "factor": h.number("rope.scaling.factor")}
+    scaling = {"rope_type": kind, "factor": factor}
     names = {
         "original_max_position_embeddings": "original_context_length",
         "beta_fast": "yarn_beta_fast",
@@ -341,6 +346,11 @@ def config_of(header: Header) -> dict[str, Any]:
         raise ModelError("no layer has experts; Tandem is for mixture-of-experts models")
     model_type, read = READ[name]
     config = {"model_type": model_type, **_common(header), **read(header)}
+    if name not in PARTLY_ROTATED:
+        heads = max(config["num_attention_heads"], 1)
+        width = header.number("attention.key_length", config["hidden_size"] // heads)
+        if (rotated := header.number("rope.dimension_count", width)) != width:
+            raise ModelError(f"{name}.rope.dimension_count is {rotated} of heads of {width}: not supported")
     if "rope_parameters" in config:  # in place of older keys
         del config["rope_theta"], config["rope_scaling"]
     return config

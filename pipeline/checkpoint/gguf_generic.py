@@ -13,7 +13,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from pipeline.checkpoint.gguf_config import Header, Shape, config_of
 from pipeline.checkpoint.gguf_file import read_model
-from pipeline.checkpoint.gguf_reader import CODED, TYPES, decode
+from pipeline.checkpoint.gguf_reader import TYPES, decode, format_of
 from pipeline.checkpoint.headers import TensorEntry
 from pipeline.checkpoint.index import BITS, CheckpointIndex
 from pipeline.checkpoint.packed import Matrix, Packed, Read
@@ -107,7 +107,7 @@ class Blocks(Packed):
 
     @property
     def format(self) -> str | None:
-        return self.type.lower() if self.type in CODED else None
+        return format_of([self.type])
 
     def rows(self, read: Read, lo: int, hi: int, place: int | None = None) -> Matrix:
         first = (place or 0) * self.outputs

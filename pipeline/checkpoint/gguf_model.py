@@ -10,7 +10,7 @@ from pipeline.checkpoint.encode import SAME_BITS, encode_experts
 from pipeline.checkpoint.gguf_config import Header, config_of
 from pipeline.checkpoint.gguf_file import read_model
 from pipeline.checkpoint.gguf_names import Names, Source
-from pipeline.checkpoint.gguf_reader import CODED, TYPES, GgufReader
+from pipeline.checkpoint.gguf_reader import TYPES, GgufReader, format_of
 from pipeline.checkpoint.headers import TensorEntry
 from pipeline.checkpoint.index import BITS, CheckpointIndex, fingerprint
 from pipeline.checkpoint.model_source import ModelSource, OwnMatrix
@@ -46,9 +46,9 @@ class GgufCheckpoint(ModelSource):
         tensors = {name: replace(entry, shape=_matrix(entry.shape)) for name, entry in entries.items()}
         self._index = CheckpointIndex(path.parent, self.config, shards, tensors)
         self._types = {entries[name].dtype for name in self._experts()}  # of the experts
-        self.quantized = ", ".join(sorted(self._types - BITS.keys()))
-        if len(self._types) == 1 and self._types <= CODED.keys():
-            self.own_format = self.quantized.lower()
+        if self._types - BITS.keys():
+            self.quantized = ", ".join(sorted(self._types))
+        self.own_format = format_of(self._types)
         self.own_matrices = self._own_matrices()
 
     def fingerprint(self, format_name: str, tile: int) -> str:
@@ -92,8 +92,9 @@ class GgufCheckpoint(ModelSource):
             parts = self._names.source(role, tensor).parts
             types = {self._index.tensors[part].dtype for part, _ in parts}
             if len(tensor.shape) == 2 and not types & BITS.keys():
-                format_name = types.pop().lower() if len(types) == 1 and types <= CODED.keys() else "int8"
-                own[name] = OwnMatrix(format_name, (tensor.shape[0], tensor.shape[1]))
+                format_name, shape = format_of(types), (tensor.shape[0], tensor.shape[1])
+                rounded = "" if format_name else ", ".join(sorted(types))
+                own[name] = OwnMatrix(format_name or "int8", shape, rounded)
         return own
 
     def _experts(self) -> list[str]:

@@ -1,17 +1,17 @@
 """Reads the tensors of GGUF files, whole by their names in a checkpoint of Hugging Face, or by rows.
 
-Tensors of Q4_0, Q8_0 and MXFP4 are read as codes, those of floats as their bits, and all others as numbers,
-by the gguf package. A row is whole blocks, so rows are read alone.
+Tensors whose numbers are codes times a scale for each 32 of them are read as such, those of floats as their
+bits, and all others as numbers, by the gguf package. A row is whole blocks, so rows are read alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from gguf.constants import GGMLQuantizationType
-from gguf.quants import dequantize
+from gguf.quants import IQ4_NL, dequantize
 from numpy.typing import NDArray
 
 from pipeline.checkpoint.gguf_names import Source
@@ -23,7 +23,7 @@ from shm.huge import private
 from shm.layout import Bytes, Float32
 
 DEQUANTIZED = (
-    *("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "IQ4_NL", "IQ4_XS"),
+    *("Q4_1", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "IQ4_XS"),
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
 )
 CHUNK = 1 << 21  # numbers that are dequantized at a time
@@ -31,7 +31,9 @@ CHUNK = 1 << 21  # numbers that are dequantized at a time
 
 # Blocks of 32 numbers. numpy copies 16 bytes as one item many times faster than as sixteen.
 Q4_0_BLOCK = np.dtype([("scale", np.uint16), ("codes", "V16")])
+Q5_0_BLOCK = np.dtype([("scale", np.uint16), ("fifth", np.uint8, 4), ("codes", "V16")])
 Q8_0_BLOCK = np.dtype([("scale", np.uint16), ("codes", "V32")])
+IQ4_NL_CODES: Bytes = (np.array(IQ4_NL.kvalues, np.int16) + 128).astype(np.uint8)
 MXFP4_BLOCK = np.dtype([("scale", np.uint8), ("codes", "V16")])
 
 
@@ -51,6 +53,19 @@ def _q4_0(data: Bytes) -> Codes:
     return Codes("q4_0", _nibbles(data, Q4_0_BLOCK), _scales(data, Q4_0_BLOCK))
 
 
+def _q5_0(data: Bytes) -> Codes:
+    """Codes of q8_0: a number is 16 less than 5 bits, of which the fifth ones are together."""
+    fifth = np.unpackbits(np.ascontiguousarray(data.view(Q5_0_BLOCK)["fifth"]), axis=-1, bitorder="little")
+    codes = _nibbles(data, Q5_0_BLOCK)
+    codes += fifth.reshape(codes.shape) * np.uint8(16) + np.uint8(128 - 16)
+    return Codes("q8_0", codes, _scales(data, Q5_0_BLOCK))
+
+
+def _iq4_nl(data: Bytes) -> Codes:
+    """Codes of q8_0: a number is one of 16 of 8 bits."""
+    return Codes("q8_0", IQ4_NL_CODES.take(_nibbles(data, Q4_0_BLOCK)), _scales(data, Q4_0_BLOCK))
+
+
 def _q8_0(data: Bytes) -> Codes:
     """int8 of the file, plus 128."""
     codes = np.ascontiguousarray((data ^ np.uint8(0x80)).view(Q8_0_BLOCK)["codes"])
@@ -63,16 +78,35 @@ def _mxfp4(data: Bytes) -> Codes:
     return Codes("mxfp4", _nibbles(data, MXFP4_BLOCK), _scales(data, MXFP4_BLOCK))
 
 
-# Types that are read as codes: of rows [n, bytes]. The formats that keep them have the same names.
-CODED: dict[str, Callable[[Bytes], Codes]] = {"Q4_0": _q4_0, "Q8_0": _q8_0, "MXFP4": _mxfp4}
+class Coded(NamedTuple):
+    """A type that is read as codes."""
+
+    format: str  # which keeps them
+    codes: Callable[[Bytes], Codes]  # of rows [n, bytes]
+
+
+CODED = {
+    "Q4_0": Coded("q4_0", _q4_0),
+    "Q5_0": Coded("q8_0", _q5_0),
+    "Q8_0": Coded("q8_0", _q8_0),
+    "IQ4_NL": Coded("q8_0", _iq4_nl),
+    "MXFP4": Coded("mxfp4", _mxfp4),
+}
 TYPES = (*BITS, *CODED, *DEQUANTIZED)
+
+
+def format_of(types: Collection[str]) -> str | None:
+    """The format that keeps matrices of all these types as they are; None where there is none, or where it
+    is not one of codes."""
+    formats = {CODED[name].format if name in CODED else None for name in types}
+    return formats.pop() if len(formats) == 1 else None
 
 
 def decode(read: Callable[[int, int], Bytes], dtype: str, columns: int, lo: int, hi: int) -> Codes | Float32:
     """Rows [lo, hi) of a quantized matrix: its codes, or the numbers [hi - lo, columns] of types without.
     `read` gives the bytes [b - a, bytes of a row] of rows [a, b)."""
     if dtype in CODED:
-        return CODED[dtype](read(lo, hi))
+        return CODED[dtype].codes(read(lo, hi))
     kind, step = GGMLQuantizationType[dtype], max(1, CHUNK // columns)
     numbers = private(4 * (hi - lo) * columns).view(np.float32).reshape(hi - lo, columns)
     for begin in range(lo, hi, step):

@@ -34,6 +34,7 @@ class OwnMatrix(NamedTuple):
 
     format: str  # the block format that keeps it: without loss, or int8
     shape: tuple[int, int]  # outputs, inputs
+    rounded: str = ""  # how the file has it, where that is rounded a second time
 
 
 class ModelSource(ABC):

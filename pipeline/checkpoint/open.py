@@ -81,9 +81,7 @@ class Checkpoint(ModelSource):
         self._whole = any(matrix is not None and matrix.whole for matrix in packed)
         backbone = {tensor.name for tensor in self._architecture.backbone(self._spec, self.fused)}
         self.own_matrices = {
-            name: OwnMatrix(matrix.format or "int8", (matrix.outputs, matrix.inputs))
-            for name, matrix in self._index.packed.items()
-            if name in backbone
+            name: _own_matrix(matrix) for name, matrix in self._index.packed.items() if name in backbone
         }
 
     def fingerprint(self, format_name: str, tile: int) -> str:
@@ -149,9 +147,7 @@ class ConvertedCheckpoint(ModelSource):
         self.quantized, self.own_format = _kinds(matrices)
         if file is not None:
             others = {name: m for name, m in index.packed.items() if not EXPERT.search(name)}
-            self.own_matrices = {
-                name: OwnMatrix(m.format or "int8", (m.outputs, m.inputs)) for name, m in others.items()
-            }
+            self.own_matrices = {name: _own_matrix(matrix) for name, matrix in others.items()}
 
     def fingerprint(self, format_name: str, tile: int) -> str:
         return fingerprint(self._index, format_name, tile, f"transformers {version('transformers')}")
@@ -181,6 +177,11 @@ class ConvertedCheckpoint(ModelSource):
 
 def _is_matrix(name: str, entry: TensorEntry) -> bool:
     return len(entry.shape) > 1 and "bias" not in name
+
+
+def _own_matrix(matrix: Packed) -> OwnMatrix:
+    shape = matrix.outputs, matrix.inputs
+    return OwnMatrix(matrix.format, shape) if matrix.format else OwnMatrix("int8", shape, matrix.kind)
 
 
 def _kinds(matrices: Iterable[Packed | None]) -> tuple[str, str | None]:

@@ -96,7 +96,7 @@ class PolicyDriver(Generic[Begun]):
         policy.check_calibration(view.calibration)
         self.placement = policy.placement(self.view)  # [L, E]
         self._masks = policy.sparsity.masks(policy.name, view.shape.layers, view.up, view.calibration)
-        self._masked = False  # in the present step
+        self._masked, self.counting = False, True  # in the present step; in the popularity
 
     def begin_step(
         self,
@@ -130,10 +130,10 @@ class PolicyDriver(Generic[Begun]):
             decided, begun = early
             decision = LayerDecision(layer, signals, decided.gated, decided.cut, resident, (), begun, mask)
         executor.begin(decision)
-        active = decision.gated.routing.active
-        counted = self._counted[layer]
-        for expert, rows in zip(active.experts.tolist(), active.counts.tolist(), strict=True):
-            counted[expert] += rows
+        if self.counting:
+            active, counted = decision.gated.routing.active, self._counted[layer]
+            for expert, rows in zip(active.experts.tolist(), active.counts.tolist(), strict=True):
+                counted[expert] += rows
         # Where the policy decides the next layer now, the host's share of it may begin at once.
         if (following := policy.ahead(layer, signals, view)) is not None:
             next_layer = layer + 1, following, self._mask(layer + 1)

@@ -19,7 +19,7 @@ from pipeline.backbone.batch import StepInput
 from pipeline.backbone.protocol import AnyBackbone, LayerCall
 from pipeline.backbone.step import OwnStep
 from pipeline.config import GraphsName
-from pipeline.counters import Counters, StepClock
+from pipeline.counters import Counters, PhaseCounters, StepClock
 from pipeline.device import Device
 from pipeline.engine.driver import LayerDecision, PolicyDriver
 from pipeline.engine.graphs import StepGraphs
@@ -158,25 +158,24 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int]) -> list[FloatArray]:
-        driver = self.driver
-        counters = self.counters.phases[phase]
+        driver, layers = self.driver, self.shape.layers
+        counted = any(item.counted for item in inputs)
+        counters = self.counters.phases[phase] if counted else PhaseCounters(layers)
+        observers = self.observers if counted else []
         self.memory.count_in(counters)
         self.poll_children()
         clock = StepClock(counters, self.device, self.memory.copied)
         sequences = tuple(item.span.kv.id for item in inputs for _ in item.span.tokens)
         self.timing.begin_step(phase)
         driver.begin_step(phase, sequences, live, self.timing.costs)
-        for observer in self.observers:
+        driver.counting = counted
+        for observer in observers:
             observer.begin(phase, sequences)
         spans = [item.span for item in inputs]
         self.device.prepare(self.backbone.largest_product(len(sequences)))
         by_graphs = self.graphs.layers(spans, self.probing) if phase == "decode" else None
-        step = (
-            OwnStep(by_graphs, self.shape.layers)
-            if by_graphs
-            else self.backbone.step(spans, self.probing.logits)
-        )
-        executor = TensorExecutor(self, phase, clock)
+        step = OwnStep(by_graphs, layers) if by_graphs else self.backbone.step(spans, self.probing.logits)
+        executor = TensorExecutor(self, phase, clock, observers)
 
         def experts(call: LayerCall) -> Tensor | None:
             clock.layer = call.layer
@@ -190,7 +189,7 @@ class Engine:
         except (StepFailed, torch.OutOfMemoryError):
             executor.abandon(driver.cancel_early())
             raise
-        clock.layer = self.shape.layers
+        clock.layer = layers
         self.tick()
         counters.steps += 1
         counters.paused_steps += not driver.view.prefetching
@@ -201,7 +200,7 @@ class Engine:
         for span in spans:
             span.kv.advance(len(span.tokens))
         clock.finish("head")
-        for observer in self.observers:
+        for observer in observers:
             observer.end()
         return answered
 
@@ -212,8 +211,8 @@ class TensorExecutor:
     call: LayerCall  # set before each layer
     output: Tensor | None  # of the latest layer's experts, float32 [R, H]
 
-    def __init__(self, engine: Engine, phase: Phase, clock: StepClock) -> None:
-        self.engine, self.phase, self.clock = engine, phase, clock
+    def __init__(self, engine: Engine, phase: Phase, clock: StepClock, observers: list[Observer]) -> None:
+        self.engine, self.phase, self.clock, self._observers = engine, phase, clock, observers
         self.counters = clock.counters
         self._device, self._memory, self._tiles = engine.device, engine.memory, engine.shape.tiles
         self._ticket: Ticket | None = None  # of the latest layer; as the following
@@ -225,7 +224,7 @@ class TensorExecutor:
     def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
         """Compute the layer up to its experts. Copies x, the router's logits and the probes' to the host
         together."""
-        wanted = with_observers(layer, probes, self.engine.observers)
+        wanted = with_observers(layer, probes, self._observers)
         self.call.attend(own, wanted)
         self.clock.mark("attention")
         self._x_host, *read = self.call.read()
@@ -237,7 +236,7 @@ class TensorExecutor:
 
     def begin(self, decision: LayerDecision[Ticket]) -> None:
         layer = decision.layer
-        for observer in self.engine.observers:
+        for observer in self._observers:
             observer.layer(decision, self._x_host)
         active = decision.gated.routing.active.experts
         self.counters.book_hits(layer, decision.resident.take(active).tolist(), self._tiles)

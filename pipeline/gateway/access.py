@@ -1,5 +1,5 @@
 """The gateway's address, and who may send requests: API keys from a file, and which hosts and pages a
-browser may name."""
+browser may name. Pages of other sites are answered as the standard of browsers wants it (CORS)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import ipaddress
 import logging
 import re
 import socket
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,14 @@ from protocol.files import check_private, read_small
 log = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]  # of ASGI
+Headers = tuple[tuple[bytes, bytes], ...]
 
 LEAST_KEY, MOST_KEY = 16, 256  # characters
 LARGEST = 1 << 20  # bytes of the file
 OTHERS = 0o077
 BACKLOG = 512  # connections that wait to be accepted
+FIELDS = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,1000}")  # names of a request's headers
+ASKED_SECONDS = 600  # that a browser remembers what a page may send
 LINE = re.compile(r"([A-Za-z0-9._-]{1,64})[ \t]+([\x21-\x7e]+)")
 
 
@@ -70,23 +73,33 @@ def _digest(key: str) -> bytes:
 class Access:
     """`path`: of the API keys; without it, whoever reaches the address may send requests."""
 
-    def __init__(self, path: Path | None, host: str) -> None:
-        """`host`: the address that the gateway listens at. Raises ProtocolError."""
+    def __init__(self, path: Path | None, host: str, origins: Collection[str] = ()) -> None:
+        """`host`: the address that the gateway listens at; `origins`: of pages of other sites that may send
+        requests, "*" for any. Raises ProtocolError."""
         self._path = path
+        self._origins = frozenset(origins)
         self._keys = {} if path is None else read_api_keys(path)
         self._stamp = None if path is None else _stamp(path)
         self._local = is_loopback(host)
 
-    def check_page(self, scope: Scope) -> None:
-        """Refuse what a page of another site has a browser send. Such pages reach a loopback address, also
-        under a name of their own (DNS rebinding). Raises ApiError."""
+    def check_page(self, scope: Scope) -> Headers:
+        """Refuse what a page of another site has a browser send, unless its origin is allowed. Such pages
+        reach a loopback address, also under a name of their own (DNS rebinding). Returns the headers by which
+        the browser lets an allowed page read the answer. Raises ApiError."""
         host = header_of(scope, b"host")
         name = _host_name(host)
         if self._local and self._path is None and not is_loopback(name):
             raise ApiError(403, f"the Host {host[:80]!r} is not this machine")
         origin = header_of(scope, b"origin")
-        if origin and origin.partition("://")[2] != host:
-            raise ApiError(403, f"pages of {origin[:80]!r} may not send requests here")
+        if not origin or origin.partition("://")[2] == host:
+            return ()
+        if not self._origins & {origin.lower(), "*"}:
+            raise ApiError(403, f"pages of {origin[:80]!r} may not send requests here; see --allowed-origins")
+        return (
+            (b"access-control-allow-origin", origin.encode("latin-1")),
+            (b"access-control-expose-headers", b"retry-after, www-authenticate"),
+            (b"vary", b"origin"),
+        )
 
     def client(self, scope: Scope) -> str:
         """Returns the name of the client whose key the request has, "" where none is needed. Raises
@@ -114,6 +127,18 @@ class Access:
                 self._keys = read_api_keys(path)
             except ProtocolError as e:
                 log.warning("%s; the keys that were known before still are", e)
+
+
+def permission(scope: Scope, method: str) -> Headers:
+    """Returns what a browser is told that asks, before an allowed page's request, whether it may be sent.
+    `method`: that which the path serves. Keys travel in headers, so there are no cookies to allow."""
+    asked = header_of(scope, b"access-control-request-headers")
+    fields = asked if FIELDS.fullmatch(asked) else "authorization, content-type"
+    return (
+        (b"access-control-allow-methods", method.encode()),
+        (b"access-control-allow-headers", fields.encode()),
+        (b"access-control-max-age", str(ASKED_SECONDS).encode()),
+    )
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
@@ -15,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pipeline.gateway.bodies import CallPart, Content, Object, parse_json
-from pipeline.gateway.call import Call, check_model
-from pipeline.gateway.engine_links import model_name
+from pipeline.gateway.call import Call
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.metrics import Meter
 from pipeline.gateway.settings import Settings, Tools
+from pipeline.gateway.steady import without_bookkeeping
 from pipeline.text.chat_output import PARSER, ChatOutput, Part, ToolCall, opens_reasoning
 from pipeline.text.detokenizer import Detokenizer
 from protocol.answer import Answer
@@ -34,8 +33,6 @@ AFTER_TOOL = (
     ChatMessage("assistant", "", json.dumps({"tool_calls": [CALLED]})),
     ChatMessage("tool", "x", json.dumps({"tool_call_id": CALLED["id"]})),
 )
-# Coding agents put a token into the system prompt that changes with every request.
-CHANGING = re.compile(r"\bcch=[0-9a-zA-Z]+;?[ \t]*")
 
 Event = tuple[int, Token | Done]
 
@@ -160,9 +157,8 @@ class TokenTexts:
 # --- chats ----------------------------------------------------------------------------------------------
 
 
-def check_chats(model: str | None, welcome: Welcome) -> None:
-    """Raises ApiError for a model that is not served, or has no chats."""
-    check_model(model, welcome)
+def check_chats(welcome: Welcome) -> None:
+    """Raises ApiError for a model that has no chats."""
     if not welcome.has_chat_template:
         raise ApiError(400, "this model has no chat template; use /v1/completions")
 
@@ -171,9 +167,9 @@ def turn(role: str, content: Content, extra: Object | None = None) -> ChatMessag
     """Returns a message as the engine reads it. `extra`: what else the template reads of it."""
     text = content or ""
     if isinstance(text, list):
-        text = "".join(part.text or part.refusal for part in text)
+        text = "".join(part.shown() for part in text)
     if role in ("system", "developer"):
-        role, text = "system", CHANGING.sub("", text)
+        role, text = "system", without_bookkeeping(text)
     return ChatMessage(role, text, json.dumps(extra, ensure_ascii=False) if extra else "")
 
 
@@ -268,9 +264,9 @@ class ChatAnswer(ABC):
     def __init__(self, call: Call, client: Client, request: ChatRequest) -> None:
         self.call = call
         self.request = request
-        self.model = model_name(client.welcome)
+        self.model = call.service.model_name(client.welcome)
         self.usage = Usage(call.service.meter)  # complete when the events have ended
-        self._client = client
+        self.client = client
 
     @abstractmethod
     def body(self, choices: list[Whole]) -> Object:
@@ -320,7 +316,7 @@ class ChatAnswer(ABC):
         follows the parts of its text."""
         request, kind = self.request, self.call.service.template
         thinking = await self._opens_thinking()
-        if kind.thinks or (kind.calls and request.tools.given):
+        if kind.thinks or (kind.calls and request.tools.schemas):
             await asyncio.to_thread(__import__, PARSER)
         forced = bool(request.tools.wanted)  # a forced call is all of the answer
         outputs = [
@@ -348,9 +344,9 @@ class ChatAnswer(ABC):
     def _generate(self, index: int, conversation: str) -> Answer:
         request, end = self.request, self.call.service.template.end
         arguments = request.settings.of_choice(index)
-        if request.tools.given and not request.tools.parallel and end:
+        if request.tools.schemas and not request.tools.parallel and end:
             arguments["stop"] = (*arguments["stop"], end)
-        return self._client.generate(
+        return self.client.generate(
             messages=request.messages,
             template=request.template,
             conversation=conversation,
@@ -368,6 +364,6 @@ class ChatAnswer(ABC):
         if name not in openings:
             template = json.dumps(variables) if variables else ""
             messages = AFTER_TOOL if after_tool else AFTER_TOOL[:1]
-            prompt = await self._client.tokenize(messages=messages, template=template)
+            prompt = await self.client.tokenize(messages=messages, template=template)
             openings[name] = opens_reasoning(prompt.ending)
         return openings[name]

@@ -1,31 +1,31 @@
 """The gateway as an ASGI application: the table of what it serves, who may send a request, its errors; and
-the answers about the engine: whether it is there, its model, its figures, the dashboard's files."""
+the answers about the engine: whether it is there, its model, its figures, the files of its pages."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from pipeline.gateway import chat, completions, messages, responses
-from pipeline.gateway.access import Access, Scope
-from pipeline.gateway.call import Call, Receive, Send, Service, check_model
+from pipeline.gateway import chat, completions, messages, properties, responses
+from pipeline.gateway.access import Access, Scope, header_of, permission
+from pipeline.gateway.call import Call, Receive, Send, Service
 from pipeline.gateway.dashboard import Feed
 from pipeline.gateway.engine_links import model_name
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.metrics import MEDIA, exposition
+from pipeline.gateway.model_catalog import codex_entry
 from protocol.errors import ProtocolError
 from protocol.messages import Welcome
 
 MOST_CALLS = 1024  # requests at once; the engine itself decides which of them run
-FILES = {
-    "index.html": "text/html; charset=utf-8",
-    "style.css": "text/css; charset=utf-8",
-    "page.js": "text/javascript; charset=utf-8",
-    "experts.js": "text/javascript; charset=utf-8",
-}
+PAGES = {"/": "chat.html", "/dashboard": "dashboard.html", "/dashboard/": "dashboard.html"}
+FILES = "/web/"  # before the names of the pages' files
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 ONLY_HERE = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -83,10 +83,13 @@ class App:
 
     async def _serve(self, call: Call) -> None:
         method, path = call.scope["method"], call.scope["path"]
+        call.page_headers = self._access.check_page(call.scope)
         endpoint = _endpoint(path)
-        if endpoint.method != method:
+        if method == "OPTIONS" and header_of(call.scope, b"access-control-request-method"):
+            await call.send_bytes(b"", "text/plain", headers=permission(call.scope, endpoint.method))
+            return
+        if endpoint.method != ("GET" if method == "HEAD" else method):
             raise ApiError(405, f"{method[:20]} is not served at {path[:80]}, but {endpoint.method}")
-        self._access.check_page(call.scope)
         call.prompt_field = endpoint.prompt
         if not endpoint.public:
             call.key_name = self._access.client(call.scope)
@@ -111,42 +114,62 @@ def _endpoint(path: str) -> Endpoint:
 
 
 @cache
-def _content(name: str) -> bytes:
-    return files("pipeline.gateway").joinpath("web", name).read_bytes()
+def _contents() -> dict[str, bytes]:
+    """Returns the files of the chat and the dashboard by name."""
+    return {entry.name: entry.read_bytes() for entry in files("pipeline.gateway").joinpath("web").iterdir()}
 
 
 async def page(call: Call) -> None:
-    """Send a file of the dashboard by the last part of the path; without one that is known its page. They
-    hold nothing about the engine, and are public."""
-    name = call.scope["path"].rpartition("/")[2]
-    name = name if name in FILES else "index.html"
-    await call.send_bytes(_content(name), FILES[name], headers=FILE_HEADERS)
+    """Send a page, or one of its files. They hold nothing about the engine, and are public."""
+    path = call.scope["path"]
+    name = PAGES.get(path) or path.removeprefix(FILES)
+    if (content := _contents().get(name)) is None:
+        raise ApiError(404, f"nothing is served at {path[:80]!r}")
+    await call.send_bytes(content, f"{KINDS[PurePath(name).suffix]}; charset=utf-8", headers=FILE_HEADERS)
 
 
 async def health(call: Call) -> None:
-    """Say whether requests would be served."""
+    """Say whether requests would be served, and computed."""
     if call.service.draining:
         raise ApiError(503, "the server is shutting down")
-    if not call.service.links.ready:
-        raise ApiError(503, "the engine is not ready: it is being started or restarted")
+    await call.service.health.check()
     await call.send_json({"status": "ok"})
 
 
 async def models(call: Call) -> None:
-    """List the one model."""
-    await call.send_json({"object": "list", "data": [_entry(call, (await call.client()).welcome)]})
+    """List the one model, by each of its names."""
+    welcome = (await call.client()).welcome
+    names = call.service.served or (call.service.model_name(welcome),)
+    body: dict[str, Any] = {"data": [_entry(call, welcome, name) for name in names]}
+    if call.anthropic:
+        body |= {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    else:
+        known = [codex_entry(name, welcome.context, call.service.template) for name in names]
+        body |= {"object": "list", "models": known}
+    await call.send_json(body)
 
 
 async def model(call: Call) -> None:
-    """Describe the model that the path names."""
+    """Describe the model that the path names: where every name is one of the model's, by its own."""
+    name = call.scope["path"].removeprefix("/v1/models/")
     welcome = (await call.client()).welcome
-    check_model(call.scope["path"].removeprefix("/v1/models/"), welcome)
-    await call.send_json(_entry(call, welcome))
+    call.service.check_model(name)
+    await call.send_json(_entry(call, welcome, name if call.service.served else model_name(welcome)))
 
 
-def _entry(call: Call, welcome: Welcome) -> dict[str, Any]:
+def _entry(call: Call, welcome: Welcome, name: str) -> dict[str, Any]:
+    if call.anthropic:
+        began = datetime.fromtimestamp(int(call.service.started), UTC)
+        return {
+            "type": "model",
+            "id": name,
+            "display_name": name,
+            "created_at": began.isoformat().replace("+00:00", "Z"),
+            "max_input_tokens": welcome.context,
+            "max_tokens": welcome.context,
+        }
     return {
-        "id": model_name(welcome),
+        "id": name,
         "object": "model",
         "created": int(call.service.started),
         "owned_by": "tandem",
@@ -171,19 +194,22 @@ async def metrics(call: Call) -> None:
 
 EVENTS = "/dashboard/events"
 ENDPOINTS = {
-    "/": Endpoint(page, "GET", public=True),
-    "/dashboard": Endpoint(page, "GET", public=True),
+    **dict.fromkeys(PAGES, Endpoint(page, "GET", public=True)),
     EVENTS: Endpoint(page, "GET"),
     "/health": Endpoint(health, "GET", public=True),
     "/v1/models": Endpoint(models, "GET"),
     "/v1/chat/completions": Endpoint(chat.create, prompt="messages"),
     "/v1/completions": Endpoint(completions.create, prompt="prompt"),
     "/v1/responses": Endpoint(responses.create, prompt="input"),
+    "/v1/responses/compact": Endpoint(responses.compact, prompt="input"),
     "/v1/messages": Endpoint(messages.create, prompt="messages"),
     "/v1/messages/count_tokens": Endpoint(messages.count_tokens, prompt="messages"),
     "/metrics": Endpoint(metrics, "GET"),
+    "/version": Endpoint(properties.release, "GET"),
+    "/props": Endpoint(properties.properties, "GET"),
+    "/slots": Endpoint(properties.slots, "GET"),
 }
 FOLDERS = {
-    "/dashboard/": ENDPOINTS["/dashboard"],
+    FILES: Endpoint(page, "GET", public=True),
     "/v1/models/": Endpoint(model, "GET"),
 }  # with what is in them

@@ -1,10 +1,11 @@
-"""The bodies of requests in the three dialects (OpenAI's chat and completions, OpenAI's responses,
-Anthropic's messages) as structs, and how they are decoded. null counts as not given everywhere."""
+"""The bodies of requests as structs, and how they are decoded: OpenAI's chat and completions, and Anthropic's
+messages; those of responses are in response_items.py. null counts as not given everywhere."""
 
 from __future__ import annotations
 
 import logging
 import re
+from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -33,7 +34,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Object = dict[str, Any]
 ToolObjects = Annotated[list[Object], Meta(max_length=512)]
-OpenAiEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+OpenAiEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(Struct):
@@ -73,10 +74,24 @@ class Common(Struct, kw_only=True):
 # --- OpenAI's chat and completions ----------------------------------------------------------------------
 
 
+UNREAD = "[{} left out: only texts can be read here]"
+TEXTS = ("text", "input_text", "output_text", "refusal", "encrypted_content")
+
+
 class TextPart(Struct):
-    type: Literal["text", "input_text", "output_text", "refusal"]
+    """A part of a message's content, of which only texts can be read."""
+
+    type: str
     text: str = ""
     refusal: str = ""
+
+    def shown(self) -> str:
+        """Returns the text that the model reads; of what is none, that it was there."""
+        if self.type in TEXTS:
+            return self.text or self.refusal
+        kind = self.type[:40]
+        note_once(f"parts of the type {kind!r} are left out, and named in the prompt", logging.WARNING)
+        return UNREAD.format("image" if "image" in kind else kind)
 
 
 Content = str | list[TextPart] | None
@@ -145,100 +160,39 @@ class CompletionBody(Common, kw_only=True):
     response_format: Format | None = None
 
 
-# --- OpenAI's responses ---------------------------------------------------------------------------------
-
-
-class FlatTool(Struct):
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: Object | None = None
-
-
-class MessageItem(Struct):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content = None
-
-
-class CallItem(Struct):
-    call_id: str
-    name: str
-    arguments: str | Object
-
-
-class OutputItem(Struct):
-    call_id: str
-    output: Content = None
-
-
-class ReasoningText(Struct):
-    text: str = ""
-
-
-class ReasoningItem(Struct):
-    """Reasoning of an earlier answer, which the template may keep; without `content` it is encrypted."""
-
-    content: list[ReasoningText] | None = None
-
-
-class TextOptions(Struct):
-    format: Format | None = None
-    verbosity: Literal["medium"] | None = None
-
-
-class Reasoning(Struct):
-    effort: OpenAiEffort | None = None
-
-
-class ResponsesBody(Common, kw_only=True):
-    input: str | Annotated[list[Object], Meta(min_length=1)]  # each is an item, by its `type`
-    instructions: str | None = None
-    stop: str | list[str] | None = None
-    max_output_tokens: Tokens | None = None
-    tools: Annotated[list[FlatTool], Meta(max_length=512)] | None = None
-    tool_choice: str | Object | None = None
-    parallel_tool_calls: bool | None = None
-    text: TextOptions | None = None
-    reasoning: Reasoning | None = None
-    include: list[str] | None = None
-
-
 # --- Anthropic's messages -------------------------------------------------------------------------------
 
 
-class TextBlock(Struct, tag="text"):
-    text: str
+class ThinkingBlock(Struct):
+    thinking: str = ""
 
 
-class ThinkingBlock(Struct, tag="thinking"):
-    thinking: str
-
-
-class RedactedBlock(Struct, tag="redacted_thinking"):
-    """Reasoning that only its maker can read."""
-
-
-class UseBlock(Struct, tag="tool_use"):
+class UseBlock(Struct):
     name: str
     id: str = ""
     input: Object | None = None
 
 
-class ResultBlock(Struct, tag="tool_result"):
+class ResultBlock(Struct):
     tool_use_id: str
-    content: Content = None
+    content: str | list[Object] | None = None
 
 
 class MessageTurn(Struct):
+    """`content`: blocks, by their `type`, of which newer programs have ever new ones."""
+
     role: Literal["user", "assistant", "system"]
-    content: str | list[TextBlock | ThinkingBlock | RedactedBlock | UseBlock | ResultBlock] | None = None
+    content: str | list[Object] | None = None
 
 
 class CustomTool(Struct):
+    """A tool that the client runs. `defer_loading`: the model is told of it where the conversation names
+    it."""
+
     name: str
     input_schema: Object
-    type: Literal["custom"] | None = None
     description: str | None = None
+    defer_loading: bool | None = None
 
 
 class ToolChoice(Struct):
@@ -248,12 +202,11 @@ class ToolChoice(Struct):
 
 
 class Thinking(Struct):
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Tokens | None = None
+    type: str  # disabled, or a way of thinking
 
 
 class OutputConfig(Struct):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: str | None = None
     format: Format | None = None
 
 
@@ -261,9 +214,9 @@ class CountBody(Common, kw_only=True):
     """Body of POST /v1/messages/count_tokens: all but the answer's length."""
 
     messages: Annotated[list[MessageTurn], Meta(min_length=1, max_length=4096)]
-    system: Content = None
+    system: str | list[Object] | None = None
     stop_sequences: str | list[str] | None = None
-    tools: Annotated[list[CustomTool], Meta(max_length=512)] | None = None
+    tools: ToolObjects | None = None  # each by its `type`; without one it is a CustomTool
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -277,12 +230,15 @@ class MessagesBody(CountBody, kw_only=True):
 # --- decoding -------------------------------------------------------------------------------------------
 
 MOST_NESTING = 200  # values in each other; schemas need some dozens
+MOST_VALUES = (
+    1 << 20
+)  # of a body, told by its commas: each becomes an object, which takes far more than its bytes
 _PLACE = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$(.*)`)?$", re.DOTALL)
 _FIELD = re.compile(r"(required|unknown) field `(.{1,80})")
 
 # Fields that would change the answer, and the values that do not. An endpoint may have one as its own field.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("functions", "function_call", "audio", "web_search_options", "mcp_servers"), ([],)),
+    **dict.fromkeys(("functions", "function_call", "audio"), ([],)),
     **dict.fromkeys(("stop_token_ids", "bad_words", "allowed_token_ids", "prompt_logprobs"), ([], 0)),
     **dict.fromkeys(("truncate_prompt_tokens", "documents", "chat_template"), ([],)),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar", "guided_choice"), ()),
@@ -297,7 +253,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "suffix": ("",),
     "modalities": (["text"],),
-    "verbosity": ("medium",),
     "truncation": ("disabled",),
     "length_penalty": (1, 1.0),
     "min_tokens": (0,),
@@ -306,35 +261,37 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "typical_p": (1, 1.0),
     "mirostat": (0,),
 }
-WITHOUT_EFFECT = {"user", "store", "metadata"}  # known, and not worth a line in the log
+MOST_NOTES = 1024  # different ones that are remembered; their words are of clients
+
+
+@lru_cache(maxsize=MOST_NOTES)
+def note_once(text: str, level: int = logging.INFO) -> None:
+    """Write a line into the log, the first time: programs send what it is about with every request."""
+    log.log(level, "%s", text)
 
 
 def decoded(raw: bytes, kind: type[T], endpoint: str) -> T:
-    """Returns the struct of a body. Fields of other servers are accepted, as clients send them by habit, but
-    not those that change answers. Raises ApiError, which names the field."""
+    """Returns the struct of a body. Fields of other servers are accepted, as clients send them by habit, and
+    named in the log, but not those that change answers. Raises ApiError, which names the field."""
     given = parse_json(raw)
     body = fitting(given, kind, "")
     fields = set(kind.__struct_fields__)  # type: ignore[attr-defined]  # all kinds are structs
-    unknown = []
     for name, value in given.items():
-        if value is None:
+        if value is None or name in fields:
             continue
-        if name in fields:
-            continue
-        if name in UNSUPPORTED:
-            if value not in UNSUPPORTED[name]:
-                raise bad(name, "is not supported here")
-        elif name not in WITHOUT_EFFECT:
-            unknown.append(name[:40])
-    if unknown:
-        log.info("%s: fields without a meaning here: %s", endpoint, ", ".join(unknown[:8]))
+        if name not in UNSUPPORTED:
+            note_once(f"{endpoint}: the field {name[:40]!r} has no meaning here")
+        elif value not in UNSUPPORTED[name]:
+            raise bad(name, "is not supported here")
     return body
 
 
 def parse_json(text: str | bytes, name: str = "") -> dict[str, Any]:
     """Returns the object of a JSON text: a body, or a field of this name. Raises ApiError, also for what the
-    engine's libraries cannot write: values nested too deeply."""
+    engine's libraries cannot write, values nested too deeply, and for too many of them."""
     raw = text.encode("utf-8", "replace") if isinstance(text, str) else text
+    if raw.count(b",") > MOST_VALUES:
+        raise ApiError(413, f"{name or 'the body'} has more than {MOST_VALUES} values")
     try:
         value: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
         if raw.count(b"[") + raw.count(b"{") > MOST_NESTING and is_nested(value, MOST_NESTING):

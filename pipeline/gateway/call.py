@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.gateway.access import Scope, header_of
-from pipeline.gateway.bodies import decoded
+from pipeline.gateway.access import Headers, Scope, header_of
+from pipeline.gateway.bodies import Common, decoded
+from pipeline.gateway.content_coding import inflated
 from pipeline.gateway.engine_links import EngineLinks, model_name
 from pipeline.gateway.errors import ApiError, of_engine
+from pipeline.gateway.health import Health
 from pipeline.gateway.metrics import Meter
 from pipeline.text.chat_format import TemplateKind
 from pipeline.text.detokenizer import Detokenizer
@@ -30,13 +32,13 @@ log = logging.getLogger(__name__)
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Headers = tuple[tuple[bytes, bytes], ...]
+Body = TypeVar("Body", bound=Common)
 T = TypeVar("T")
 
-MOST_BYTES = 8 << 20  # of a body; a message to the engine has half of that
-BODY_SECONDS = 60.0  # for the whole body; a slow network sends 8 MB in less
+MOST_BYTES = 32 << 20  # of a body, most of it pictures, which are left out: a message to the engine has 4 MB
+BODY_SECONDS = 60.0  # for the whole body; a slow network sends 32 MB in less
 HEADERS_WITHIN = 1.0  # seconds: until then a refusal is an HTTP error, later an event of the stream
-PING_SECONDS = 10.0  # between comments in a stream, so that no proxy closes the connection
+PING_SECONDS = 10.0  # between signs of life in a stream, so that no proxy and no client closes the connection
 PING = b": waiting\n\n"
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -67,11 +69,26 @@ class Service:
     links: EngineLinks
     decoder: Path  # of the model's tokenizer, where it has one: written by the text process
     template: TemplateKind = TemplateKind()  # noqa: RUF009 - frozen
+    served: tuple[str, ...] = ()  # names of the model; without any it has its own, and every name is served
     started: float = field(default_factory=time.time)
     draining: bool = False
     meter: Meter = field(default_factory=Meter)
     openings: dict[str, bool] = field(default_factory=dict)  # does such a prompt open reasoning
+    health: Health = field(init=False)
     _detokenizer: Detokenizer | None = None
+
+    def __post_init__(self) -> None:
+        self.health = Health(self.links)
+
+    def model_name(self, welcome: Welcome) -> str:
+        """Returns the model's name in answers."""
+        return self.served[0] if self.served else model_name(welcome)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError for a model that is not served. Without a name it is the one that is."""
+        if name is not None and self.served and name not in self.served:
+            text = f"the model {name[:80]!r} is not served here; there is {', '.join(self.served)}"
+            raise ApiError(404, text, "model", "model_not_found")
 
     async def detokenizer(self) -> Detokenizer | None:
         """Returns what decodes tokens, None for a model without a tokenizer. An engine that answers has
@@ -83,14 +100,16 @@ class Service:
 
 @dataclass
 class Call:
-    """A request. `key_name`: of its API key, "" without keys. `prompt_field`, `grammar_field`: of the
-    body, for errors of the engine."""
+    """A request. `key_name`: of its API key, "" without keys. `page_headers`: of the answer, where an
+    allowed page of another site asks. `prompt_field`, `grammar_field`: of the body, for errors of the
+    engine."""
 
     service: Service
     scope: Scope
     receive: Receive
     send: Send
     key_name: str = ""
+    page_headers: Headers = ()
     prompt_field: str | None = None
     grammar_field: str | None = None
     status: int = 0  # of the answer, once it has begun
@@ -110,7 +129,7 @@ class Call:
         """Returns the API key's connection to the engine. Raises ApiError."""
         return await self.service.links.client(self.key_name)
 
-    async def body(self, kind: type[T]) -> T:
+    async def body(self, kind: type[Body]) -> Body:
         """Returns the body as a struct. Raises ApiError, and ConnectionError where the client has gone."""
         media = header_of(self.scope, b"content-type").partition(";")[0].strip().lower()
         if (
@@ -120,9 +139,15 @@ class Call:
             raise ApiError(415, f"the body must be application/json, not {media}")
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                return decoded(await self._read(), kind, self.scope["path"])
+                raw = await self._read()
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} s") from None
+        coding = header_of(self.scope, b"content-encoding").strip().lower()
+        if coding not in ("", "identity"):
+            raw = await asyncio.to_thread(inflated, raw, coding, MOST_BYTES)
+        body = decoded(raw, kind, self.scope["path"])
+        self.service.check_model(body.model)
+        return body
 
     async def _read(self) -> bytes:
         length = header_of(self.scope, b"content-length")
@@ -171,17 +196,18 @@ class Call:
         except Exception as e:
             if not self.status:
                 raise
-            name = "error" if self._anthropic else ""
+            name = "error" if self.anthropic else ""
             last = event_of(self._error_body(self.refusal(e)), name)
         finally:
             pinging.cancel()
         await self._send_chunk(last, more=False)
 
     async def _ping(self) -> None:
-        """Begin the stream, and send a comment now and then."""
+        """Begin the stream, and send a comment, or Anthropic's event, now and then."""
         await asyncio.sleep(HEADERS_WITHIN)
+        ping = event_of({"type": "ping"}, "ping") if self.anthropic else PING
         while True:
-            await self._send_chunk(PING)
+            await self._send_chunk(ping)
             await asyncio.sleep(PING_SECONDS)
 
     async def _send_chunk(self, chunk: bytes, more: bool = True) -> None:
@@ -191,7 +217,9 @@ class Call:
 
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
-        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send(
+            {"type": "http.response.start", "status": status, "headers": [*headers, *self.page_headers]}
+        )
 
     async def _unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
         """Returns the result of `work`. It is cancelled where the client disconnects before; raises
@@ -213,15 +241,10 @@ class Call:
             pass
 
     @property
-    def _anthropic(self) -> bool:
-        return bool(self.scope["path"].startswith("/v1/messages"))
+    def anthropic(self) -> bool:
+        """Returns whether the client speaks Anthropic's dialect."""
+        named = header_of(self.scope, b"anthropic-version")  # as its clients send it with every request
+        return bool(named or self.scope["path"].startswith("/v1/messages"))
 
     def _error_body(self, error: ApiError) -> dict[str, Any]:
-        return error.body(self._anthropic)
-
-
-def check_model(name: str | None, welcome: Welcome) -> None:
-    """Raises ApiError for a model that is not served. Without a name it is the one that is."""
-    if name is not None and name not in (served := model_name(welcome), welcome.model, welcome.engine):
-        text = f"the model {name[:80]!r} is not served here; it is {served!r}"
-        raise ApiError(404, text, "model", "model_not_found")
+        return error.body(self.anthropic)

@@ -7,17 +7,19 @@ from contextlib import aclosing
 from typing import Any
 
 from pipeline.gateway.answers import ChatAnswer, ChatRequest, End, Whole, check_chats, rendered_call, turn
-from pipeline.gateway.bodies import ChatBody, ChatTurn, Object
+from pipeline.gateway.bodies import ChatBody, ChatTurn, Object, note_once
 from pipeline.gateway.call import Call, event_of
 from pipeline.gateway.errors import bad
 from pipeline.gateway.settings import grammar_of, openai_tools, settings_of
+from pipeline.gateway.steady import steady
 from pipeline.text.chat_format import TemplateKind
 from pipeline.text.chat_output import Part, ToolCall
 from pipeline.text.tokenizer import RESERVED
 from protocol.messages import ChatMessage, Welcome
 
 # Harmony's efforts for the others: its models always think.
-EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high", "ultra": "high"}
+THINKLESS = "this model's chat template has no reasoning, so what a request says of it has no effect"
 DONE = b"data: [DONE]\n\n"
 
 
@@ -38,15 +40,16 @@ def _variables(body: ChatBody, kind: TemplateKind) -> Object:
     variables = body.chat_template_kwargs or {}
     if reserved := sorted(variables.keys() & RESERVED):
         raise bad("chat_template_kwargs", f"{reserved[0]} is no variable of a chat template")
-    return variables | reasoning_variables(body.reasoning_effort, kind, "reasoning_effort")
+    return variables | reasoning_variables(body.reasoning_effort, kind)
 
 
-def reasoning_variables(effort: str | None, kind: TemplateKind, name: str) -> Object:
-    """Returns the template's variables for an effort; `name`: of the field with it. Raises ApiError."""
+def reasoning_variables(effort: str | None, kind: TemplateKind) -> Object:
+    """Returns the template's variables for an effort."""
     if effort is None:
         return {}
     if not kind.thinks:
-        raise bad(name, "this model's chat template has no reasoning")
+        note_once(THINKLESS)
+        return {}
     return {"reasoning_effort": known_effort(effort, kind), **thinking_variables(effort != "none")}
 
 
@@ -63,15 +66,15 @@ def thinking_variables(wanted: bool) -> Object:
 
 def chat_request(body: ChatBody, welcome: Welcome, kind: TemplateKind) -> ChatRequest:
     """Returns what a body asks for. Raises ApiError."""
-    check_chats(body.model, welcome)
-    turns = tuple(_turn(message, f"messages[{place}]") for place, message in enumerate(body.messages))
+    check_chats(welcome)
+    turns = steady(_turn(message, f"messages[{place}]") for place, message in enumerate(body.messages))
     tools = openai_tools(body.tools, body.tool_choice, body.parallel_tool_calls, kind)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad("top_logprobs", "belongs to logprobs: true")
     settings = settings_of(
         body,
         welcome,
-        body.max_completion_tokens or body.max_tokens or welcome.context,
+        body.max_completion_tokens or body.max_tokens,
         stop=body.stop,
         choices=body.n,
         grammar=grammar_of(body.response_format, "response_format", tools.grammar()),

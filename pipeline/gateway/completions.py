@@ -9,9 +9,8 @@ from typing import Any
 
 from pipeline.gateway.answers import TokenTexts, Usage, events_of, hashed
 from pipeline.gateway.bodies import MOST_PROMPTS, CompletionBody, Object
-from pipeline.gateway.call import Call, check_model, event_of
+from pipeline.gateway.call import Call, event_of
 from pipeline.gateway.chat import DONE
-from pipeline.gateway.engine_links import model_name
 from pipeline.gateway.errors import bad
 from pipeline.gateway.settings import Settings, grammar_of, settings_of
 from pipeline.text.detokenizer import Detokenizer
@@ -47,7 +46,6 @@ class CompletionRequest:
 
 def completion_request(body: CompletionBody, welcome: Welcome) -> CompletionRequest:
     """Returns what a body asks for. Raises ApiError."""
-    check_model(body.model, welcome)
     prompts = _prompts(body.prompt, welcome)
     echo = bool(body.echo)
     most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
@@ -149,7 +147,8 @@ class Completion:
 
     def _body(self, choices: list[Object], **usage: Any) -> Object:
         head = {"id": f"cmpl-{self._call.id}", "object": "text_completion", "created": self._call.created}
-        return head | {"model": model_name(self._client.welcome), "choices": choices} | usage
+        name = self._call.service.model_name(self._client.welcome)
+        return head | {"model": name, "choices": choices} | usage
 
     async def whole(self) -> Object:
         """Returns the whole answer. Raises ProtocolError, ApiError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from protocol.errors import EngineGone, MalformedMessage, ProtocolError, RequestFailed
@@ -20,6 +21,8 @@ KINDS = {
     500: ("server_error", "api_error"),
     503: ("service_unavailable_error", "overloaded_error"),
 }
+TOO_LONG = "context_length_exceeded"
+LENGTHS = re.compile(r"(\d+) tokens, the context is (\d+)")
 
 
 class ApiError(Exception):
@@ -33,10 +36,14 @@ class ApiError(Exception):
 
     def body(self, anthropic: bool = False) -> dict[str, Any]:
         """Returns what is sent."""
-        kind = KINDS.get(self.status, KINDS[500])[anthropic]
+        kind, text = KINDS.get(self.status, KINDS[500])[anthropic], str(self)
         if anthropic:
-            return {"type": "error", "error": {"type": kind, "message": str(self)}}
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+            if self.code == TOO_LONG and (
+                found := LENGTHS.search(text)
+            ):  # programs then shorten what they send
+                text = f"{self.param}: prompt is too long: {found[1]} tokens > {found[2]} maximum"
+            return {"type": "error", "error": {"type": kind, "message": text}}
+        error = {"message": text, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
 
@@ -54,7 +61,7 @@ def of_engine(error: ProtocolError, prompt: str | None = None, grammar: str | No
         case RequestFailed() if "the grammar cannot be followed" in str(error):
             return _named(grammar, str(error))
         case RequestFailed(usage=True):
-            code = "context_length_exceeded" if "the context is" in str(error) else None
+            code = TOO_LONG if LENGTHS.search(str(error)) else None
             return _named(grammar if "grammar" in str(error) else prompt, str(error), code)
         case MalformedMessage():
             return _named(prompt, f"the request cannot be sent to the engine: {error}")

@@ -7,25 +7,17 @@ import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from pipeline.gateway.answers import ChatAnswer, ChatRequest, Whole, check_chats, turn
-from pipeline.gateway.bodies import (
-    CountBody,
-    Function,
-    MessagesBody,
-    MessageTurn,
-    Object,
-    ResultBlock,
-    TextBlock,
-    ThinkingBlock,
-    UseBlock,
-)
+from pipeline.gateway.answers import ChatAnswer, ChatRequest, Whole, check_chats
+from pipeline.gateway.bodies import CountBody, MessagesBody, Object, note_once
 from pipeline.gateway.call import Call, event_of
-from pipeline.gateway.chat import known_effort, thinking_variables
+from pipeline.gateway.chat import THINKLESS, known_effort, thinking_variables
+from pipeline.gateway.conversations import Catalogue, Conversation
 from pipeline.gateway.errors import bad
 from pipeline.gateway.settings import Tools, chosen_tools, flat_tools, grammar_of, settings_of
+from pipeline.gateway.steady import steady
 from pipeline.text.chat_format import TemplateKind
 from pipeline.text.chat_output import Part, ToolCall
-from protocol.messages import ChatMessage, Welcome
+from protocol.messages import Welcome
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -34,8 +26,14 @@ def messages_request(
     body: CountBody, welcome: Welcome, kind: TemplateKind, max_tokens: float = 1
 ) -> ChatRequest:
     """Returns what a body asks for. `max_tokens`: 1 where only the prompt is wanted. Raises ApiError."""
-    check_chats(body.model, welcome)
-    tools = _tools(body, kind)
+    check_chats(welcome)
+    catalogue = Catalogue(body.tools or ())
+    conversation = Conversation(catalogue)
+    conversation.add_system(body.system)
+    for place, message in enumerate(body.messages):
+        conversation.add(message, f"messages[{place}]")
+    conversation.end()
+    tools = _tools(body, catalogue, kind)
     form, name = body.output_format, "output_format"
     if body.output_config is not None and body.output_config.format is not None:
         if form is not None:
@@ -49,65 +47,35 @@ def messages_request(
         stop_field="stop_sequences",
         grammar=grammar_of(form, name, tools.grammar()),
     )
-    messages = [turn("system", body.system)] if body.system else []
-    if messages and not messages[0].content:
-        messages = []
-    for message in body.messages:
-        messages += _turns(message)
-    return ChatRequest(tuple(messages), settings, tools, _variables(body, kind))
+    return ChatRequest(steady(conversation.turns), settings, tools, _variables(body, kind))
 
 
 def _variables(body: CountBody, kind: TemplateKind) -> Object:
-    """Returns what the chat template reads beside messages and tools. Raises ApiError."""
-    variables: Object = {}
-    if body.thinking is not None:
-        wanted = body.thinking.type
-        if wanted == "enabled" and not kind.thinks:
-            raise bad("thinking", "this model's chat template has no reasoning")
-        variables = thinking_variables(wanted != "disabled")
+    """Returns what the chat template reads beside messages and tools."""
+    thinking = None if body.thinking is None else body.thinking.type != "disabled"
     effort = None if body.output_config is None else body.output_config.effort
-    if effort is not None and kind.thinks:
-        variables["reasoning_effort"] = known_effort(effort, kind)
-    elif effort not in (None, "high"):  # which is the API's default
-        raise bad("output_config.effort", "this model's chat template has no reasoning")
-    return variables
+    if not kind.thinks:
+        if thinking or effort is not None:
+            note_once(THINKLESS)
+        return {}
+    variables: Object = {} if thinking is None else thinking_variables(thinking)
+    return variables if effort is None else variables | {"reasoning_effort": known_effort(effort, kind)}
 
 
-def _turns(message: MessageTurn) -> list[ChatMessage]:
-    """Returns a message's blocks as messages of templates: results of tools are messages of their own."""
-    if not isinstance(message.content, list):
-        return [ChatMessage(message.role, message.content or "")]
-    texts: list[str] = []
-    extra: Object = {}
-    results = []
-    for block in message.content:
-        match block:
-            case TextBlock(text=text):
-                texts.append(text)
-            case ThinkingBlock(thinking=text):
-                extra["reasoning_content"] = extra.get("reasoning_content", "") + text
-            case UseBlock():
-                function = {"name": block.name, "arguments": block.input or {}}
-                calls = extra.setdefault("tool_calls", [])
-                calls.append({"id": block.id, "type": "function", "function": function})
-            case ResultBlock():
-                results.append(turn("tool", block.content, {"tool_call_id": block.tool_use_id}))
-    if texts or extra or not results:
-        text = json.dumps(extra, ensure_ascii=False) if extra else ""
-        results.append(ChatMessage(message.role, "".join(texts), text))
-    return results
-
-
-def _tools(body: CountBody, kind: TemplateKind) -> Tools:
-    given = [Function(tool.name, tool.description, tool.input_schema) for tool in body.tools or ()]
+def _tools(body: CountBody, catalogue: Catalogue, kind: TemplateKind) -> Tools:
+    """Returns what can be called. Raises ApiError."""
+    given, _ = flat_tools(catalogue.given)
+    _, schemas = flat_tools(catalogue.functions)
     choice = body.tool_choice
     wanted: str | Object | None = None
     if choice is not None:
         wanted = "required" if choice.type == "any" else choice.type
         if choice.type == "tool":
             wanted = {"name": choice.name}
+        if catalogue.skipped and (not schemas or choice.name in catalogue.skipped):
+            wanted = None  # what it has to call is not here
     parallel = choice is None or not choice.disable_parallel_tool_use
-    return chosen_tools(*flat_tools(given), wanted, kind, parallel)
+    return chosen_tools(given, schemas, wanted, kind, parallel)
 
 
 async def create(call: Call) -> None:
@@ -122,8 +90,7 @@ async def count_tokens(call: Call) -> None:
     """Send the number of a conversation's tokens."""
     client = await call.client()
     request = messages_request(await call.body(CountBody), client.welcome, call.service.template)
-    answer = await client.tokenize(messages=request.messages, template=request.template)
-    await call.send_json({"input_tokens": len(answer.ids)})
+    await call.send_json({"input_tokens": await Messages(call, client, request).prompt_tokens()})
 
 
 class Messages(ChatAnswer):
@@ -141,6 +108,13 @@ class Messages(ChatAnswer):
             "output_tokens": self.usage.completion,
         }
 
+    async def prompt_tokens(self) -> int:
+        """Returns the length of the prompt; how much of it is cached is known at the end. Raises
+        ProtocolError."""
+        asked = self.request
+        tokenized = await self.client.tokenize(messages=asked.messages, template=asked.template)
+        return len(tokenized.ids)
+
     def body(self, choices: list[Whole]) -> Object:
         """Returns the whole answer."""
         (whole,) = choices
@@ -155,7 +129,8 @@ class Messages(ChatAnswer):
                 match change:
                     case "start":
                         none = {"stop_reason": None, "stop_sequence": None}
-                        message = self._body([], {"input_tokens": 0, "output_tokens": 0}, none)
+                        usage = self._usage() | {"input_tokens": await self.prompt_tokens()}
+                        message = self._body([], usage | {"output_tokens": 0}, none)
                         yield _event("message_start", {"message": message})
                     case "open":
                         yield _event(

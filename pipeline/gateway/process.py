@@ -126,10 +126,11 @@ async def _run(config: dict[str, Any]) -> int:
     try:
         host, _ = split_address(config["http"])
         keys = config["http_keys"]
-        access = Access(None if keys is None else Path(keys), host)
+        access = Access(None if keys is None else Path(keys), host, config["allowed_origins"])
         bound = bind(config["http"])
         links = EngineLinks(ipc_endpoint(runtime, "client.sock"))
-        service = Service(links, runtime / DECODER, read_template(Path(config["model"])))
+        template = read_template(Path(config["model"]))
+        service = Service(links, runtime / DECODER, template, tuple(config["served_model_name"]))
         app = App(service, access)
         server = make_server(app)
         links.start()

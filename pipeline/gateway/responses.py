@@ -1,150 +1,118 @@
-"""POST /v1/responses: OpenAI's newer API, as a chat without state: nothing is kept between requests."""
+"""POST /v1/responses and /v1/responses/compact: OpenAI's newer API, as coding agents use it: a chat without
+state, as nothing is kept between requests."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any
 
-from pipeline.gateway.answers import ChatAnswer, ChatRequest, Whole, check_chats, rendered_call, turn
-from pipeline.gateway.bodies import (
-    CalledFunction,
-    CallItem,
-    CallPart,
-    Content,
-    MessageItem,
-    Object,
-    OutputItem,
-    ReasoningItem,
-    ResponsesBody,
-    TextOptions,
-    fitting,
-)
-from pipeline.gateway.call import Call, event_of
-from pipeline.gateway.chat import reasoning_variables
-from pipeline.gateway.errors import bad
-from pipeline.gateway.settings import chosen_tools, flat_tools, grammar_of, settings_of
-from pipeline.text.chat_format import TemplateKind
+from pipeline.gateway.answers import ChatAnswer, ChatEvent, End, Whole
+from pipeline.gateway.bodies import Object
+from pipeline.gateway.call import HEADERS_WITHIN, PING_SECONDS, Call, event_of
+from pipeline.gateway.errors import TOO_LONG, ApiError
+from pipeline.gateway.response_items import sealed
+from pipeline.gateway.response_request import ResponseRequest, ResponsesBody, response_request
+from pipeline.gateway.response_tools import Origin, free_input
 from pipeline.text.chat_output import Part
-from protocol.messages import ChatMessage, Welcome
+from protocol.client import Client
 
 Event = tuple[str, Object]
-
-ITEMS: dict[str, type] = {
-    "message": MessageItem,
-    "function_call": CallItem,
-    "function_call_output": OutputItem,
-    "reasoning": ReasoningItem,
-}
 
 # By the kind of a part: of which event the deltas are, and its field with the whole text.
 FIELDS = {
     "reasoning": ("reasoning_text", "text"),
     "content": ("output_text", "text"),
     "call": ("function_call_arguments", "arguments"),
+    "free call": ("custom_tool_call_input", "input"),
 }
-
-
-def response_request(body: ResponsesBody, welcome: Welcome, kind: TemplateKind) -> ChatRequest:
-    """Returns what a body asks for. Raises ApiError."""
-    check_chats(body.model, welcome)
-    if "message.output_text.logprobs" in (body.include or ()):
-        raise bad("include", "log-probabilities are not supported here; use /v1/chat/completions")
-    tools = chosen_tools(
-        *flat_tools(body.tools or ()), body.tool_choice, kind, body.parallel_tool_calls is not False
-    )
-    effort = None if body.reasoning is None else body.reasoning.effort
-    settings = settings_of(
-        body,
-        welcome,
-        body.max_output_tokens or welcome.context,
-        stop=body.stop,
-        grammar=grammar_of((body.text or TextOptions()).format, "text.format", tools.grammar()),
-    )
-    variables = reasoning_variables(effort, kind, "reasoning.effort")
-    return ChatRequest(_messages(body), settings, tools, variables)
-
-
-def _messages(body: ResponsesBody) -> tuple[ChatMessage, ...]:
-    turns = [turn("system", body.instructions)] if body.instructions else []
-    given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-    answer = _Answer()
-    for place, value in enumerate(given):
-        where = f"input[{place}]"
-        kind = value.get("type") or "message"
-        if not isinstance(kind, str) or kind not in ITEMS:
-            raise bad(f"{where}.type", f"must be one of {', '.join(ITEMS)}")
-        item: Any = fitting(value, ITEMS[kind], where)
-        if not answer.add(item, where):
-            turns += answer.turns()
-            answer = _Answer()
-            match item:
-                case OutputItem():
-                    turns.append(turn("tool", item.output, {"tool_call_id": item.call_id}))
-                case MessageItem() if item.role != "assistant":
-                    turns.append(turn(item.role, item.content))
-                case _:
-                    answer.add(item, where)
-    return (*turns, *answer.turns())
-
-
-@dataclass
-class _Answer:
-    """What the model wrote at once, which templates read as one message: reasoning, a text, calls."""
-
-    reasoning: str = ""
-    content: Content = None
-    calls: list[Object] = field(default_factory=list)
-
-    def add(self, item: Any, where: str) -> bool:
-        """Add the next item; returns False where it is of another message."""
-        match item:
-            case ReasoningItem() if self.content is None and not self.calls:
-                self.reasoning += "".join(part.text for part in item.content or ())
-            case MessageItem(role="assistant") if self.content is None and not self.calls:
-                self.content = item.content or ""
-            case CallItem():
-                part = CallPart(CalledFunction(item.name, item.arguments), item.call_id)
-                self.calls.append(rendered_call(part, where))
-            case _:
-                return False
-        return True
-
-    def turns(self) -> list[ChatMessage]:
-        """Returns the message, none without a text and calls."""
-        if self.content is None and not self.calls:
-            return []
-        extra = {"reasoning_content": self.reasoning, "tool_calls": self.calls}
-        return [turn("assistant", self.content, {name: value for name, value in extra.items() if value})]
+CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # of a failed response, by status
 
 
 async def create(call: Call) -> None:
     """Answer a conversation."""
     client = await call.client()
-    request = response_request(await call.body(ResponsesBody), client.welcome, call.service.template)
-    await Response(call, client, request).send()
+    body = await call.body(ResponsesBody)
+    request = response_request(body, client.welcome, call.service.template)
+    answer = Compaction if request.compacts else Response if body.input else Probed
+    await answer(call, client, request).send()
+
+
+async def compact(call: Call) -> None:
+    """Answer with a shorter conversation: the user's last messages, and a summary of all."""
+    client = await call.client()
+    body = await call.body(ResponsesBody)
+    body.stream = None
+    request = response_request(body, client.welcome, call.service.template, compacts=True)
+    items = [] if isinstance(body.input, str) else body.input
+    await Compacted(call, client, request, _questions(items, client.welcome.context // 2)).send()
+
+
+def _questions(items: list[Object], most: int) -> list[Object]:
+    """Returns the user's last messages, of so many characters in JSON at most."""
+    found: list[Object] = []
+    for item in reversed(items):
+        if item.get("role") == "user":
+            most -= len(str(item.get("content")))
+            if most < 0:
+                break
+            found.append(item)
+    return found[::-1]
 
 
 class Response(ChatAnswer):
     """The answer. Its output is items: reasoning, messages and calls of tools."""
 
+    request: ResponseRequest
+
     def body(self, choices: list[Whole]) -> Object:
         """Returns the whole answer."""
         (whole,) = choices
-        blocks = whole.blocks or [Part("content")]
-        output = [self._item(place, block, whole=True) for place, block in enumerate(blocks)]
+        output = [self._item(place, block, whole=True) for place, block in enumerate(whole.blocks)]
         return self._body(_status(whole), output, self._usage())
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Yields numbered events."""
-        number, whole = 0, Whole()
+        number = 0
+        async with aclosing(self._lively()) as events:
+            async for kind, value in events:
+                yield _event(kind, value, number)
+                number += 1
+
+    async def _lively(self) -> AsyncGenerator[Event, None]:
+        """Yields the events with signs of life, as Codex counts no comments and gives up after minutes. An
+        error behind the first event is one, too, and so is a prompt that is too long: by that Codex knows
+        that it has to make its conversation shorter."""
+        body, begun = {"response": self._body("in_progress", [], None)}, False
+        try:
+            async with aclosing(_patient(self._told())) as told:
+                async for event in told:
+                    if not begun:
+                        begun = True
+                        yield "response.created", body
+                        yield "response.in_progress", body
+                    elif event is None:
+                        yield "response.in_progress", body
+                    if event is not None:
+                        yield event
+        except Exception as e:
+            error = self.call.refusal(e)
+            if not self.call.status and error.code != TOO_LONG:
+                raise
+            if not begun:
+                yield "response.created", body
+            code = error.code or CODES.get(error.status, "server_error")
+            failed = {"error": {"code": code, "message": str(error)}}
+            yield "response.failed", {"response": self._body("failed", [], None) | failed}
+
+    async def _told(self) -> AsyncGenerator[Event, None]:
+        """Yields all but that the response begins."""
+        whole = Whole()
         async with aclosing(self.changes(whole)) as changes:
             async for change, place, part in changes:
-                for kind, value in self._events(change, place, part):
-                    yield _event(kind, value, number)
-                    number += 1
-        yield _event(f"response.{_status(whole)}", {"response": self.body([whole])}, number)
+                for event in self._events(change, place, part):
+                    yield event
+        yield f"response.{_status(whole)}", {"response": self.body([whole])}
 
     def _body(self, status: str, output: list[Object], usage: Object | None) -> Object:
         tools = self.request.tools
@@ -159,7 +127,7 @@ class Response(ChatAnswer):
             "output": output,
             "parallel_tool_calls": tools.parallel,
             "tool_choice": "required" if tools.wanted else "auto",
-            "tools": [tool["function"] | {"type": "function", "strict": False} for tool in tools.given],
+            "tools": list(self.request.given),
             "store": False,
             "usage": usage,
         }
@@ -178,23 +146,41 @@ class Response(ChatAnswer):
         """Returns a whole item of the output, or the empty one that a part begins."""
         name, status = f"{self.call.id}_{place}", "completed" if whole else "in_progress"
         if part.call is not None:
-            call, arguments = part.call, part.call.arguments if whole else ""
-            item = {"id": f"fc_{name}", "type": "function_call", "call_id": call.id, "name": call.name}
-            return item | {"arguments": arguments, "status": status}
+            kind, text = self._said(part)
+            origin = self._origin(part)
+            start, type_ = ("ctc", "custom_tool_call") if origin.free else ("fc", "function_call")
+            item: Object = {"id": f"{start}_{name}", "type": type_, "call_id": part.call.id}
+            item |= {"name": origin.name, FIELDS[kind][1]: text if whole else "", "status": status}
+            return item if origin.namespace is None else item | {"namespace": origin.namespace}
         if part.kind == "reasoning":
-            content = {"content": [{"type": "reasoning_text", "text": part.text}]} if whole else {}
-            return {"id": f"rs_{name}", "type": "reasoning", "summary": []} | content
+            item = {"id": f"rs_{name}", "type": "reasoning", "summary": []}
+            if whole:
+                item["content"] = [{"type": "reasoning_text", "text": part.text}]
+            if self.request.seals:
+                item["encrypted_content"] = sealed(part.text) if whole else None
+            return item
         item = {"id": f"msg_{name}", "type": "message", "role": "assistant", "status": status}
         return item | {"content": [_part(part.text)] if whole else []}
+
+    def _origin(self, part: Part) -> Origin:
+        assert part.call is not None
+        return self.request.origins[part.call.name]
+
+    def _said(self, part: Part) -> tuple[str, str]:
+        """Returns the kind of a part, of FIELDS, and its text."""
+        if part.call is None:
+            return part.kind, part.text
+        if self._origin(part).free:
+            return "free call", free_input(part.call.arguments)
+        return "call", part.call.arguments
 
     def _events(self, change: str, place: int, part: Part) -> list[Event]:
         """Returns the names and values of what the stream says of a change of its blocks."""
         if change == "start":
-            body = {"response": self._body("in_progress", [], None)}
-            return [("response.created", body), ("response.in_progress", body)]
+            return []
         item = self._item(place, part, whole=change == "close")
-        name, field = FIELDS[part.kind]
-        text = part.text if part.call is None else part.call.arguments
+        kind, text = self._said(part)
+        name, field = FIELDS[kind]
         where = {"output_index": place, "item_id": item["id"]}
         if part.call is None:
             where["content_index"] = 0
@@ -207,9 +193,94 @@ class Response(ChatAnswer):
             shown = _part(text if change == "close" else "")
             events.insert(change == "open", (f"response.content_part.{state}", where | {"part": shown}))
         if change == "close":
-            called = {} if part.call is None else {"name": part.call.name}
+            called = {"name": item["name"]} if kind == "call" else {}
             events.insert(0, (f"response.{name}.done", where | {field: text} | of_content | called))
         return events
+
+
+class Probed(Response):
+    """The answer to a request without a conversation, by which a program finds out who is here."""
+
+    async def events(self) -> AsyncGenerator[tuple[int, ChatEvent], None]:
+        """Yields the end: nothing is computed."""
+        yield 0, End("stop")
+
+
+class Compaction(Response):
+    """A summary of the conversation, as one item that the client keeps for us without reading it."""
+
+    def body(self, choices: list[Whole]) -> Object:
+        """Returns the whole answer. Raises ApiError where there is no summary."""
+        (whole,) = choices
+        return self._body("completed", [self._summary(whole)], self._usage())
+
+    async def _told(self) -> AsyncGenerator[Event, None]:
+        whole = Whole()
+        async with aclosing(self.changes(whole)) as changes:
+            async for _ in changes:
+                pass
+        item = {"output_index": 0, "item": self._summary(whole)}
+        yield "response.output_item.added", item
+        yield "response.output_item.done", item
+        yield "response.completed", {"response": self.body([whole])}
+
+    def _summary(self, whole: Whole) -> Object:
+        text = whole.text("content").strip() or whole.text("reasoning").strip()
+        if not text:
+            raise ApiError(500, "the model has written no summary")
+        return {"id": f"cmp_{self.call.id}", "type": "compaction", "encrypted_content": sealed(text)}
+
+
+class Compacted(Compaction):
+    """The conversation that is left. `questions`: the user's messages in it."""
+
+    def __init__(self, call: Call, client: Client, request: ResponseRequest, questions: list[Object]) -> None:
+        super().__init__(call, client, request)
+        self._questions = questions
+
+    def body(self, choices: list[Whole]) -> Object:
+        """Returns the whole answer. Raises ApiError where there is no summary."""
+        (whole,) = choices
+        head = {
+            "id": f"resp_{self.call.id}",
+            "object": "response.compaction",
+            "created_at": self.call.created,
+        }
+        return head | {"output": [*self._questions, self._summary(whole)], "usage": self._usage()}
+
+
+async def _patient(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event | None, None]:
+    """Yields the events, and None whenever there has been none for a while."""
+    queue: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
+
+    async def read() -> None:
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    queue.put_nowait(event)
+            queue.put_nowait(None)
+        except Exception as e:
+            queue.put_nowait(e)
+
+    reading = asyncio.create_task(read())
+    seconds = HEADERS_WITHIN
+    try:
+        while True:
+            try:
+                async with asyncio.timeout(seconds):
+                    event = await queue.get()
+            except TimeoutError:
+                yield None
+            else:
+                if isinstance(event, Exception):
+                    raise event
+                if event is None:
+                    return
+                yield event
+            seconds = PING_SECONDS
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
 
 
 def _status(whole: Whole) -> str:

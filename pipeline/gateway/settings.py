@@ -4,6 +4,7 @@ it ends, which tools it may call, and the grammar by which it has to call one or
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -14,19 +15,23 @@ from msgspec.structs import replace
 from pipeline.gateway.bodies import (
     MOST_SEED,
     Common,
-    FlatTool,
     Format,
     Function,
     Object,
     Tool,
     fitting,
+    note_once,
 )
 from pipeline.gateway.errors import bad
 from pipeline.text.chat_format import FORMS, TemplateKind
 from pipeline.text.detokenizer import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from protocol.messages import Sampling, Shaping, TokenBias, Welcome
 
-WHITESPACE = r" |\n {0,32}"  # of JSON: a model that is not sure may otherwise write nothing else
+# Of JSON, for llguidance: at most one space, behind a comma or a colon, where models have tokens with it. One
+# that is not sure may otherwise write white space only.
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+DEFAULT_PART = 4  # of the context, for an answer without a limit
+PLACELESS = "this model's chat template has no place for tools: they are written into the system message"
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,8 @@ class Grammar:
 
 @dataclass(frozen=True)
 class Tools:
-    """`given`: as the chat template reads them; `schemas`: of their parameters, by name. `wanted`: the names
-    that the answer has to call one of; empty where it may do without."""
+    """`given`: as the chat template reads them; `schemas`: of the parameters of all that can be called, by
+    name. `wanted`: the names that the answer has to call one of; empty where it may do without."""
 
     given: tuple[Object, ...] = ()
     schemas: dict[str, Object] = field(default_factory=dict)
@@ -57,8 +62,7 @@ class Tools:
             return Grammar()
         calls, rules, form = [], [], FORMS["json"]
         for place, name in enumerate(self.wanted):
-            compact = {"x-guidance": {"whitespace_flexible": False}}
-            schema = json.dumps((self.schemas[name] or {"type": "object"}) | compact)
+            schema = json.dumps((self.schemas[name] or {"type": "object"}) | {"x-guidance": COMPACT})
             rules.append(f"arguments{place}: %json {schema}")
             head = json.dumps(f'{form.open}\n{{"name": {json.dumps(name)}, "arguments": ')
             calls.append(f"{head} arguments{place} " + json.dumps(f"}}\n{form.close}"))
@@ -74,7 +78,7 @@ def openai_tools(
     return chosen_tools(given or [], schemas, choice, kind, parallel is not False)
 
 
-def flat_tools(given: Iterable[FlatTool | Function]) -> tuple[list[Object], dict[str, Object]]:
+def flat_tools(given: Iterable[Function]) -> tuple[list[Object], dict[str, Object]]:
     """Returns tools as templates read them, and their schemas, of dialects that write them in one level."""
     tools, schemas = [], {}
     for tool in given:
@@ -102,14 +106,16 @@ def chosen_tools(
         names = (str(wanted),)
     elif choice == "required":
         names = tuple(schemas)
-        if not tools:
+        if not schemas:
             raise bad("tool_choice", "there are no tools to call")
     elif choice not in (None, "auto", "none"):
         raise bad("tool_choice", "must be none, auto, required, or an object that names a function")
-    if not tools or choice == "none":
+    if not schemas:
         return Tools(parallel=parallel)
     if not kind.tools:
-        raise bad("tools", "this model's chat template has no place for tools")
+        note_once(PLACELESS, logging.WARNING)
+    if choice == "none":  # the prompt has them all the same: it is the beginning of the next one
+        return Tools(tuple(tools), parallel=parallel)
     if names and kind.calls != "json":
         raise bad("tool_choice", "calls of this model's form cannot be enforced; use auto")
     return Tools(tuple(tools), schemas, names, parallel)
@@ -149,7 +155,7 @@ def _made(kind: str, value: str, param: str, **options: Any) -> Grammar:
 
 def json_schema(schema: Object, param: str) -> Grammar:
     """Returns the grammar of JSON that has this schema. Raises ApiError."""
-    return _made("json_schema", json.dumps(schema), param, defaults={"whitespace_pattern": WHITESPACE})
+    return _made("json_schema", json.dumps(schema), param, defaults=COMPACT)
 
 
 @dataclass(frozen=True)
@@ -185,7 +191,7 @@ class Settings:
 def settings_of(
     body: Common,
     welcome: Welcome,
-    max_tokens: float,
+    max_tokens: float | None,
     *,
     stop: str | list[str] | None,
     stop_field: str = "stop",
@@ -194,8 +200,13 @@ def settings_of(
     grammar: Grammar = Grammar(),
     logprobs: float | None = None,
 ) -> Settings:
-    """`default`: sampling that is not given; without it as the model's makers recommend. Raises ApiError."""
+    """`max_tokens`: None for a quarter of the context, after which a model that finds no end is stopped.
+    `default`: sampling that is not given; without it as the model's makers recommend. Raises ApiError."""
     options, stream = body.stream_options, bool(body.stream)
+    if max_tokens is None:
+        max_tokens = max(welcome.context // DEFAULT_PART, 1)
+        limit = f"{max_tokens:.0f} tokens, 1/{DEFAULT_PART} of the context"
+        note_once(f"answers to requests without max_tokens have at most {limit}", logging.WARNING)
     if options is not None and not stream:
         raise bad("stream_options", "belongs to stream: true")
     return Settings(

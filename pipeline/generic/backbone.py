@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -32,6 +31,7 @@ from pipeline.generic.routers import Tap, find_router
 from pipeline.generic.skeleton import Skeleton
 from pipeline.generic.trial import Trial, observe
 from pipeline.models.facts import ModelFacts
+from pipeline.models.transformers_log import to_own_log
 from pipeline.policies.view import Router
 
 
@@ -49,7 +49,7 @@ class GenericBackbone:
     ) -> None:
         """`weights`: by parameters' names in the whole model; `progress` is called with the bytes loaded so
         far. Raises ModelError where the family cannot run here, or weights are missing."""
-        transformers.logging.set_verbosity_error()  # of slower ways that are the only ones here
+        to_own_log()
         self.facts = facts
         self.dtype = precision.kv_dtype
         self._precision = precision

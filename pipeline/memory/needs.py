@@ -61,6 +61,7 @@ class Needs:
     kv_dtype: KvDType
     aside: tuple[str, ...]  # lines about what the model or its files have and is not used
     rounded: str  # how the file has the experts, where this format rounds them a second time; else empty
+    rest_rounded: str  # how it has those other matrices that are rounded to int8
     store: int  # every expert
     present: int  # of the store, allocated in shared memory already
     heads: int  # of all experts, on a GPU; 0 on the host, which reads them in the store
@@ -114,6 +115,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         kv_dtype=kv_dtype(config),
         aside=tuple(filter(None, (facts.left_aside, source.note))),
         rounded="" if format in (source.own_format, "f32") else stored,
+        rest_rounded=_rest_rounded(source, facts, config),
         store=store,
         present=min(store, _allocated(store_name(fingerprint))),
         heads=shape.layers * shape.experts * heads if cuda else 0,
@@ -184,6 +186,13 @@ def _own_bytes(source: ModelSource, facts: ModelFacts, config: EngineConfig) -> 
         if not (facts.tied_embeddings and matrix.shape == table):  # a plain table cannot serve as the head
             total -= plain_bytes(config) * math.prod(matrix.shape)
     return total
+
+
+def _rest_rounded(source: ModelSource, facts: ModelFacts, config: EngineConfig) -> str:
+    if backbone_dtype(source, config) != "own":
+        return ""
+    kinds = {matrix.rounded for matrix in own_matrices(source, facts).values()}
+    return ", ".join(sorted(kinds - {""}))
 
 
 def own_matrices(source: ModelSource, facts: ModelFacts) -> dict[str, OwnMatrix]:
@@ -264,12 +273,19 @@ def cache_tiles(share: float, tiles: int) -> int:
     return int(share * tiles + 1e-9)
 
 
-def choose_context(requested: int | None, facts: ModelFacts) -> int:
-    """Tokens of prompt and answer together. Raises UsageError beyond the model's positions."""
+def choose_context(requested: int | None, facts: ModelFacts, chunk: int | None = None) -> int:
+    """Tokens of prompt and answer together. Raises UsageError beyond the model's positions, or beyond a chunk
+    of a model that needs its prompts whole."""
+    whole = (chunk or CHUNK_MAX) if facts.whole_prompts else facts.max_positions
     if requested is None:
-        return min(facts.max_positions, DEFAULT_CONTEXT)
+        return min(facts.max_positions, DEFAULT_CONTEXT, whole)
     if requested > facts.max_positions:
         raise UsageError(f"--context {requested} is more than the model's {facts.max_positions} positions")
+    if requested > whole:
+        raise UsageError(
+            f"--context {requested}: this model's prompts are computed whole, so that a context is one chunk"
+            f" ({whole} tokens): give --chunk {requested} as well, which takes more memory"
+        )
     return requested
 
 

@@ -28,6 +28,7 @@ class Job(ABC):
     """One request. `kv` is set while it is admitted, `reason` once it has ended."""
 
     grows = False  # the job adds tokens while it runs
+    counted = True  # as of a StepInput
     prefix_key: PrefixKey | None = None  # of the job's conversation: its KV is kept when the job ends
 
     def __init__(
@@ -166,6 +167,7 @@ class GenerateJob(Job):
         super().__init__(client, message.request, tokens, len(prompt), len(prompt) + max_tokens, emit)
         self.prefill_end = len(tokens)
         self.prefix_key = None if message.conversation is None else (client, message.conversation)
+        self.counted = message.counted
         self._chooser = chooser
         self._grammar = grammar
         greedy = vocabulary and chooser.greedy and grammar is None
@@ -195,7 +197,8 @@ class GenerateJob(Job):
 
     def step_input(self, chunk: int) -> StepInput:
         new = self._next_tokens(chunk)
-        return StepInput(new, self._wanted if self.filled + len(new.tokens) == len(self.tokens) else "none")
+        wanted = self._wanted if self.filled + len(new.tokens) == len(self.tokens) else "none"
+        return StepInput(new, wanted, self.counted)
 
     def take_logits(self, logits: FloatArray) -> None:
         if len(logits) == 0:

@@ -303,5 +303,5 @@ class Scheduler:
                 self._prefixes.keep(job.prefix_key, job.tokens, job.kv)
             else:
                 self.kv.release(job.kv)
-        self._ended += 1
+        self._ended += job.counted
         job.finish(reason, stats, error)

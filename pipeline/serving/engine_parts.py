@@ -92,7 +92,8 @@ class EngineParts:
         options = config.options
         self.source = open_model(config.model)
         self.facts = facts = facts_of(self.source.config)
-        self.context = choose_context(options.context, facts)  # tokens of prompt and answer together
+        # Tokens of prompt and answer together.
+        self.context = choose_context(options.context, facts, options.chunk)
         self.device = device = open_device(options.device, config.cache)
         closing.callback(device.close)
         self.control = ControlSegment.attach(config.control)

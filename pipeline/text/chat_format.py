@@ -143,8 +143,9 @@ FORMS = {
 
 @dataclass(frozen=True)
 class TemplateKind:
-    """`thinks`: answers may begin with reasoning. `tools`: it renders tools. `calls`: how the model writes
-    calls, of FORMS, or "" where it has another form, which is not parsed."""
+    """`thinks`: answers may begin with reasoning. `tools`: it renders tools; where it has no place for them,
+    they are written into the system message (`chat_history.py`). `calls`: how the model writes calls, of
+    FORMS, or "" where it has another form, which is not parsed."""
 
     thinks: bool = False
     tools: bool = False
@@ -154,7 +155,9 @@ class TemplateKind:
     def of_text(cls, text: str) -> TemplateKind:
         """Returns what a template of this text can do."""
         found = (name for name, form in FORMS.items() if form.sign in text and form.open in text)
-        kind = cls(tools="tools" in text, calls=next(found, ""))
+        tools = "tools" in text
+        name = next(found, "")
+        kind = cls(tools=tools, calls=name if tools or name == "harmony" else "json")
         return replace(kind, thinks=kind.calls == "harmony" or kind.think[1] in text)
 
     @property

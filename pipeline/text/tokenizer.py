@@ -188,7 +188,7 @@ class Tokenizer:
         if reserved := variables.keys() & RESERVED:
             raise RequestError(f"{min(reserved)} is no variable of a chat template")
         try:
-            turns = as_template_reads(turns, self._template)
+            turns = as_template_reads(turns, self._template, variables.get("tools") or [])
             text: str = self._tokenizer.apply_chat_template(turns, tokenize=False, **variables)
         except Exception as error:  # a template is a program, which may raise anything
             raise RequestError(f"the model's chat template refuses this: {one_line(error)}") from error

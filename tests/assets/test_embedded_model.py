@@ -14,6 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.embedded_model.model import Model, Shape
 from pipeline.assets import heldout, model_dir
+from pipeline.text.chat_output import ChatOutput
+from pipeline.text.tokenizer import Tokenizer, read_template
+from protocol.messages import ChatMessage
 
 MEGABYTE = 1_000_000
 WINDOW = 512  # tokens; the first of each window is context only
@@ -83,6 +86,33 @@ def test_chat_template(tokenizer: Any) -> None:
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert ids.count(0) == 1
     assert ids[-1] == tokenizer.convert_tokens_to_ids("<|assistant|>") == 5
+
+
+def test_calls_in_a_prompt_are_read_as_an_answers_are() -> None:
+    """Tools, a call and its result, by the template; and the call's text, as if the model had written it."""
+    tokenizer = Tokenizer.load(model_dir())
+    assert tokenizer is not None
+    function = {"name": "weather", "arguments": {"city": "Oslo", "note": 'a "b"\n<c> é'}}
+    called = {"tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    turns = [
+        ChatMessage("system", "Answer briefly."),
+        ChatMessage("user", "Rain?"),
+        ChatMessage("assistant", "I look.", json.dumps(called)),
+        ChatMessage("tool", "yes", json.dumps({"tool_call_id": "1"})),
+    ]
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    text = tokenizer.prompt(turns, json.dumps({"tools": tools}))
+    assert text.startswith("<s><|system|>Answer briefly.\n\n")
+    assert json.dumps(tools[0]["function"]) in text
+    before, answer = text.split("<|assistant|>", 1)
+    assert before.endswith("<|end|><|user|>Rain?<|end|>")
+    answer, rest = answer.split("<|end|>", 1)
+    assert rest == "<|user|><tool_response>\nyes\n</tool_response><|end|><|assistant|>"
+    output = ChatOutput(read_template(model_dir()), {"weather": {}}, thinking=False)
+    content, call = [*output.feed(answer), *output.finish()]
+    assert content.text == "I look."
+    assert call.call is not None
+    assert (call.call.name, json.loads(call.call.arguments)) == ("weather", function["arguments"])
 
 
 def test_demonstration_answer_ends_by_itself(model: Any, tokenizer: Any) -> None:

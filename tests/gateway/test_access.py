@@ -15,14 +15,15 @@ from waiting import until
 
 from pipeline.assets import model_dir
 from pipeline.gateway.access import read_api_keys
-from pipeline.gateway.call import check_model
-from pipeline.gateway.engine_links import model_name
+from pipeline.gateway.call import Service
+from pipeline.gateway.engine_links import EngineLinks, model_name
 from pipeline.gateway.errors import ApiError
 from protocol.client import Client
 from protocol.errors import ProtocolError
 from protocol.messages import VERSION, Welcome
 
 ANNA, BERT = "k" * 20, "b" * 20
+FRONT = "https://chat.example"  # a page of another site that may send requests
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,8 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(keys: Path, tiny_model: Path) -> Iterator[Served]:
-    with serve("--http-keys", str(keys), "--model", str(tiny_model)) as running:
+    options = ("--http-keys", str(keys), "--allowed-origins", f"http://localhost:3000,{FRONT}")
+    with serve(*options, "--model", str(tiny_model)) as running:
         yield running
 
 
@@ -65,6 +67,34 @@ def test_requests_need_a_known_key(served: Served, keys: Path) -> None:
     time.sleep(1.2)
     assert status(authorization=f"Bearer {BERT}") == 200
     keys.write_text(f"anna {ANNA}\n")
+
+
+def test_allowed_pages_of_other_sites_can_read_answers_and_refusals(served: Served, keys: Path) -> None:
+    keys.write_text(f"anna {ANNA}\n")
+    asking = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-os"}
+    allowed, name = {"origin": FRONT}, "access-control-allow-origin"
+    body = {"prompt": [5, 6], "max_tokens": 2}
+    with served.http() as http:
+        asked = http.options("/v1/completions", headers=allowed | asking)  # browsers send no key with it
+        assert (asked.status_code, asked.headers[name]) == (200, FRONT)
+        assert asked.headers["access-control-allow-methods"] == "POST"
+        assert asked.headers["access-control-allow-headers"] == "authorization,x-os"
+        for path, status in (("/v1/completions", 401), ("/nowhere", 404), ("/v1/models", 405)):
+            refused = http.post(path, json=body, headers=allowed)
+            assert (refused.status_code, refused.headers[name]) == (status, FRONT)
+        known = allowed | {"authorization": f"Bearer {ANNA}"}
+        for stream in (False, True):
+            answer = http.post("/v1/completions", json=body | {"stream": stream}, headers=known)
+            assert (answer.status_code, answer.headers[name]) == (200, FRONT)
+            assert answer.headers["vary"] == "origin"
+        for origin in ("https://evil.example", "http://chat.example", f"{FRONT}.evil.example", "null"):
+            for refused in (
+                http.options("/v1/completions", headers=asking | {"origin": origin}),
+                http.post("/v1/completions", json=body, headers=known | {"origin": origin}),
+            ):
+                assert refused.status_code == 403
+                assert name not in refused.headers
+        assert name not in http.get("/health").headers
 
 
 async def test_each_key_is_a_client_of_the_engine(served: Served, keys: Path) -> None:
@@ -144,7 +174,12 @@ def test_an_engine_stops_in_order_while_answers_run(keys: Path, tiny_model: Path
 def test_model_has_the_name_that_a_person_would_give(model: str, name: str) -> None:
     welcome = Welcome(VERSION, "e1", model, "f" * 64, "cpu", "all-host", True, 4096, 512, True, True)
     assert model_name(welcome) == name
-    for known in (name, model, "e1", None):
-        check_model(known, welcome)
-    with pytest.raises(ApiError, match=f"it is '{name}'"):
-        check_model("8", welcome)
+    links, decoder = EngineLinks("ipc:///x"), Path("/x")
+    plain, named = Service(links, decoder), Service(links, decoder, served=("a", "b"))
+    assert (plain.model_name(welcome), named.model_name(welcome)) == (name, "a")
+    for known in (name, "8", None):
+        plain.check_model(known)
+    for known in ("a", "b", None):
+        named.check_model(known)
+    with pytest.raises(ApiError, match="'8' is not served here; there is a, b"):
+        named.check_model("8")

@@ -42,6 +42,8 @@ def test_an_error_of_the_engine_names_the_field_that_it_is_about() -> None:
     names = ("input", "text.format")
     long = RequestFailed("the prompt has 9 tokens, the context is 8", usage=True)
     assert of_engine(long, *names).param == "input"
+    told = of_engine(long, "messages").body(anthropic=True)["error"]["message"]
+    assert told == "messages: prompt is too long: 9 tokens > 8 maximum"
     assert (
         of_engine(RequestFailed("the grammar or schema cannot be used: x", usage=True), *names).param
         == names[1]

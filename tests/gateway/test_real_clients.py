@@ -7,10 +7,12 @@ import asyncio
 import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_requests import conversation
 from embedded_tokenizer import embedded_tokenizer
 from gateway_engine import Served, serve
 
@@ -43,6 +45,7 @@ TOOLS = [
 ]
 QUESTION = [{"role": "user", "content": "What is a list?"}]
 MODEL = "chatty"
+CONTEXT = 4096  # beyond what the model has learnt, for a conversation of an agent
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +53,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("models") / MODEL
     shutil.copytree(model_dir(), folder, copy_function=link_weights)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with serve("--model", str(folder)) as running:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
+    with serve("--model", str(folder), "--served-model-name", f"{MODEL},claude-small") as running:
         yield running
 
 
@@ -304,6 +309,56 @@ def test_tools_of_messages(claude: Any) -> None:
     ]
     again = claude.messages.create(model=MODEL, max_tokens=4, tools=tools, messages=turns)
     assert again.content
+
+
+def test_an_agents_conversation_is_answered_to_its_end(claude: Any, served: Served) -> None:
+    """Streamed by Anthropic's client, and whole, in turns; those that are sent at once, at once."""
+
+    def streamed(body: dict[str, Any]) -> dict[str, Any]:
+        with claude.beta.messages.stream(**body, betas=["context-management-2025-06-27"]) as stream:
+            for event in stream:
+                if event.type == "message_start":
+                    begun = event.message.usage
+            final = stream.get_final_message().model_dump()
+        assert (
+            begun.input_tokens == final["usage"]["input_tokens"] + final["usage"]["cache_read_input_tokens"]
+        )
+        return dict(final)
+
+    def whole(body: dict[str, Any]) -> dict[str, Any]:
+        with served.http() as http:
+            answer = http.post("/v1/messages?beta=true", json=body | {"stream": False})
+            assert answer.status_code == 200, answer.text
+            return dict(answer.json())
+
+    lengths = []
+    with ThreadPoolExecutor(4) as pool:
+        for number, bodies in enumerate(conversation()):
+            for answer in pool.map(whole if number % 2 else streamed, bodies):
+                thinks = bodies[0]["thinking"]["type"] != "disabled"
+                assert {block["type"] for block in answer["content"]} <= {"thinking" if thinks else "text"}
+                assert answer["usage"]["output_tokens"] <= 4
+                lengths.append(answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"])
+    last = {name: bodies[0][name] for name in ("model", "messages", "system", "tools", "thinking")}
+    assert claude.messages.count_tokens(**last).input_tokens == lengths[-1]
+
+
+def test_the_model_has_the_names_that_it_is_given(client: Any, claude: Any, served: Served) -> None:
+    names = [MODEL, "claude-small"]
+    assert [entry.id for entry in client.models.list()] == names
+    assert client.models.retrieve(names[1]).context_length == CONTEXT
+    entries = list(claude.models.list(limit=1000))
+    assert [(entry.id, entry.type, entry.max_input_tokens) for entry in entries] == [
+        (name, "model", CONTEXT) for name in names
+    ]
+    assert claude.models.retrieve(names[1]).created_at == entries[0].created_at
+    with pytest.raises(anthropic.NotFoundError) as refused:
+        claude.models.retrieve("other")
+    assert refused.value.body["error"]["type"] == "not_found_error"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    with served.http() as http:
+        assert (http.head("/").status_code, http.head("/").content) == (200, b"")
 
 
 # --- the rest ---------------------------------------------------------------------------------------------

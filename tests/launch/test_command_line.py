@@ -14,6 +14,7 @@ import pytest
 from engines import ROOT, launch
 
 from launch.command_line.options import MAX_VALUE, parse
+from launch.command_line.values import MAX_NAME, MOST_NAMES
 from launch.errors import WrongUsage
 from launch.processes.children import PIPE_CAPACITY
 from launch.processes.supervisor import Supervisor
@@ -188,6 +189,7 @@ def test_the_longest_configuration_fits_a_childs_pipe() -> None:
         costs=path,
         record=path,
         http_keys=path,
+        served_model_name=("\U0001f600" * MAX_NAME,) * MOST_NAMES,
     )
     engine = Supervisor(config)
     engine._config, engine._key = ResolvedConfig(**vars(config)), b"k" * 32

@@ -21,6 +21,7 @@ from launch.planning import (
     Situation,
     every_format,
     formats,
+    longer_context,
     make_plan,
     memory_lines,
     reasons,
@@ -28,6 +29,7 @@ from launch.planning import (
     situation,
     start_line,
 )
+from pipeline.checkpoint.model_source import OwnMatrix
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig, ResolvedConfig
 from pipeline.errors import UsageError
@@ -99,7 +101,7 @@ def test_refusal_names_options_that_would_fit() -> None:
         ({"format": "int4", "context": 32768, "kv_tokens": 100_000}, "use --context 8192 --kv-tokens "),
         ({"policy": "fiddler", "expert_cache": 0.9}, "use --expert-cache 0.2"),
         ({"format": "int8", "context": 32768, "kv_tokens": 100_000}, "use --format int4"),
-        ({"backbone_dtype": "f32", "context": 32768}, "use --context 8192"),
+        ({"backbone_dtype": "f32", "context": 32768}, "use --backbone-dtype bf16"),
     ):
         with pytest.raises(UsageError) as refused:
             make_plan(model, now(machine, model=model, **asked))
@@ -113,6 +115,19 @@ def test_refusal_names_options_that_would_fit() -> None:
         with pytest.raises(UsageError) as refused:
             make_plan(model, now(machine, model=model, backbone_dtype="f32"))
         assert words in str(refused.value)
+
+
+def test_formats_that_buy_context_are_named_the_most_exact_of_them() -> None:
+    model = Path("shape:mixtral-8x7b")
+    source = open_model(model)
+
+    def longer(memory: int) -> list[str]:
+        there = now(Machine(memory, memory), model=model, format="int4")
+        return longer_context(source, there, make_plan(model, there)[0])
+
+    assert longer(100 * GB) == []
+    found = "--backbone-dtype int8: a context of 8192 tokens instead of "
+    assert [line for line in longer(32_200_000_000) if line.startswith(found)]
 
 
 def test_each_choice_other_than_the_default_has_a_reason() -> None:
@@ -265,7 +280,13 @@ def test_a_quantized_model_keeps_its_format_where_it_fits() -> None:
     assert plan is not None
     assert plan.needs.format == "int4"
     last = reasons(plan, less, every)[1]
-    assert last == "the experts are Q8_0 in the file, kept as int4: a second rounding"
+    assert last.startswith("the experts are Q8_0 in the file, kept as int4: a second rounding, which adds ")
     assert "experts int4 (a second rounding, of Q8_0), rest bf16" in start_line(
         model, plan, less.machine, "bf16"
     )
+    kinds = {"q_proj": OwnMatrix("q4_0", (4096, 4096)), "k_proj": OwnMatrix("int8", (1024, 4096), "Q6_K")}
+    source.own_matrices = {f"model.layers.0.self_attn.{name}.weight": kind for name, kind in kinds.items()}
+    (again,) = every_format(source, there.config, ["int4"])
+    plan = there.plan(there.config, [again])
+    assert plan is not None
+    assert "rest own (int8 of Q6_K)" in start_line(model, plan, less.machine, "own")

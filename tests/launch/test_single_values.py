@@ -14,6 +14,7 @@ import pytest
 
 from launch.command_line.checks import (
     check_engine,
+    check_http,
     check_new_file,
     check_request,
     read_file,
@@ -27,6 +28,7 @@ from launch.command_line.values import (
     between,
     model_path,
     not_empty,
+    origins,
     size,
     token_ids,
 )
@@ -50,6 +52,17 @@ from protocol.messages import Generate
             ["", "-1", "5XB", "1.5.5", "MB", "1e3"],
         ),
         (token_ids, {"0": (0,), "1,2": (1, 2)}, ["-1", "1,-2", "1,", "a", ""]),
+        (
+            origins,
+            {
+                "HTTP://LocalHost:3000, https://a.example:443": (
+                    "http://localhost:3000",
+                    "https://a.example",
+                ),
+                "app://obsidian.md,http://[::1]:80,*": ("app://obsidian.md", "http://[::1]", "*"),
+            },
+            ["", "localhost:3000", "http://a/", "http://a,", "null", "http://a:x", "http://b@a"],
+        ),
         (absolute, {"/a": Path("/a"), "a": Path("a").absolute()}, [""]),
         (not_empty, {"a": "a"}, [""]),
         (
@@ -70,6 +83,13 @@ def test_value_is_parsed_or_refused(
     for text in wrong:
         with pytest.raises(ArgumentTypeError):
             parse(text)
+
+
+def test_any_page_may_send_requests_only_with_a_key() -> None:
+    pytest.importorskip("uvicorn", reason="of the extra `serve`")
+    with pytest.raises(WrongUsage, match="--http-keys"):
+        check_http("127.0.0.1:0", None, ("*",))
+    check_http("127.0.0.1:0", None, ("http://localhost:3000",))
 
 
 def test_file_of_token_ids_holds_a_list_of_them(tmp_path: Path) -> None:

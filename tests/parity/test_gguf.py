@@ -126,7 +126,7 @@ def test_blocks_equal_a_checkpoint_of_their_numbers(
     with InProcess(path, compiled=True) as ours:
         error = np.abs(ours.logprobs(tokens, [15, *[1] * 5, 40]) - oracle.logprobs(tokens)).max()
     assert error < EXACT
-    own = {Type.Q4_0: "q4_0", Type.Q8_0: "q8_0", Type.MXFP4: "mxfp4"}.get(experts)
+    own = {Type.Q4_0: "q4_0", Type.Q5_0: "q8_0", Type.Q8_0: "q8_0", Type.MXFP4: "mxfp4"}.get(experts)
     source = GgufCheckpoint(path)
     assert source.own_format == own
     assert source.quantized == experts.name
@@ -197,6 +197,16 @@ def refusal(path: Path) -> str:
         ({"llama.embedding_length": "x"}, {}, "llama.embedding_length must be a number, it is 'x'"),
         ({"llama.attention.head_count": 0}, {}, "num_attention_heads must be a positive int, it is 0"),
         ({"llama.rope.scaling.type": "longrope"}, {}, "RoPE of type 'longrope' is not supported in GGUF"),
+        (
+            {"llama.rope.dimension_count": 2},
+            {},
+            "llama.rope.dimension_count is 2 of heads of ",
+        ),
+        (
+            {"llama.rope.scaling.factor": 2, "llama.rope.scaling.attn_factor": 3},
+            {},
+            "llama.rope.scaling.attn_factor is not supported",
+        ),
         ({}, {"token_embd.weight": None}, "it lacks the tensor token_embd.weight"),
         ({}, {"blk.1.attn_q.weight": None}, "it lacks the tensor blk.1.attn_q.weight: download it again"),
         ({}, {"blk.1.attn_q.weight": (8, 8)}, "blk.1.attn_q.weight has the shape [8, 8]; the settings give"),
@@ -224,6 +234,15 @@ def test_layers_that_predict_further_tokens_are_left_aside(tmp_path: Path) -> No
     more = {"blk.3.nextn.eh_proj.weight": (8, 8), "blk.3.attn_q.weight": (8, 8)}
     counts: Options = {"glm4moe.block_count": 4, "glm4moe.nextn_predict_layers": 1}
     assert GgufCheckpoint(rewritten(path, counts, more)).config["num_hidden_layers"] == 3
+
+
+@pytest.mark.parametrize("key", ["scaling.factor", "scale_linear"])
+def test_a_factor_of_positions_without_a_type_is_linear(key: str, tmp_path: Path) -> None:
+    """As in llama.cpp; older files have the second key."""
+    save(Case("mixtral", "scaled"), tmp_path / "checkpoint")
+    path = write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf")
+    changed = GgufCheckpoint(rewritten(path, {f"llama.rope.{key}": 4}, {}))
+    assert changed.config["rope_scaling"] == {"rope_type": "linear", "factor": 4}
 
 
 def each_alone(name: str, experts: np.ndarray) -> dict[str, np.ndarray]:

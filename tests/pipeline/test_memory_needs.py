@@ -29,6 +29,7 @@ from pipeline.device import open_device
 from pipeline.device.base import SLOT_ALIGNMENT
 from pipeline.errors import UsageError
 from pipeline.memory.needs import (
+    CHUNK_MAX,
     STAGING_TILES,
     Needs,
     cache_tiles,
@@ -243,11 +244,17 @@ def test_share_of_the_tiles_loses_none_by_rounding() -> None:
 
 
 def test_context_and_kv_cache_have_limits() -> None:
-    short, long = SimpleNamespace(max_positions=4096), SimpleNamespace(max_positions=32768)
+    short, long, whole = (
+        SimpleNamespace(max_positions=positions, whole_prompts=whole)
+        for positions, whole in ((4096, False), (32768, False), (32768, True))
+    )
     assert [choose_context(None, spec) for spec in (short, long)] == [4096, DEFAULT_CONTEXT]
     assert [choose_context(n, short) for n in (1, 4096)] == [1, 4096]
     with pytest.raises(UsageError, match="--context 4097 is more than the model's 4096 positions"):
         choose_context(4097, short)
+    assert [choose_context(None, whole, chunk) for chunk in (None, 2048)] == [CHUNK_MAX, 2048]
+    with pytest.raises(UsageError, match="give --chunk 4096 as well"):
+        choose_context(4096, whole, 2048)
     assert [kv_budget(requested, 100) for requested in (None, 100, 101)] == [KV_CONTEXTS * 100, 100, 101]
     with pytest.raises(UsageError, match="--kv-tokens 99 is less than one context of 100"):
         kv_budget(99, 100)

@@ -105,7 +105,7 @@ async def test_missing_engine_is_an_error_within_the_timeout(endpoint):
 
 
 NEWER = (
-    f"the engine speaks protocol version 10, this client version {VERSION};"
+    f"the engine speaks protocol version 11, this client version {VERSION};"
     " use the client that was installed with"
 )
 
@@ -113,12 +113,12 @@ NEWER = (
 @pytest.mark.parametrize(
     ("reply", "error", "line"),
     [
-        (encode(replace(WELCOME, version=10)), VersionMismatch, f"^{NEWER} the engine$"),
-        ([b"\x02\x0a", b"a header of the future"], VersionMismatch, f"^{NEWER} the engine$"),
+        (encode(replace(WELCOME, version=11)), VersionMismatch, f"^{NEWER} the engine$"),
+        ([b"\x02\x0b", b"a header of the future"], VersionMismatch, f"^{NEWER} the engine$"),
         (
-            encode(Error(-1, "version 10 here")),
+            encode(Error(-1, "version 11 here")),
             VersionMismatch,
-            "^the engine refused this client: version 10 here$",
+            "^the engine refused this client: version 11 here$",
         ),
         ([bytes([2, VERSION]), b"rubbish"], MalformedMessage, "^Welcome: Expected `object`, got `int`"),
         ([b"HTTP/1.1 400"], MalformedMessage, "^the first frame is not two bytes"),

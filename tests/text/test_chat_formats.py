@@ -268,3 +268,20 @@ def test_calls_that_are_none_are_refused_by_name(tmp_path: Path) -> None:
     wrong = ChatMessage("assistant", "", '{"tool_calls": [5]}')
     with pytest.raises(RequestError, match="chat template refuses this"):
         tokenizer.prompt([wrong])
+
+
+def test_tools_without_a_place_are_told_by_the_system_and_their_calls_read(tmp_path: Path) -> None:
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[answer]"
+    style = Style("plain", template, "", "[answer]")
+    tokenizer, (asked, *rest) = write_style(tmp_path, style), history(style)
+    given = json.dumps({"tools": TOOLS})
+    first = tokenizer.prompt([ChatMessage("system", "Be short."), asked], given)
+    assert first.startswith("[system]Be short.\n\nYou may call tools.")
+    assert all(json.dumps(tool["function"], ensure_ascii=False) in first for tool in TOOLS)
+    assert first.endswith("[user]Rain?[answer]")
+    assert tokenizer.prompt([asked], given).startswith("[system]You may call tools.")
+    assert tokenizer.prompt([asked]) == "[user]Rain?[answer]"
+    later = tokenizer.prompt([asked, *rest], given).partition("[assistant]")[2]
+    written, results = later.split("[user]")
+    assert [part for part in read(style, [written]) if part[0] != "content"] == list(CALLED)
+    assert results.count("<tool_response>") == len(CALLED)

@@ -9,6 +9,7 @@ import pytest
 from embedded_tokenizer import embedded_tokenizer
 
 from pipeline.errors import PipelineError, RequestError
+from pipeline.gateway.settings import Tools, json_schema
 from pipeline.text.grammar import Grammar, Grammars, MaskDropped, MaskRequest, check_grammar
 from pipeline.text.sampler import Sampler, TokenChooser
 from pipeline.text.tokenizer import Tokenizer
@@ -34,6 +35,29 @@ def schema(tokenizer: Tokenizer) -> str:
     from llguidance import LLMatcher
 
     return str(LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA)))
+
+
+def test_json_has_no_white_space_but_single_spaces_behind_separators(tokenizer: Tokenizer) -> None:
+    """Of a schema, and of the arguments of a call that is demanded."""
+    from llguidance import LLMatcher
+
+    plain = {name: value for name, value in SCHEMA.items() if name != "x-guidance"}
+    call = Tools(schemas={"f": plain}, wanted=("f",)).grammar().text
+    head = '<tool_call>\n{"name": "f", "arguments": '
+    made = tokenizer.for_grammars(VOCABULARY)
+    whole = json_schema(plain, "x").text
+    for grammar, before, behind in ((whole, "", ""), (call, head, "}\n</tool_call>")):
+        for text, follows in {
+            '{"a":1,"b":"x"}': True,
+            '{"a": 1, "b": "x"}': True,
+            '{ "a":1,"b":"x"}': False,
+            '{"a":  1,"b":"x"}': False,
+            '{"a":1,\n"b":"x"}': False,
+            '{"a":1,"b":"x" }': False,
+        }.items():
+            matcher = LLMatcher(made, grammar, log_level=0)
+            taken = matcher.consume_tokens(tokenizer.encode_prompt(before + text + behind))
+            assert (taken and matcher.is_accepting()) is follows, text
 
 
 class Answers:

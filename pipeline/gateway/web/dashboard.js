@@ -1,5 +1,6 @@
 // The dashboard: server-sent events of the gateway as figures and a heat map.
 
+import { askKey, events, keyNeeded, refusal, withKey } from "./events.js";
 import { Experts } from "./experts.js";
 
 // --- figures, of the differences of two `counters` events
@@ -97,6 +98,7 @@ function onCounters(now) {
   at("policy").textContent = now.policy;
   const options = Object.entries(now.policy_options).map(([name, value]) => `${name}=${value}`);
   at("policy-notes").textContent = [...options, now.prefetch.status].filter(Boolean).join("; ");
+  if (!cache) [at("hits").textContent, at("cache").textContent] = ["n/a", "none: the host computes"];
   const passed = before ? now.time - before.time : 0;
   const decode = before && difference(now, before, "decode");
   const prefill = before && difference(now, before, "prefill");
@@ -106,10 +108,10 @@ function onCounters(now) {
     const rate = counted.rows / passed;
     at(name).textContent = rate >= 100 ? rate.toFixed(0) : rate.toFixed(1);
   }
-  if (decode.active) at("hits").textContent = percent(decode.hits / decode.active);
+  if (cache && decode.active) at("hits").textContent = percent(decode.hits / decode.active);
   const fetched = bytes((decode.fetched_bytes + prefill.fetched_bytes) / passed);
   const filled = cache && `${bytes(cache.resident_tiles * now.tile_bytes)} of ${bytes(cache.capacity_tiles * now.tile_bytes)}`;
-  at("cache").textContent = cache ? `${filled} filled; ${fetched}/s fetched while a step waited` : "none: the host computes";
+  if (cache) at("cache").textContent = `${filled} filled; ${fetched}/s fetched while a step waited`;
   const parts = timeParts(decode);
   if (decode.steps > 0 && parts) showTime(parts, decode);
 }
@@ -135,40 +137,24 @@ function showTime(parts, decode) {
   at("why").textContent = `A step takes ${((spent / decode.steps) * 1e3).toPrecision(3)} ms. ${why(parts)}`;
 }
 
-function askKey() {
-  setState("gone", "an API key is needed");
-  at("ask").hidden = false;
-  return new Promise((resolve) => {
-    at("ask").onsubmit = (event) => {
-      event.preventDefault();
-      at("ask").hidden = true;
-      resolve(at("key").value);
-    };
-  });
-}
-
 // --- events
-
-// Server-sent events by fetch: EventSource can send no API key, and says nothing about a refusal.
 
 const PAUSE = 1000; // ms before another try
 const SILENCE = 15000; // ms; the gateway sends something at least every 10 s
 
-// handlers: event name -> function of its data; `onState(state, text)`; `askKey()` resolves to a key.
-async function follow(path, handlers, onState, askKey) {
-  let key = sessionStorage.getItem("tandem-key") || "";
+// handlers: event name -> function of its data; `onState(state, text)`.
+async function follow(path, handlers, onState) {
   for (;;) {
     try {
       const stop = new AbortController();
-      const headers = key ? { Authorization: `Bearer ${key}` } : {};
-      const answer = await fetch(path, { headers, signal: stop.signal, cache: "no-store" });
+      const answer = await fetch(path, { headers: withKey(), signal: stop.signal, cache: "no-store" });
       if (answer.status === 401) {
-        key = await askKey();
-        sessionStorage.setItem("tandem-key", key);
+        onState("gone", keyNeeded());
+        await askKey();
         continue;
       }
-      if (!answer.ok) throw new Error((await answer.json()).error.message);
-      await read(answer.body.getReader(), stop, handlers);
+      if (!answer.ok) throw new Error(await refusal(answer));
+      await read(answer.body, stop, handlers);
       onState("gone", "the server has ended; trying again …");
     } catch (error) {
       const lost = error instanceof TypeError || error.name === "AbortError";
@@ -178,22 +164,17 @@ async function follow(path, handlers, onState, askKey) {
   }
 }
 
-async function read(reader, stop, handlers) {
-  const decoder = new TextDecoder();
-  let text = "";
-  for (;;) {
-    const timer = setTimeout(() => stop.abort(), SILENCE);
-    const { done, value } = await reader.read().finally(() => clearTimeout(timer));
-    if (done) return;
-    text += decoder.decode(value, { stream: true });
-    const events = text.split("\n\n");
-    text = events.pop();
-    for (const event of events) {
-      const match = /^event: (\w+)\ndata: (.*)$/s.exec(event);
-      if (match && handlers[match[1]]) handlers[match[1]](JSON.parse(match[2]));
-    }
+async function read(body, stop, handlers) {
+  let timer;
+  const watch = (waits) => {
+    clearTimeout(timer);
+    if (waits) timer = setTimeout(() => stop.abort(), SILENCE);
+  };
+  for await (const event of events(body, watch)) {
+    const match = /^event: (\w+)\ndata: (.*)$/s.exec(event);
+    if (match && handlers[match[1]]) handlers[match[1]](JSON.parse(match[2]));
   }
 }
 
 const handlers = { about: onAbout, state: onEngine, counters: onCounters, experts: (event) => experts.add(event) };
-follow("/dashboard/events", handlers, setState, askKey);
+follow("/dashboard/events", handlers, setState);
