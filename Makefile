@@ -1,34 +1,36 @@
 # Two commands: `make run` chats with the embedded model, `make test` checks everything.
-# Both set up .venv by themselves; their messages about it go to stderr, so that stdout holds only answers.
+# Both set up .venv by themselves; their messages about it go to stderr, so that stdout holds only answers, and what
+# pip and the compiler say goes to .venv/setup.log.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TEST_TOOLS := $(VENV)/.test-tools
-PIP := $(BIN)/pip --quiet --disable-pip-version-check install
+LOG := $(VENV)/setup.log
+STEP := .ci/step $(LOG)
+PIP := $(BIN)/pip --disable-pip-version-check install
 
 # torch's CPU build where there is no NVIDIA GPU: the other brings 3 GB of CUDA libraries. `make run TORCH=cuda` or
 # TORCH=cpu chooses by hand.
 TORCH ?= $(shell if grep -qs 0x10de /sys/bus/pci/devices/*/vendor || test -e /dev/dxg; then echo cuda; else echo cpu; fi)
 CPU_BUILDS := https://download.pytorch.org/whl/cpu
 
-# Prints requirements of pyproject.toml: of the extra, or else of the library, that its argument names.
+# $(call required,NAMES) are requirements of pyproject.toml: of an extra, of the library of such a name, or of '' all of
+# the project's own.
 REQUIRED := import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-  print(*project["optional-dependencies"].get(sys.argv[1]) \
-  or [line for line in project["dependencies"] if line.startswith(sys.argv[1])], sep="\n")
-
-# $(call dotted,COMMAND) runs a long command; every two seconds a dot on stderr shows that it goes on.
-dotted = { while sleep 2 && kill -0 $$$$ 2> /dev/null; do printf .; done & } >&2; dots=$$!; \
-  $(1); code=$$?; kill $$dots; echo >&2; test $$code = 0
-
-comma := ,
+  own, extras = project["dependencies"], project["optional-dependencies"]; \
+  print(*(line for name in sys.argv[1:] \
+  for line in extras.get(name) or [line for line in own if line.startswith(name)]))
+required = $$($(BIN)/python -c '$(REQUIRED)' $(1))
 
 .SILENT:
 .PHONY: run test survey test-wheel gpu
 
+# A Ctrl-C during Python's own start would be a traceback: launch.py unblocks the signal, where this env can block it.
+BLOCKED := $(shell env --block-signal=INT true 2>/dev/null && echo env --block-signal=INT)
 run: $(READY)
-	exec $(BIN)/python launch.py
+	exec $(BLOCKED) $(BIN)/python launch.py
 
 # Processes that tests start import our modules by the hundred: they are compiled once, even if the environment
 # forbids it. mypy, which uses one core, runs beside the first tests, many of which only one process runs.
@@ -61,22 +63,22 @@ $(READY): pyproject.toml setup.py $(wildcard workers/kernels/c/*) $(wildcard shm
 	  exit 1; }
 	command -v $${CC:-cc} >/dev/null || { \
 	  echo "make: no C compiler, which the kernels need; on Debian and Ubuntu: apt install gcc" >&2; exit 1; }
-	echo "make: installing into $(VENV); the first time takes some minutes ..." >&2
-	$(PYTHON) -m venv $(VENV) >&2
+	mkdir -p $(VENV) && : >$(LOG)
+	echo "make: setting up $(VENV); the first time takes some minutes" >&2
+	$(STEP) "making $(VENV)" $(PYTHON) -m venv $(VENV)
 	if [ $(TORCH) = cpu ]; then \
 	  echo "make: no NVIDIA GPU found: torch's CPU build, about 200 MB (TORCH=cuda takes the other)" >&2; \
-	  { $(call dotted,$(PIP) --no-deps --retries 1 --index-url $(CPU_BUILDS) \
-	    "$$($(BIN)/python -c '$(REQUIRED)' torch)" >&2); } || \
-	  echo "make: torch's CPU build cannot be had from $(CPU_BUILDS); taking the usual build" >&2; \
+	  $(STEP) "installing torch" $(PIP) --no-deps --retries 1 --index-url $(CPU_BUILDS) $(call required,torch) || \
+	  echo "make: taking torch's usual build instead" >&2; \
 	fi
-	$(call dotted,$(PIP) -e '.[serve$(if $(filter cuda,$(TORCH)),$(comma)cuda)]' >&2)
+	$(STEP) "installing packages" $(PIP) $(call required,'' serve$(if $(filter cuda,$(TORCH)), cuda))
+	$(STEP) "compiling the kernels" $(PIP) --verbose --no-deps -e .
 	touch $@
 
 $(TEST_TOOLS): $(READY)
-	echo "make: installing what the tests need ..." >&2
-	$(call dotted,$(BIN)/python -c '$(REQUIRED)' dev | $(PIP) -r /dev/stdin >&2)
-	{ $(call dotted,$(BIN)/python -c '$(REQUIRED)' clients | timeout 300 $(PIP) -r /dev/stdin >&2); } || \
+	$(STEP) "installing what the tests need" $(PIP) $(call required,dev)
+	$(STEP) "installing lm_eval" timeout --foreground 300 $(PIP) $(call required,clients) || \
 	echo "make: lm_eval cannot be had; its test will skip" >&2
-	{ $(call dotted,$(BIN)/python -c '$(REQUIRED)' nvrtc | timeout 300 $(PIP) -r /dev/stdin >&2); } || \
+	$(STEP) "installing NVRTC" timeout --foreground 300 $(PIP) $(call required,nvrtc) || \
 	echo "make: NVRTC cannot be had; no test will compile CUDA kernels" >&2
 	touch $@

@@ -5,12 +5,12 @@ sets up, takes over. So this file itself runs with an old Python and without any
 """
 
 import os
-import re
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent
-VENV = ROOT / ".venv"
+from launch.start import catch_interrupts, hold_interrupts, main
+
+ROOT = os.path.dirname(os.path.realpath(__file__))
+VENV = os.path.join(ROOT, ".venv")
 
 
 def _can_run_here() -> bool:
@@ -18,10 +18,12 @@ def _can_run_here() -> bool:
     version."""
     if sys.version_info < (3, 11):  # noqa: UP036 - an old Python gets as far as this
         return False
+    import re
     import tomllib
     from importlib.metadata import PackageNotFoundError, version
 
-    required = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+    with open(os.path.join(ROOT, "pyproject.toml"), "rb") as file:
+        required = tomllib.load(file)["project"]["dependencies"]
     try:
         return all(version(re.split(r"[^\w.-]", line, maxsplit=1)[0]) for line in required)
     except PackageNotFoundError:
@@ -29,16 +31,15 @@ def _can_run_here() -> bool:
 
 
 def _main() -> int:
-    if Path(sys.prefix).resolve() != VENV.resolve() and not _can_run_here():
-        python = VENV / "bin" / "python"
-        if not python.exists():
+    catch_interrupts()
+    if os.path.realpath(sys.prefix) != os.path.realpath(VENV) and not _can_run_here():
+        python = os.path.join(VENV, "bin", "python")
+        if not os.path.exists(python):
             print(f"launch.py: packages are missing; first: cd {ROOT} && make run", file=sys.stderr)
             return 1
         options = sys.orig_argv[1:] if hasattr(sys, "orig_argv") else sys.argv  # with Python's own, as -u
-        os.execv(str(python), [str(python), *options])
-
-    from launch.cli import main
-
+        hold_interrupts()
+        os.execv(python, [python, *options])
     return main()
 
 

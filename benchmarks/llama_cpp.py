@@ -1,7 +1,7 @@
-"""Compares the engine with llama.cpp on one GGUF file: a prompt of 512 tokens, then decode of one sequence.
+"""Compares the engine with llama.cpp on one GGUF file: a prompt, then decode of one sequence behind it.
 
     python -m benchmarks.llama_cpp --write shape:mixtral-8x7b/4 FILE.gguf
-    python -m benchmarks.llama_cpp FILE.gguf --python ENV/bin/python [--threads 2] [--rounds 3] [--json]
+    python -m benchmarks.llama_cpp FILE.gguf --python ENV/bin/python [--prompt 512] [--threads 2] [--rounds 3]
 
 The first writes random weights in Q4_0 for a shape of the families Mixtral and Qwen3. The second loads the
 very same file in both engines, in turns, one at a time, on the same cores with the same number of threads.
@@ -29,7 +29,7 @@ from pipeline.models.shapes import shape_config
 from pipeline.models.spec import GroupedQuery, ModelSpec
 
 HERE = Path(__file__).parent
-PROMPT, NEW = 512, 64  # tokens
+NEW = 64  # tokens
 LIMIT = 1200.0  # seconds of a run, with loading
 NAMES = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}  # model_type -> the architecture in a file
 BLOCK, BLOCK_BYTES = 32, 18  # of Q4_0: a binary16 scale, then 16 bytes of two weights each
@@ -117,17 +117,17 @@ def write(model: str, path: Path) -> None:
     writer.close()
 
 
-def ours(file: Path, threads: int) -> dict[str, float]:
+def ours(file: Path, prompt: int, threads: int) -> dict[str, float]:
     """Tokens a second of `launch.py bench`."""
     command = [sys.executable, HERE.parent / "launch.py", "bench", "--model", file, "--policy", "all-host"]
-    command += ["--workers", "0", "--prompt-len", str(PROMPT), "--gen-len", str(NEW), "--rounds", "1"]
+    command += ["--workers", "0", "--prompt-len", str(prompt), "--gen-len", str(NEW), "--rounds", "1"]
     found = json.loads(_output([*command, "--ppl-tokens", "0", "--json"], threads))["policies"][0]
     return {part: found[f"{part}_tok_s"]["median"] for part in ("prefill", "decode")}
 
 
-def theirs(python: Path, file: Path, threads: int) -> dict[str, float]:
+def theirs(python: Path, file: Path, prompt: int, threads: int) -> dict[str, float]:
     """Tokens a second of llama.cpp."""
-    settings = {"model": str(file), "threads": threads, "prompt": PROMPT, "new": NEW}
+    settings = {"model": str(file), "threads": threads, "prompt": prompt, "new": NEW}
     found: dict[str, float] = json.loads(
         _output([python, "-P", HERE / "llama_driver.py", json.dumps(settings)], threads)
     )
@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--write", metavar="SHAPE")
     parser.add_argument("--python", type=Path, help="of an environment with llama-cpp-python")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
@@ -163,15 +164,20 @@ def main() -> None:
     if arguments.python is None:
         parser.error("--python is needed")
     rounds: list[dict[str, dict[str, float]]] = []
+    what = arguments.file, arguments.prompt, arguments.threads
     for _ in range(arguments.rounds):
         rounds.append(
             {
-                "llama.cpp": theirs(arguments.python, arguments.file, arguments.threads),
-                "tandem": ours(arguments.file, arguments.threads),
+                "llama.cpp": theirs(arguments.python, *what),
+                "tandem": ours(*what),
             }
         )
         print(json.dumps(rounds[-1]), file=sys.stderr)
-    result: dict[str, Any] = {"file": arguments.file.name, "threads": arguments.threads}
+    result: dict[str, Any] = {
+        "file": arguments.file.name,
+        "prompt": arguments.prompt,
+        "threads": arguments.threads,
+    }
     for part in ("decode", "prefill"):
         result[part] = {name: median(r[name][part] for r in rounds) for name in rounds[0]}
         result[part]["ratio"] = median(r["tandem"][part] / r["llama.cpp"][part] for r in rounds)

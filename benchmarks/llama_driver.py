@@ -19,6 +19,7 @@ import llama_cpp as lib
 import numpy as np
 
 FIRST = 5  # tokens before it may be special
+AT_ONCE = 512  # tokens of a long prompt, as llama.cpp has it by itself
 
 
 def rates(settings: dict[str, Any], repack: bool) -> dict[str, float]:
@@ -31,7 +32,7 @@ def rates(settings: dict[str, Any], repack: bool) -> dict[str, float]:
     prompt, new = settings["prompt"], settings["new"]
     options = lib.llama_context_default_params()
     threads = settings["threads"]
-    _set(options, n_ctx=prompt + new, n_batch=prompt, n_ubatch=prompt, n_threads=threads, no_perf=True)
+    _set(options, n_ctx=prompt + new, n_batch=prompt, n_ubatch=AT_ONCE, n_threads=threads, no_perf=True)
     _set(options, n_threads_batch=threads, flash_attn_type=1)
     context = lib.llama_init_from_model(model, options)
     if not context:
@@ -53,7 +54,7 @@ def rates(settings: dict[str, Any], repack: bool) -> dict[str, float]:
         if not np.isfinite(logits.max()):
             raise RuntimeError("a logit is not finite")
 
-    decode(0, prompt)  # pages and caches are warm
+    decode(0, min(prompt, AT_ONCE))  # pages and caches are warm
     lib.llama_memory_clear(lib.llama_get_memory(context), True)
     began = time.perf_counter()
     decode(0, prompt)

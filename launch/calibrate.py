@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any, TypeVar
 
-from launch.command_line.checks import check_request, read_ids, read_text
+from launch.command_line.checks import check_reads_text, check_request, read_ids, read_text
 from launch.command_line.options import Options
 from launch.connect import reconnecting_client
 from launch.errors import WrongUsage
@@ -16,6 +16,7 @@ from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
 from launch.terminal.progress import ProgressDisplay
 from launch.terminal.tables import print_parts
+from pipeline.assets import model_dir
 from pipeline.calibration import HELD_OUT, LANES
 from protocol.messages import CALIBRATION_TOKENS, Calibrate, Calibrating
 from protocol.program import visible
@@ -32,6 +33,8 @@ async def calibrate(options: Options, interrupts: Interrupts) -> int:
     most = written.get("calibrate_tokens", CALIBRATION_TOKENS)
     asked: dict[str, Any] = {"tokens": most, "max_loss": written.get("max_loss")}
     if "text" in written:
+        if not options.connect:
+            check_reads_text(options.config().model or model_dir(), ids="--tokens")
         asked["text"] = "\n".join(_parts(read_text(written["text"]), CHARACTERS * most))
     else:
         asked["token_ids"] = tuple(chain(*_parts(read_ids(written["tokens"]), most)))

@@ -73,8 +73,9 @@ def compare(tokens: Sequence[int], reference: Sequence[Token | Step], bound: flo
     return Comparison(Verdict.EQUAL)
 
 
-def rounding_bound(format_name: str, backbone_dtype: str) -> float:
-    """Nats by which rounding alone may move a margin, by the experts' format and the backbone's dtype."""
-    if format_name == backbone_dtype == "f32":
+def rounding_bound(*formats: str) -> float:
+    """Nats by which rounding alone may move a margin, by the formats of the experts, the backbone and the KV
+    cache."""
+    if {*formats} == {"f32"}:
         return F32_BOUND
-    return BF16_BOUND if {format_name, backbone_dtype} <= {"f32", "bf16"} else QUANTIZED_BOUND
+    return BF16_BOUND if {*formats} <= {"f32", "bf16"} else QUANTIZED_BOUND

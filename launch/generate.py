@@ -39,7 +39,7 @@ async def generate(options: Options, interrupts: Interrupts) -> int:
             async for token in answer:
                 tokens.append(token)
                 if not as_json:
-                    show(token.text)
+                    show(_shown(token, len(tokens) == 1, client))
         except asyncio.CancelledError:
             if interrupts.received:
                 _finish(options, answer, tokens, client)
@@ -101,6 +101,11 @@ def _prompt(options: Options, text: str | None, client: Client) -> dict[str, Any
         raise WrongUsage("--chat: this model has no chat template; leave it out")
     system = [ChatMessage("system", options.written["system"])] if "system" in options.written else []
     return {"messages": (*system, ChatMessage("user", text))}
+
+
+def _shown(token: Token, first: bool, client: Client) -> str:
+    """Returns the text of a token; from a model without tokenizer its id, as --prompt-tokens takes them."""
+    return token.text if client.welcome.has_tokenizer else f"{'' if first else ','}{token.token}"
 
 
 def _finish(options: Options, answer: Answer, tokens: list[Token], client: Client) -> None:

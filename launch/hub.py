@@ -68,14 +68,18 @@ def is_hub_name(text: str) -> bool:
 def model_folder(model: Path, download: bool) -> Path:
     """Returns what `--model` means: a shape or a path as it is, the GGUF file of a folder that has no other
     model, or the folder or GGUF file of a model of the Hub, which is downloaded; without `download` only its
-    config, where the cache has none. Raises ModelError for a folder with several GGUF files, WrongUsage where
-    the Hub refuses the model or it cannot be run, DownloadFailed where it cannot be downloaded now."""
+    config, where the cache has none. Raises ModelError for a folder with several GGUF files or a part of one,
+    WrongUsage where the Hub refuses the model or it cannot be run, DownloadFailed where it cannot be
+    downloaded now."""
     name = str(model)
     match = _NAME.fullmatch(name)
     if os.path.isdir(model):
-        from pipeline.checkpoint.gguf_file import gguf_in
+        from pipeline.checkpoint.gguf_file import gguf_in, gguf_models_in
 
-        return gguf_in(model) or model
+        found = gguf_in(model)
+        if found is None and (others := gguf_models_in(model)):
+            notice(f"{model}: its safetensors are taken; --model {model / others[0]} takes its GGUF file")
+        return found or model
     if os.path.exists(model) or match is None or not is_hub_name(name):
         return model
     from huggingface_hub import try_to_load_from_cache

@@ -9,7 +9,9 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from launch.command_line.options import OPTIONS as OPTIONS_TABLE
 from launch.errors import WrongUsage
 from launch.terminal.format import model_name
 from pipeline.checkpoint.model_source import ModelSource
@@ -39,6 +41,8 @@ log = logging.getLogger("tandem")
 DRIVER_NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the second under WSL
 PROBE = "import torch; print(torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else '')"
 PROBE_LIMIT = 120.0  # seconds; a cold import of a CUDA build from a slow disk takes tens of them
+# Options for formats of the KV cache, and of what shares the memory with it, by field of the configuration.
+SMALLER = {"backbone_dtype": "--backbone-dtype", "kv_dtype": "--kv-dtype"}
 # What a second rounding adds to perplexity: docs/checkpoints.md has the measurement.
 SECOND = {"int8": "about 0.1 %", "int4": "about 1 %"}
 OPTIONS = {
@@ -153,6 +157,8 @@ def start_line(model: Path, plan: Plan, machine: Machine, backbone_dtype: str) -
     again = f" (a second rounding, of {plan.needs.rounded})" if plan.needs.rounded else ""
     int8 = f" (int8 of {plan.needs.rest_rounded})" if plan.needs.rest_rounded else ""
     formats = f"experts {plan.needs.format}{again}, rest {backbone_dtype}{int8}"
+    if plan.needs.kv_dtype == "int8":
+        formats += ", KV cache int8 (an approximation)"
     return f"{model_name(str(model))}: {formats}; {', '.join(needs)}"
 
 
@@ -178,9 +184,15 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
         lines.append(f"--format {plan.needs.format}: {why}")
     if again := second_rounding(plan.needs):
         lines.append(again)
-    if asked.context is None and plan.context < choose_context(None, plan.needs.facts):
+    if plan.needs.kv_dtype == "int8":
+        lines.append("--kv-dtype int8: keys and values are rounded, so answers are approximate")
+    if asked.context is None and plan.context < choose_context(None, plan.needs.facts, asked.chunk):
         why = "--kv-tokens is no larger" if plan.context == asked.kv_tokens else "more does not fit"
         lines.append(f"--context {plan.context}: {why}")
+    elif asked.context is None and plan.needs.facts.whole_prompts:
+        lines.append(
+            f"--context {plan.context}: this model's prompts are computed whole; --chunk N changes it"
+        )
     elif asked.kv_tokens is None and plan.kv_tokens < KV_CONTEXTS * plan.context:
         contexts = f"{plan.kv_tokens / plan.context:.1f} contexts at once"
         lines.append(f"--kv-tokens {plan.kv_tokens}: {contexts}; more does not fit")
@@ -196,6 +208,33 @@ def second_rounding(needs: Needs) -> str:
         return ""
     cost = f", which adds {SECOND[needs.format]} to perplexity" if needs.format in SECOND else ""
     return f"the experts are {needs.rounded} in the file, kept as {needs.format}: a second rounding{cost}"
+
+
+def longer_context(source: ModelSource, now: Situation, plan: Plan) -> list[str]:
+    """A line for each option of SMALLER by which the context becomes longer than the plan's: with the most
+    exact of the formats that make it longest."""
+    lines = []
+    for name, option in SMALLER.items():
+        plans = [
+            (other, getattr(config, name))
+            for config in _smaller(now.config, name)
+            for other in [now.plan(config, every_format(source, config, (plan.needs.format,)))]
+            if other is not None and other.context > plan.context
+        ]
+        if plans:
+            best, dtype = max(
+                plans, key=lambda of: (of[0].context, of[0].needs.backbone, of[0].needs.kv_token)
+            )
+            lines.append(f"{option} {dtype}: a context of {best.context} tokens instead of {plan.context}")
+    return lines
+
+
+def _smaller(asked: EngineConfig, name: str) -> Iterator[EngineConfig]:
+    """The configuration with each format that an option of SMALLER takes, none where there is no option."""
+    formats = next((o.value for o in OPTIONS_TABLE if o.key == name), None)
+    for dtype in formats if isinstance(formats, tuple) else ():
+        changed: dict[str, Any] = {name: dtype}
+        yield replace(asked, **changed)
 
 
 def refusal(source: ModelSource, now: Situation, every: Sequence[Needs]) -> str:
@@ -248,7 +287,8 @@ def parts(pool: Pool, plan: Plan, rest: bool = False) -> str:
         elif part == "experts":
             words.append(f"experts {byte_size(size)} ({needs.format})")
         elif size and part != LEFT_FREE:
-            words.append(f"{part} {byte_size(size)}" + f" ({plan.kv_tokens} tokens)" * (part == "KV cache"))
+            kept = f" ({plan.kv_tokens} tokens in {needs.kv_dtype})" if part == "KV cache" else ""
+            words.append(f"{part} {byte_size(size)}{kept}")
     free = pool.parts.get(LEFT_FREE, 0) if rest else 0
     return f"with {byte_size(free)} that stay free: " * bool(free) + ", ".join(words)
 
@@ -264,9 +304,13 @@ def _enlarge(pool: Pool) -> str:
 
 
 def _others(asked: EngineConfig) -> Iterator[EngineConfig]:
-    """Configurations with fewer options: without one, without all, then also with a smaller backbone."""
+    """Configurations that may fit: with the same context in smaller formats beside the experts', then with
+    fewer options: without one, without all, at last with a smaller backbone."""
     context: dict[str, None] = {"context": None, "kv_tokens": None}
     everything: dict[str, None] = {"format": None, "expert_cache": None} | context
+    if asked.context is not None or asked.kv_tokens is not None:
+        for name in SMALLER:
+            yield from _smaller(asked, name)
     for fewer in ({"format": None}, context, {"expert_cache": None}, everything):
         freed = replace(asked, **fewer)  # type: ignore[arg-type]  # each of these may be None
         if freed != asked:
@@ -285,6 +329,7 @@ def _options(plan: Plan, asked: EngineConfig, other: EngineConfig) -> str:
         before, after = getattr(asked, name), getattr(resolved, name)
         if before is not None and before != after:
             changed.append(f"{option} {after}")
-    if asked.backbone_dtype != other.backbone_dtype:
-        changed.append(f"--backbone-dtype {other.backbone_dtype}")
+    for name, option in SMALLER.items():
+        if (dtype := getattr(other, name, None)) != getattr(asked, name, None):
+            changed.append(f"{option} {dtype}")
     return " ".join(changed)

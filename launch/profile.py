@@ -9,7 +9,12 @@ from functools import reduce
 from math import isnan
 from typing import Any
 
+from launch.terminal.format import percent
 from pipeline.counters import fidelity
+from pipeline.policies.presets import make_policy
+from pipeline.policies.view import PolicyRequest
+
+NOT_APPLICABLE = "n/a"
 
 # What a step spends its time on, as sums of the counters' parts.
 CAUSES: dict[str, tuple[str, ...]] = {
@@ -191,6 +196,13 @@ class PhaseProfile:
             spent = _by_cause({part: values[layer] / steps for part, values in by_part.items()})
             times.append(LayerTime(layer, sum(spent.values()), spent))
         return sorted(times, key=lambda layer: -layer.seconds)
+
+
+def shown_hits(rate: float | None, policy: PolicyRequest) -> str | None:
+    """Returns a hit rate for a table: n/a under a policy that keeps nothing on the device."""
+    if rate is None:
+        return None
+    return percent(rate) if make_policy(policy, 0).uses_device else NOT_APPLICABLE
 
 
 def added(trees: Iterable[Tree]) -> Tree:

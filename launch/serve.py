@@ -22,6 +22,6 @@ async def serve(options: Options, interrupts: Interrupts) -> int:
     except asyncio.CancelledError:
         if not interrupts.received:
             raise
-    if name:
-        notice(f"engine {name} stopped by {interrupts.received}")
+    which = f"engine {name}" if name else "the engine, which was not ready,"
+    notice(f"{which} stopped by {interrupts.received}")
     return 0

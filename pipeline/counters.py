@@ -55,9 +55,12 @@ class Fidelity:
             self.stale += float((done.weights * on_host).sum())
 
 
-def fidelity(exact: bool, counted: dict[str, Any]) -> dict[str, Any]:
-    """An answer's fidelity: `exact`, and for an approximate policy each kind's share of all routed weight.
-    `counted`: both phases of a snapshot, or a difference of two."""
+def fidelity(exact: bool, counted: dict[str, Any], kv_cache: str = "") -> dict[str, Any]:
+    """An answer's fidelity: `exact`, for an approximate policy each kind's share of all routed weight, and
+    the format of the KV cache where it is an approximation. `exact`: the policy is; `counted`: both phases of
+    a snapshot, or a difference of two."""
+    if kv_cache:
+        return {**fidelity(exact, counted), "exact": False, "kv_cache": kv_cache}
     if exact:
         return {"exact": True}
     sums = [phase["fidelity"] for phase in counted.values()]

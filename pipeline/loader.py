@@ -31,6 +31,7 @@ from pipeline.models.facts import expert_shape
 from protocol.codec import decode, encode
 from protocol.messages import VERSION, Failed, Progress, Ready, Shutdown
 from protocol.sockets import connect_dealer, ipc_endpoint
+from shm.atomic_file import warn_unkept
 from shm.disk_cache import (
     CachedStore,
     CacheRecord,
@@ -206,7 +207,7 @@ def _cache_optional() -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        log.warning(f"the store could not be kept on disk, the next start reads the checkpoint again: {e}")
+        warn_unkept(log, "the store could not be kept on disk, the next start reads the checkpoint again", e)
 
 
 def main(config: dict[str, Any]) -> int:

@@ -128,6 +128,7 @@ class Welcome(Record, frozen=True):
     sampling: Sampling = Sampling()  # what the model's makers recommend for a chat
     format: str = ""  # of the experts
     backbone_dtype: str = ""  # of all the rest
+    kv_dtype: str = ""  # of the KV cache
 
 
 @message(3)

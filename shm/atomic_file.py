@@ -3,6 +3,8 @@ renamed, and then their folder is synced."""
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import secrets
 from collections.abc import Iterator
@@ -39,6 +41,16 @@ def put_in_place(descriptor: int, temporary: Path, path: Path) -> None:
     os.fsync(descriptor)
     os.replace(temporary, path)
     sync_folder(path.parent)
+
+
+def warn_unkept(log: logging.Logger, what: str, error: OSError) -> None:
+    """Log that something could not be kept in the user's cache. A full disk is one fact, which the first
+    process of an engine tells (`workers/lifetime.py`)."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+    more = "; nor can anything else be kept there" if full else ""
+    fact = {"fact": "full-disk"} if full else None
+    log.warning(f"{what}: {place}{error.strerror or error}{more}", extra=fact)
 
 
 def check_creatable(path: Path) -> None:

@@ -101,19 +101,40 @@ def _watch(lifeline: int, received: Future[dict[str, Any]]) -> NoReturn:
         os._exit(EXIT_PARENT_GONE)
     config: dict[str, Any] = msgpack.decode(packed)
     role = config.get("role", "child")
-    _open_log(role, config.get("log_level", "INFO"))
+    _open_log(role, config.get("log_level", "INFO"), config.get("runtime", ""))
     received.set_result(config)
     os.read(lifeline, 1)  # returns only at end of file: the parent writes nothing after the configuration
     os._exit(EXIT_PARENT_GONE)
 
 
-def _open_log(role: str, level: str) -> None:
+def _open_log(role: str, level: str, runtime: str) -> None:
     """Log lines begin with the role."""
     # While the loader runs, the supervisor draws a bar on a terminal, which a line has to clear.
     clearing = role == "loader" and sys.stderr.isatty()
     handler = (_ClearingHandler if clearing else logging.StreamHandler)(sys.__stderr__)
     handler.setFormatter(LineFormatter(f"[{role}] %(message)s"))
+    if runtime:
+        handler.addFilter(ToldOnce(Path(runtime)))
     logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+class ToldOnce(logging.Filter):
+    """Drops a record about a `fact` that a process of the same engine has told."""
+
+    def __init__(self, runtime: Path) -> None:
+        super().__init__()
+        self._runtime = runtime
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        fact = getattr(record, "fact", None)
+        try:
+            if fact is not None:
+                (self._runtime / f"told-{fact}").touch(0o600, exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:
+            pass  # that disk is full, too
+        return True
 
 
 class _ClearingHandler(logging.StreamHandler):  # type: ignore[type-arg]  # it is no generic class at run time

@@ -71,8 +71,8 @@ def ways(
             table = torch.tensor([total - 1, *range(blocks)], device=keys.device)
             slabs = [x.view(-1, blocks, KV_BLOCK, WIDTH).transpose(0, 1).contiguous() for x in (keys, values)]
             keeps = table, slabs, q.view(1, HEADS, WIDTH)
-            streams = slabs[0].data_ptr(), slabs[1].data_ptr()
-            rows = Rows(1, table.data_ptr(), table[1:].data_ptr(), 1, streams, (0, 0))
+            addresses = slabs[0].data_ptr(), slabs[1].data_ptr()
+            rows = Rows(1, table.data_ptr(), table[1:].data_ptr(), 1, addresses, (0, 0))
 
             def by_kernels(keeps: tuple[Tensor, list[Tensor], Tensor] = keeps) -> Tensor:
                 row = keeps[2]

@@ -18,6 +18,7 @@ from launch.command_line.checks import check_engine
 from launch.command_line.options import Options
 from launch.forecast import Estimate, Sizes, sizes_of
 from launch.planning import every_format, second_rounding
+from launch.profile import shown_hits
 from launch.terminal.format import alike, merged_notes, model_name, percent, three_digits
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json
@@ -156,7 +157,7 @@ def _presets(best: Estimate, estimates: Sequence[Estimate]) -> Table[Estimate]:
         Column[Estimate](f"policy, {best.setting.format}", _policy, text=True),
         Column[Estimate]("tok/s", lambda of: of.tok_s, alike),
         Column[Estimate]("first\ntoken", lambda of: of.first_token_s, each(_seconds)),
-        Column[Estimate]("hits", lambda of: of.hit_rate, each(percent)),
+        Column[Estimate]("hits", lambda of: shown_hits(of.hit_rate, of.setting.policy)),
         Column[Estimate]("host", lambda of: of.host_share, each(percent)),
         Column[Estimate]("moved/\ntoken", lambda of: byte_size(round(of.moved))),
         Column[Estimate]("wait\nlink", lambda of: of.wait_link, each(percent)),

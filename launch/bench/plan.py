@@ -14,6 +14,7 @@ from launch.terminal.plot import check_picture
 from pipeline.assets import model_dir
 from pipeline.checkpoint.open import open_model
 from pipeline.config import DEFAULT_CONTEXT, KV_BLOCK, KV_CONTEXTS, EngineConfig
+from pipeline.memory.needs import whole_blocks
 from pipeline.models.facts import facts_of
 from pipeline.policies.presets import PRESETS, RandomPlan, make_policy
 from pipeline.policies.view import PolicyRequest
@@ -75,10 +76,11 @@ class BenchPlan:
                 f"--prompt-len {self.prompt_len} and --gen-len {self.gen_len} make {tokens} tokens, and the"
                 f" context is {context}; use shorter ones"
             )
-        if self.batch * tokens > kv_tokens:
+        needed, there = self.batch * whole_blocks(tokens), whole_blocks(kv_tokens)
+        if needed > there:
             raise WrongUsage(
-                f"--batch {self.batch} of {tokens} tokens each needs {self.batch * tokens} tokens of KV"
-                f" cache, and it holds {kv_tokens}; use fewer or shorter requests, or more --kv-tokens"
+                f"--batch {self.batch} of {tokens} tokens each needs {needed} tokens of KV cache, in blocks"
+                f" of {KV_BLOCK}, and it holds {there}; use fewer or shorter requests, or more --kv-tokens"
             )
 
     @property
@@ -157,6 +159,6 @@ def _in_one_size(pairs: Sequence[tuple[dict[str, Any], Options]]) -> list[tuple[
     ]
     size: dict[str, Any] = {"max_sequences": max(EngineConfig.max_sequences, *batches)}
     if max(batches) > EngineConfig.max_sequences:
-        blocks = max(b * -(-tokens // KV_BLOCK) for b, tokens in zip(batches, longest, strict=True))
-        size["kv_tokens"] = blocks * KV_BLOCK
+        needed = (b * whole_blocks(tokens) for b, tokens in zip(batches, longest, strict=True))
+        size["kv_tokens"] = max(needed)
     return [(of, replace(options, written=size | options.written)) for of, options in pairs]

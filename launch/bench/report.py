@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from launch.bench.measure import Perplexity, PolicyResult
-from launch.profile import PhaseProfile
+from launch.profile import PhaseProfile, shown_hits
 from launch.terminal.format import alike, count, merged_notes, model_name, percent
 from launch.terminal.tables import Column, Table, dim, each, policy_name, spreads
 from pipeline.counters import pause_note
@@ -57,6 +57,8 @@ def _ratios(values: Sequence[float]) -> list[str]:
 def _added(perplexity: Perplexity) -> str:
     """Returns by how much an approximation raises the perplexity."""
     added = perplexity.percent
+    if abs(added) < 0.005:  # and no "-0.00%"
+        return "0.00%"
     return f"{added:+.2f}%" if abs(added) < 9.995 else f"{added:+.0f}%"
 
 
@@ -82,7 +84,7 @@ SHARED = "workers' share: of decode's expert tiles; the device computed the othe
 
 POLICY = Column[Figures]("policy", lambda f: policy_name(f.request), text=True)
 COPIED = _size("copied\nMB/token", lambda f: f.profile.copied_per_token, "copied: to the device in decode")
-HITS = _share("expert\nhits", lambda f: f.profile.hit_rate, RESIDENT, optional=False)
+HITS = Column[Figures]("expert\nhits", lambda f: shown_hits(f.profile.hit_rate, f.request), note=RESIDENT)
 HOST = _share("workers'\nshare", lambda f: f.profile.host_share, SHARED, optional=False)
 SPEEDS = (
     Column[Figures]("policy", lambda f: policy_name(f.request, f.exact), text=True),

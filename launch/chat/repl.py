@@ -115,7 +115,7 @@ class Screen(Output):
         self._printing: set[asyncio.Future[None]] = set()
 
     def show(self, what: RenderableType = "") -> None:
-        self.console.print(what)
+        self.console.show(what)
 
     def note(self, text: str, style: str = "dim") -> None:
         self.show(Text(text, style=style))

@@ -41,7 +41,7 @@ class Output:
 
     def show(self, what: RenderableType = "") -> None:
         with self.console.capture() as captured:
-            self.console.print(what)
+            self.console.show(what)
         for line in captured.get().splitlines():
             print(line.rstrip(), file=sys.stderr)
 

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from launch.chat.conversation import KEYS, Reply, Settings
 from launch.profile import PhaseProfile
-from launch.terminal.format import count, model_name, percent
-from launch.terminal.tables import Column, Table, grid
+from launch.terminal.format import MISSING, count, model_name, percent
+from launch.terminal.tables import Grid
 from pipeline.arrays import PHASES
 from pipeline.assets import model_dir
 from pipeline.policies.presets import PRESETS, Preset
@@ -58,17 +57,19 @@ def help_text() -> RenderableType:
         for name, command in COMMANDS.items()
     ]
     keys = [(key, Text(help, "dim")) for key, help in KEYS_HELP]
-    return grid([*commands, ("", ""), *keys])
+    return Grid([*commands, ("", ""), *keys])
 
 
 def settings_table(settings: Settings, defaults: Settings) -> RenderableType:
-    columns = [
-        Column[str]("setting", str, text=True),
-        Column[str]("now", lambda key: settings[key], text=True),
-        Column[str]("default", lambda key: defaults[key], text=True),
-        Column[str]("meaning", meaning, text=True, style="dim"),
-    ]
-    return Table(columns, list(KEYS))
+    def word(value: object) -> str:
+        return MISSING if value is None else str(value)
+
+    return Grid(
+        [
+            (key, word(settings[key]), Text(f"{meaning(key)} (default {word(defaults[key])})", "dim"))
+            for key in KEYS
+        ]
+    )
 
 
 def meaning(key: str) -> str:
@@ -89,15 +90,19 @@ def policy_list(current: str, given: Mapping[str, object]) -> RenderableType:
     ]
     options = " ".join(f"{name}={value}" for name, value in given.items())
     lines = [Text(f"in use: {current} {options}")] if options else []
-    return Group(grid(rows, gap=1), "", *lines, Text(SWITCH, "dim"))
+    return Group(Grid(rows, gap=1), "", *lines, Text(SWITCH, "dim"))
 
 
-def engine_table(stats: dict[str, Any], welcome: Welcome) -> RichTable:
-    return grid((name, Text(value)) for name, value in _engine(stats, welcome))
+def engine_table(stats: dict[str, Any], welcome: Welcome) -> RenderableType:
+    return Grid([*_engine(stats, welcome)])
 
 
 def _engine(stats: dict[str, Any], welcome: Welcome) -> Iterator[tuple[str, str]]:
-    kinds = (("experts", welcome.format), ("backbone", welcome.backbone_dtype))
+    kinds = (
+        ("experts", welcome.format),
+        ("backbone", welcome.backbone_dtype),
+        ("KV cache", welcome.kv_dtype),
+    )
     formats = ", ".join(f"{what} {name}" for what, name in kinds if name)
     model = model_name(welcome.model) if welcome.model == str(model_dir()) else welcome.model
     yield "policy", f"{stats.get('policy', welcome.policy)} on {welcome.device}"
@@ -162,6 +167,10 @@ def approximation(fidelity: dict[str, Any]) -> str:
     """Returns "approximate" with each kind's share of the routed weight, "" for an exact answer."""
     if fidelity.get("exact", True):
         return ""
-    shares = [(kind, part) for kind, part in fidelity.items() if kind != "exact" and part > 0]
-    words = ", ".join(f"{percent(part, 1)} {kind}" for kind, part in shares)
-    return f"approximate: {words}" if words else "approximate: all computed as routed"
+    shares = [
+        (kind, part) for kind, part in fidelity.items() if kind not in ("exact", "kv_cache") and part > 0
+    ]
+    words = [f"{percent(part, 1)} {kind}" for kind, part in shares]
+    if "kv_cache" in fidelity:
+        words.append(f"KV cache in {fidelity['kv_cache']}")
+    return f"approximate: {', '.join(words)}" if words else "approximate: all computed as routed"

@@ -12,9 +12,10 @@ from rich.text import Text
 from launch.chat.conversation import Reply
 from launch.chat.tables import approximation
 from launch.errors import WrongUsage
-from launch.profile import LayerTime, PhaseProfile
+from launch.profile import NOT_APPLICABLE, LayerTime, PhaseProfile, shown_hits
 from launch.terminal.format import percent
-from launch.terminal.tables import Column, Table, each, grid
+from launch.terminal.tables import Column, Grid, Table
+from pipeline.policies.view import PolicyRequest
 from protocol.messages import Welcome
 from protocol.program import PROGRAM
 from shm.segment import byte_size
@@ -47,10 +48,12 @@ def why_text(reply: Reply | None, stats: dict[str, Any], welcome: Welcome) -> Re
         )
     profile = PhaseProfile(counters["decode"], stats.get("tile_bytes", 0))
     policy = answer.get("policy", welcome.policy)
-    lines = [*_facts(profile), stats.get("prefetch", {}).get("status")]
+    options = stats.get("policy_options", {}) if stats.get("policy") == policy else {}
+    request = PolicyRequest(policy, options)
+    lines = [*_facts(profile, request), stats.get("prefetch", {}).get("status")]
     lines += [stats.get("policy_status")] if stats.get("policy") == policy else []
     lines.append(f"fidelity: {approximation(answer.get('fidelity', {})) or 'exact'}")
-    parts: list[RenderableType] = [_time(profile, policy), "", _layers(profile), ""]
+    parts: list[RenderableType] = [_time(profile, policy), "", _layers(profile, request), ""]
     parts += [Text(line) for line in lines if line]
     return Group(*parts, "", _advice(profile, stats, welcome, policy))
 
@@ -64,7 +67,7 @@ def _time(profile: PhaseProfile, policy: str) -> Text:
     return Text(f"A token took {token} under {policy}: {', '.join(words)}.")
 
 
-def _layers(profile: PhaseProfile) -> Table[LayerTime]:
+def _layers(profile: PhaseProfile, policy: PolicyRequest) -> Table[LayerTime]:
     rates = profile.hit_rates
 
     def causes(layer: LayerTime) -> str:
@@ -74,18 +77,21 @@ def _layers(profile: PhaseProfile) -> Table[LayerTime]:
     columns = [
         Column[LayerTime]("slowest", lambda layer: f"layer {layer.layer}", text=True),
         Column[LayerTime]("per step", lambda layer: _milliseconds(layer.seconds)),
-        Column[LayerTime]("hits", lambda layer: rates[layer.layer], each(percent)),
+        Column[LayerTime]("hits", lambda layer: shown_hits(rates[layer.layer], policy)),
         Column[LayerTime]("causes", causes, text=True, style="dim"),
     ]
     return Table(columns, profile.layers[:SLOWEST])
 
 
-def _facts(profile: PhaseProfile) -> Iterator[str]:
+def _facts(profile: PhaseProfile, policy: PolicyRequest) -> Iterator[str]:
     """Yields a line each for hits, utilization, bytes moved and prefetching, where they apply."""
     moved, rows = profile.moved, max(profile.rows, 1)
-    if profile.hit_rate is not None:
+    hits = shown_hits(profile.hit_rate, policy)
+    if hits == NOT_APPLICABLE:
+        yield f"hits: {hits}: {policy.name} keeps no experts on the device"
+    elif hits is not None:
         yield (
-            f"hits: {percent(profile.hit_rate)} of the needed experts were resident, and"
+            f"hits: {hits} of the needed experts were resident, and"
             f" {percent(profile.tile_hit_rate)} of their tiles"
         )
     host, device = percent(profile.host_busy), percent(profile.device_busy)
@@ -111,7 +117,7 @@ def _advice(profile: PhaseProfile, stats: dict[str, Any], welcome: Welcome, poli
     if not rows:
         return Text("No setting is known that would make this faster.")
     more = f"`{PROGRAM} advise` predicts the speed of policies, formats and caches."
-    return Group("What may help (what begins with -- is given at the next start):", grid(rows), Text(more))
+    return Group("What may help (what begins with -- is given at the next start):", Grid(rows), Text(more))
 
 
 def _changes(

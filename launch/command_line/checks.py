@@ -39,6 +39,7 @@ Record = TypeVar("Record", bound=msgspec.Struct)
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 NO_TOKENIZER = "this model has no tokenizer, so it reads no text and cannot chat"
+IDS = "`generate --prompt-tokens`"  # what runs such a model all the same
 NO_TEMPLATE = "this model has no chat template, so it cannot chat: `generate --prompt TEXT` continues a text"
 
 HTTP_PACKAGES = ("uvicorn", "httptools", "prometheus_client")  # of the extra `serve`
@@ -184,10 +185,11 @@ def read_file(path: Path, largest: int = MAX_TEXT_BYTES) -> bytes:
         raise WrongUsage(f"cannot read {path}: {e.strerror}") from None
 
 
-def check_reads_text(folder: Path, chats: bool = False) -> None:
+def check_reads_text(folder: Path, chats: bool = False, ids: str = IDS) -> None:
     """Raises WrongUsage, one line with what to do, for a model without tokenizer or, where it `chats`,
-    without chat template; ModelError for an unknown shape and a damaged file. Loads no tokenizer: that may
-    not end. What is no model is left to the loader."""
+    without chat template; ModelError for an unknown shape and a damaged file. `ids`: what takes token ids
+    instead. Loads no tokenizer: that may not end. What is no model is left to the loader."""
+    instead = f", or use {ids}" if ids else ""
     if is_shape(folder):
         shape_config(str(folder))
         raise WrongUsage(
@@ -196,7 +198,7 @@ def check_reads_text(folder: Path, chats: bool = False) -> None:
         )
     if is_gguf(folder):
         if not has_tokenizer(folder):
-            raise WrongUsage(f"{NO_TOKENIZER}: use a file with one, or `generate --prompt-tokens`")
+            raise WrongUsage(f"{NO_TOKENIZER}: take a file with one{instead}")
         if chats and not has_chat_template(folder):
             raise WrongUsage(NO_TEMPLATE)
     elif any(os.path.isfile(folder / name) for name in TOKENIZER_FILES):
@@ -205,6 +207,5 @@ def check_reads_text(folder: Path, chats: bool = False) -> None:
     elif os.path.isfile(folder / "config.json"):
         facts_of(read_fields(folder / "config.json"))  # a model that cannot be run needs no tokenizer
         raise WrongUsage(
-            f"{NO_TOKENIZER}: put its tokenizer.json and tokenizer_config.json into {folder}, or use"
-            " `generate --prompt-tokens`"
+            f"{NO_TOKENIZER}: put its tokenizer.json and tokenizer_config.json into {folder}{instead}"
         )

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
 from launch.command_line.options import Options
@@ -112,11 +111,14 @@ def render(findings: Sequence[Finding], verdict: str) -> str:
     """Returns the findings by topic, and the verdict, as text."""
     parts: list[RenderableType] = []
     for topic, group in groupby(findings, key=lambda finding: finding.topic):
-        rows = [(Text(each.level, style=COLOURS[each.level]), _description(each)) for each in group]
-        table = tables.grid(rows, gap=1)
-        table.columns[0].width = max(map(len, COLOURS))
-        parts += [Text(topic, style="bold"), Padding(table, (0, 0, 1, 2))]
+        rows = [(_level(each), _description(each)) for each in group]
+        parts += [Text(topic, style="bold"), tables.Grid(rows, gap=1, indent=2), ""]
     return tables.render(*parts, Text(verdict, style="bold"))
+
+
+def _level(finding: Finding) -> Text:
+    """Returns its level, as wide as the longest."""
+    return Text(f"{finding.level:{max(map(len, COLOURS))}}", style=COLOURS[finding.level])
 
 
 def _description(finding: Finding) -> Text:

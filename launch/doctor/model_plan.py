@@ -17,7 +17,16 @@ from launch.command_line.checks import check_engine
 from launch.command_line.options import Options
 from launch.doctor.measure import explain_speeds, left_out, measure_speeds
 from launch.forecast import CONTEXT, Expected, Speeds, by_rates, sizes_of
-from launch.planning import OPTIONS, Situation, every_format, formats, reasons, refusal, situation
+from launch.planning import (
+    OPTIONS,
+    Situation,
+    every_format,
+    formats,
+    longer_context,
+    reasons,
+    refusal,
+    situation,
+)
 from launch.processes.cores import Cores
 from launch.processes.trials import TrialFailed
 from launch.terminal.format import alike, count
@@ -45,6 +54,7 @@ class ModelPlan:
     rows: Sequence[Plan]
     chosen: Plan | None
     why: Sequence[str]
+    longer: Sequence[str]  # lines about options that make the context longer
 
     @classmethod
     def of(cls, source: ModelSource, now: Situation) -> ModelPlan:
@@ -60,7 +70,8 @@ class ModelPlan:
             return now.plan(replace(now.config, format=needs.format), [needs]) or now.smallest(needs)
 
         why = [refusal(source, now, allowed)] if chosen is None else reasons(chosen, now, allowed)
-        return cls(source, now, [row(needs) for needs in each], chosen, why)
+        longer = longer_context(source, now, chosen) if chosen is not None else []
+        return cls(source, now, [row(needs) for needs in each], chosen, why, longer)
 
     @property
     def formats(self) -> list[FormatName]:
@@ -77,12 +88,14 @@ class ModelPlan:
             "policy": now.config.policy,
             "chosen": None if resolved is None else {name: getattr(resolved, name) for name in OPTIONS},
             "why": list(self.why),
+            "longer_context": list(self.longer),
             "formats": [
                 {
                     "format": plan.needs.format,
                     "fits": plan.fits(now.machine),
                     "context": plan.context,
                     "kv_tokens": plan.kv_tokens,
+                    "kv_dtype": plan.needs.kv_dtype,
                     "expert_cache": plan.expert_cache,
                     "store_bytes": plan.needs.store,
                     "in_memory_already_bytes": plan.needs.present,
@@ -198,3 +211,6 @@ def _verdict(plan: ModelPlan) -> Iterator[Text]:
     yield Text("It fits. An engine would start with", style="bold green")
     yield Text("  " + " ".join(words if plan.chosen.slab else words[:-1]))
     yield from dim(f"  {line}" for line in plan.why)
+    if plan.longer:
+        yield Text("A longer context:", style="bold")
+        yield from (Text(f"  {line}") for line in plan.longer)

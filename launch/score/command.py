@@ -15,12 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from launch.command_line.checks import check_new_file, check_request, read_ids, read_text
+from launch.command_line.checks import (
+    check_new_file,
+    check_reads_text,
+    check_request,
+    read_ids,
+    read_text,
+)
 from launch.command_line.options import Options
 from launch.connect import reconnecting_client
 from launch.errors import OutputFailed, WrongUsage
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import plain, print_json, show
+from pipeline.assets import model_dir
 from pipeline.counters import difference, fidelity
 from protocol.client import Client
 from protocol.errors import RequestFailed
@@ -45,6 +52,8 @@ async def score(options: Options, interrupts: Interrupts) -> int:
     if out is not None:
         check_new_file("--out", out)
     text = read_text(written["text"]) if "text" in written else None
+    if text is not None and not options.connect:
+        check_reads_text(options.config().model or model_dir(), ids="--tokens")
     ids = read_ids(written["tokens"]) if text is None else ()
     async with reconnecting_client(options, interrupts) as client:
         context = client.welcome.context
@@ -59,7 +68,9 @@ async def score(options: Options, interrupts: Interrupts) -> int:
             except OSError as e:
                 raise OutputFailed(f"--out {out}: {e.strerror}") from e
         stats = await client.stats()
-    exactness = fidelity(client.welcome.exact, difference(stats["engine"], before["engine"]))
+    kv_cache = "int8" if client.welcome.kv_dtype == "int8" else ""
+    exact = client.welcome.exact or bool(kv_cache)
+    exactness = fidelity(exact, difference(stats["engine"], before["engine"]), kv_cache)
     policy = stats.get("policy", client.welcome.policy)
     mean = nll / (count - 1) if count > 1 else math.nan
     perplexity = math.exp(mean) if mean < 700 else math.inf
@@ -79,7 +90,8 @@ async def score(options: Options, interrupts: Interrupts) -> int:
     else:
         how = f" ({len(requests)} windows of {context})" if len(requests) > 1 else ""
         words = f"{count} tokens{how}, {mean:.4f} nats a token, perplexity {perplexity:.2f}"
-        show(words + f"; approximate, under {policy}" * (not exactness["exact"]) + "\n")
+        why = f"KV cache in {kv_cache}" if kv_cache else f"under {policy}"
+        show(words + f"; approximate, {why}" * (not exactness["exact"]) + "\n")
     return 0
 
 

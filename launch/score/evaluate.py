@@ -33,7 +33,7 @@ from rich.console import RenderableType
 from launch.bench.command import check_own, session
 from launch.bench.measure import warm_up
 from launch.bench.plan import requested_policies
-from launch.command_line.checks import WrongLine, parse_line, read_lines
+from launch.command_line.checks import WrongLine, check_reads_text, parse_line, read_lines
 from launch.command_line.options import Options
 from launch.errors import WrongUsage
 from launch.terminal.format import count, model_name, percent
@@ -42,6 +42,7 @@ from launch.terminal.output import print_json
 from launch.terminal.progress import ProgressCounter
 from launch.terminal.tables import Column, Table, each, policy_name, print_parts
 from pipeline.assets import items as embedded_items
+from pipeline.assets import model_dir
 from pipeline.policies.view import PolicyRequest
 from protocol.client import Client
 from protocol.codec import encode
@@ -108,6 +109,8 @@ def accuracy(items: Sequence[Item], answers: Answers, kind: str | None = None) -
 
 async def evaluate(options: Options, interrupts: Interrupts) -> int:
     """Run `evaluate`. Raises WrongUsage, RequestFailed, PolicyError, Disturbed and what `session` raises."""
+    if not options.connect:
+        check_reads_text(options.config().model or model_dir(), ids="")
     path: Path = options.written.get("items") or embedded_items()
     items = read_items(path)[: options.written.get("limit")]
     policies = requested_policies(options, options.config().seed) if "policy" in options.written else []

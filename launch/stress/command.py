@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launch.assets import stress_script
+from launch.command_line.checks import check_reads_text
 from launch.command_line.options import Options
 from launch.connect import endpoint
 from launch.equality import Verdict, rounding_bound
@@ -28,6 +29,7 @@ from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json
 from launch.terminal.progress import ProgressCounter
 from launch.terminal.tables import print_parts
+from pipeline.assets import model_dir
 from protocol.client import Client
 from protocol.messages import Welcome
 
@@ -44,6 +46,8 @@ IDLE = {
 async def stress(options: Options, interrupts: Interrupts) -> int:
     """1 where the run failed. Raises WrongUsage, EngineGone, as an engine's start; reports the run so far."""
     path: Path = options.written.get("script", stress_script())
+    if not options.connect:
+        check_reads_text(options.config().model or model_dir(), ids="")
     entries = read_script(path) * options.written.get("repeat", 1)
     clients = options.written.get("clients", CLIENTS)
     chaos = Chaos.asked(options.written, options.config().seed)
@@ -53,7 +57,7 @@ async def stress(options: Options, interrupts: Interrupts) -> int:
     async with endpoint(options, interrupts) as where, Client.connect(where, name="stress") as client:
         welcome = client.welcome
         _check_model(welcome, entries, path)
-        bound = rounding_bound(welcome.format, welcome.backbone_dtype)
+        bound = rounding_bound(welcome.format, welcome.backbone_dtype, welcome.kv_dtype)
         run = StressRun(str(path), welcome, bound, Load([[] for _ in range(clients)]))
         try:
             if quiet:

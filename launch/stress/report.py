@@ -18,7 +18,7 @@ from launch.stress.chaos import Injector
 from launch.stress.load import End, Load, Outcome
 from launch.stress.reference import Finding
 from launch.terminal.format import count
-from launch.terminal.tables import Column, Table, each, grid
+from launch.terminal.tables import Column, Grid, Table, each
 from protocol.messages import Welcome
 
 OF_ENGINE = ("engine", "model", "device", "policy", "emulation", "format", "backbone_dtype")
@@ -140,7 +140,7 @@ def report_parts(report: dict[str, Any]) -> Iterator[RenderableType]:
         f" {report['backbone_dtype']}"
         + (f"; emulation: {report['emulation']}" if report["emulation"] else "")
     )
-    yield from ("", grid((Text(title, "dim"), _counts(report, title)) for title in COUNTS), "")
+    yield from ("", Grid([(Text(title, "dim"), _counts(report, title)) for title in COUNTS]), "")
     yield from (_times(report), "")
     if report["chaos"] is not None:
         yield from chaos_parts(report["chaos"])

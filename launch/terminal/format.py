@@ -38,6 +38,8 @@ def percent(share: float | None, digits: int = 0) -> str:
         return MISSING
     least = 10.0**-digits  # percent
     value = 100 * share
+    if abs(value) < 1e-9:  # a difference that only rounding left, and no "-0%"
+        value = 0.0
     if 0 < value < least / 2:
         return f"<{least:g}%"
     if 100 - least / 2 <= value < 100:

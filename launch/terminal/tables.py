@@ -18,12 +18,14 @@ where every row has None.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Generic, TypeVar
 
 from rich import box, table
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
@@ -35,6 +37,7 @@ from protocol.program import visible
 
 PLAIN_WIDTH = 80
 MAX_WIDTH = 110  # longer lines of text are hard to read
+LEAST_TEXT = 24  # columns for a text that wraps
 
 Row = TypeVar("Row")
 Cell = str | Text
@@ -142,16 +145,61 @@ def _titled(columns: Sequence[Column[Any]], gap: int, title: str) -> table.Table
     return titled
 
 
-def grid(rows: Iterable[Sequence[RenderableType]], gap: int = 2) -> table.Table:
-    """Returns rows of equally many cells without titles; the last column wraps, the others do not."""
-    made = table.Table.grid(padding=(0, gap, 0, 0))
-    lines = list(rows)
-    for _ in lines[0][:-1] if lines else ():
-        made.add_column(no_wrap=True)
-    made.add_column(overflow="fold")
-    for line in lines:
-        made.add_row(*line)
-    return made
+@dataclass(frozen=True)
+class Grid:
+    """Rows of equally many cells without titles. The last one wraps beside the others or, where a narrow
+    terminal leaves it too little room, below them. Words, and so paths, are never broken."""
+
+    rows: Sequence[Sequence[Cell]]
+    gap: int = 2
+    indent: int = 0
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        widths = [max(map(_text_width, column)) for column in zip(*self.rows, strict=True)][:-1]
+        head = self.indent + sum(widths) + self.gap * len(widths)
+        beside = options.max_width - head >= LEAST_TEXT
+        indent = head if beside else self.indent + self.gap
+        for *cells, last in self.rows:
+            line = Text(" " * self.indent)
+            for cell, width in zip(cells, widths, strict=True):
+                line.append_text(_as_text(cell)).append(" " * (width + self.gap - _text_width(cell)))
+            if not beside and line.plain.strip():
+                yield _whole(line)
+                if not last:
+                    continue
+                line = Text(" " * indent)
+            for text in wrapped(_as_text(last), options.max_width - indent):
+                yield _whole(line.append_text(text))
+                line = Text(" " * indent)
+
+
+def wrapped(text: Text, width: int) -> Iterator[Text]:
+    """Yields lines of `width` columns; a longer word is a line by itself. rich would break or cut it."""
+    for line in text.split("\n", allow_blank=True):
+        breaks, used = [], 0
+        for word in re.finditer(r"\s*\S+", line.plain):
+            if used and used + cell_len(word[0]) > width:
+                breaks.append(word.end() - len(word[0].lstrip()))
+                used = cell_len(word[0].lstrip())
+            else:
+                used += cell_len(word[0])
+        for part in line.divide(breaks):
+            part.rstrip()
+            yield part
+
+
+def _whole(line: Text) -> Text:
+    """Returns a line that is printed as it is."""
+    line.no_wrap, line.overflow = True, "ignore"
+    return line
+
+
+def _as_text(cell: Cell) -> Text:
+    return Text(cell) if isinstance(cell, str) else cell
+
+
+def _text_width(cell: Cell) -> int:
+    return _as_text(cell).cell_len
 
 
 def dim(lines: Iterable[str]) -> list[Text]:
@@ -164,6 +212,14 @@ class VisibleConsole(Console):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **settings)
+
+    def show(self, what: RenderableType) -> None:
+        """Print something in this width; a word that is longer, such as a path, stays whole."""
+        if not isinstance(what, Cell):
+            self.print(what, crop=False)
+            return
+        for line in wrapped(_as_text(what), self.width):
+            self.print(line, no_wrap=True, overflow="ignore", crop=False)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
@@ -179,7 +235,7 @@ def render(*parts: RenderableType, max_width: int = MAX_WIDTH) -> str:
     console = VisibleConsole(width=width, force_terminal=terminal)
     with console.capture() as captured:
         for part in parts:
-            console.print(part)
+            console.show(part)
     return "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
 
 

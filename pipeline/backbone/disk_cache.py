@@ -21,7 +21,7 @@ import msgspec
 from pipeline.checkpoint.model_source import ModelSource
 from protocol.errors import NotPrivate
 from protocol.files import check_private, make_folders
-from shm.atomic_file import put_in_place
+from shm.atomic_file import put_in_place, warn_unkept
 from shm.disk_cache import CacheRecord, note_use
 from shm.file_locks import try_lock
 from shm.huge import private
@@ -109,7 +109,7 @@ class BackboneCache:
                 os.close(file)
             self._note_use()
         except OSError as e:
-            log.warning(f"the backbone could not be kept on disk, the next start quantizes it again: {e}")
+            warn_unkept(log, "the backbone could not be kept on disk, the next start quantizes it again", e)
         self._new.clear()
 
     def _note_use(self) -> None:

@@ -7,6 +7,7 @@ latent of 512 numbers and a rotary key of 64, the key has its own.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.nn import functional
 
 from pipeline.config import KV_BLOCK, KV_RUN
 from pipeline.errors import RequestError
+from shm.huge import private
 
 Blocks = NDArray[np.int32]  # numbers of blocks
 
@@ -27,10 +29,10 @@ class Slab:
     def __init__(self, blocks: int, heads: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         """`dtype`: float32, bfloat16 or int8."""
         shape = blocks, heads, KV_BLOCK
-        self.numbers = torch.empty((*shape, width), dtype=dtype, device=device)
+        self.numbers = _memory((*shape, width), dtype, device)
         self.scales: Tensor | None = None  # float32 [blocks, heads, KV_BLOCK, runs]
         if dtype == torch.int8:
-            self.scales = torch.empty((*shape, runs_of(width)), device=device)
+            self.scales = _memory((*shape, runs_of(width)), torch.float32, device)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -60,6 +62,13 @@ class Slab:
         return parts[0].to(dtype) if self.scales is None else widened(*parts).to(dtype)
 
 
+def _memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised; on the host in huge pages, because attention reads blocks in any order."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.from_numpy(private(dtype.itemsize * math.prod(shape))).view(dtype).view(shape)
+
+
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers [..., width] in int8, and the scales float32 [..., runs] of their runs."""
     runs = _runs(x.float())
@@ -77,7 +86,7 @@ def widened(numbers: Tensor, scales: Tensor) -> Tensor:
 def _runs(x: Tensor) -> Tensor:
     """[..., runs, KV_RUN], of which 0 fills the last."""
     padded = functional.pad(x, (0, -x.shape[-1] % KV_RUN))
-    return padded.unflatten(-1, (-1, KV_RUN))
+    return padded.view(*x.shape[:-1], -1, KV_RUN)
 
 
 def runs_of(width: int) -> int:

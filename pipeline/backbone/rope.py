@@ -19,6 +19,7 @@ from pipeline.errors import ModelError
 from pipeline.models.config_keys import Config
 from pipeline.models.registry import architecture_of
 from pipeline.models.spec import Rope
+from pipeline.models.transformers_log import to_own_log
 
 
 class RopeTables:
@@ -86,6 +87,7 @@ def _frequencies(rope: Rope, config: Config, width: int, long: bool) -> tuple[Te
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    to_own_log()
     architecture = architecture_of(config)
     name = architecture.known_as or architecture.model_type
     length = rope.switch + 1 if long and rope.switch is not None else None

@@ -25,7 +25,7 @@ from pipeline.errors import PolicyError
 from pipeline.policies.costs import Costs
 from protocol.errors import NotPrivate
 from protocol.files import check_private, make_folders, read_small
-from shm.atomic_file import atomic_file
+from shm.atomic_file import atomic_file, warn_unkept
 from shm.kernel_files import contents, parse_cpuinfo
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def keep(cache: Path, record: Record) -> None:
         with atomic_file(path) as file:
             file.write(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
     except OSError as e:
-        log.warning(f"costs could not be kept in {path.parent}, the next start measures again: {e.strerror}")
+        warn_unkept(log, f"costs could not be kept in {path.parent}, the next start measures again", e)
 
 
 def measured_here(cache: Path) -> list[tuple[Path, Record]]:

@@ -71,17 +71,15 @@ class _Measurement:
         self._ctx, self._division, self._progress = ctx, division, progress
         windows = division.training + division.validation
         self._findings = Findings(tokens=division.tokens)
-        longest = max(len(window.tokens) for window in windows)
-        fitting = ctx.kv.free // blocks_for(longest)
+        longest, free = max(len(window.tokens) for window in windows), ctx.kv.free  # of these blocks
         places = LANES if ctx.kv.places is None else ctx.kv.places
-        self._width = min(LANES, ctx.lanes, places, len(division.training), fitting)
+        self._width = min(LANES, ctx.lanes, places, len(division.training), free // blocks_for(longest))
         self._tokens = division.tokens
         self._order = TokenOrder(ctx.engine.shape)
         if self._width < 1:
-            free = KV_BLOCK * ctx.kv.free
             raise RequestError(
-                f"the KV cache has {free} tokens free of the {longest} that calibrating needs: requests of"
-                " other clients hold them; try again when those have ended"
+                f"the KV cache has {KV_BLOCK * free} tokens free of the {longest} that calibrating needs:"
+                " requests of other clients hold them; try again when those have ended"
             )
 
     def measure(self) -> tuple[Calibration, Findings]:

@@ -157,7 +157,6 @@ class Lanes:
         for window, kv in self._held:
             kv.truncate(window.prefill)
             kv.grow(len(window.tokens))
-            kv.grow(len(window.tokens))
         while live := [(window, kv) for window, kv in self._held if kv.length < len(window.tokens)]:
             spans = [TokenSpan(kv, [window.tokens[kv.length]]) for window, kv in live]
             rows = self._engine.step([StepInput(s, "last" if scored else "none") for s in spans], "decode")

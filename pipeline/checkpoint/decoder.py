@@ -20,6 +20,7 @@ from transformers.models.auto import modeling_auto
 from pipeline.errors import ModelError
 from pipeline.models.config_keys import MAX_COUNT, Config, shown
 from pipeline.models.registry import ARCHITECTURES
+from pipeline.models.transformers_log import to_own_log
 
 ROUTERS = ("gate", "router")  # names of a router, beside its experts
 MATRICES = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias")  # those of tiles
@@ -45,7 +46,7 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _called)
 def decoder_of(config: Config) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     """The class of the model whose decoder and head are run, and its config. Of a model of text and images it
     is the whole one where transformers has no other. Raises ModelError."""
-    transformers.logging.set_verbosity_error()  # of slower ways that are the only ones here
+    to_own_log()
     kind = config.get("model_type")
     if kind in ARCHITECTURES:
         kind = ARCHITECTURES[kind].known_as or kind

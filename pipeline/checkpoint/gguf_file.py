@@ -78,15 +78,36 @@ def read_metadata(path: Path, long_arrays: bool = True) -> dict[str, Any]:
 
 def gguf_in(folder: Path) -> Path | None:
     """The first file of the one GGUF model in this folder, None where it has none or safetensors. Raises
-    ModelError where it has several."""
-    names = sorted(path.name for path in folder.glob("*") if path.suffix.lower() == SUFFIX)
-    firsts = [name for name in names if not name.lower().startswith(OTHER_GGUF) and part_of(name)[0] == 1]
-    if not firsts or any(folder.glob("*.safetensors*")):
+    ModelError where it has several, or lacks the first file of one."""
+    if any(folder.glob("*.safetensors*")):
         return None
+    firsts = gguf_models_in(folder)
     if len(firsts) > 1:
         shown = ", ".join(name[:MAX_NAME] for name in firsts[:4])
         raise ModelError(f"{folder} has {len(firsts)} GGUF models: name the file of one ({shown})")
-    return folder / firsts[0]
+    if firsts:
+        return folder / firsts[0]
+    later = next((PART.fullmatch(name) for name in _gguf_files(folder) if part_of(name)[0] > 1), None)
+    if later is not None:
+        raise ModelError(
+            f"{folder} has {later[0][:MAX_NAME]} and lacks {_first_of(later)}, the first file: download it"
+        )
+    return None
+
+
+def gguf_models_in(folder: Path) -> list[str]:
+    """The first file of each GGUF model in this folder, in order."""
+    return [name for name in _gguf_files(folder) if part_of(name)[0] == 1]
+
+
+def _gguf_files(folder: Path) -> list[str]:
+    names = sorted(path.name for path in folder.glob("*") if path.suffix.lower() == SUFFIX)
+    return [name for name in names if not name.lower().startswith(OTHER_GGUF)]
+
+
+def _first_of(part: re.Match[str]) -> str:
+    """The name of a model's first file, from a match of another one's with PART."""
+    return f"{part[1][:MAX_NAME]}-00001-of-{part[3]}{SUFFIX}"
 
 
 def part_of(name: str) -> tuple[int, int]:
@@ -99,15 +120,15 @@ def read_model(path: Path) -> tuple[dict[str, Any], tuple[Shard, ...]]:
     """The settings of a model, without long lists, and its files, of which `path` is the first. Raises
     ModelError where one is missing or damaged."""
     number, count = part_of(path.name)
-    if number != 1:
-        raise ModelError(f"{path} is file {number} of {count} of a model: give the first")
+    base = PART.fullmatch(path.name)
+    if number != 1 and base:
+        raise ModelError(f"{path} is file {number} of {count} of a model: give the first, {_first_of(base)}")
     first = read_gguf(path, long_arrays=False)
     said = first.settings.get(SPLIT_COUNT, 1) or 1
     if said != count:
         raise ModelError(
             f"{path} is one of {said} files of a model, and its name says {count}: give it its old name"
         )
-    base = PART.fullmatch(path.name)
     paths = [
         path.with_name(f"{base[1]}-{n:05}-of-{count:05}{path.suffix}") for n in range(2, count + 1) if base
     ]

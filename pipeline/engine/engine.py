@@ -78,6 +78,16 @@ class Engine:
     def policy(self) -> Policy:
         return self.driver.policy
 
+    @property
+    def kv_cache(self) -> str:
+        """Return the format of the KV cache where it is an approximation; else nothing."""
+        return "int8" if self.backbone.dtype == torch.int8 else ""
+
+    @property
+    def exact(self) -> bool:
+        """Return whether answers are the model's in its formats."""
+        return self.policy.exact and not self.kv_cache
+
     def set_policy(
         self,
         policy: Policy,
@@ -136,12 +146,13 @@ class Engine:
         begun and not ended, without which those of `inputs` are taken to be all. Returns the wanted logits of
         each, float32 [n, vocabulary], or its choice (`answers`). Raises StepFailed; the sequences are then
         as they were."""
-        lengths = [item.span.kv.length for item in inputs]
+        before = [(item.span.kv, item.span.kv.length, item.span.kv.capacity) for item in inputs]
         try:
             return self._step(inputs, phase, live)
         except torch.OutOfMemoryError as e:
-            for item, length in zip(inputs, lengths, strict=True):
-                item.span.kv.truncate(length)
+            for kv, length, capacity in before:
+                kv.truncate(length)
+                kv.grow(capacity)
             self.device.free_cached()
             raise OutOfDeviceMemory(out_of_memory(e)) from e
 

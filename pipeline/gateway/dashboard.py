@@ -135,6 +135,7 @@ def _about(welcome: Welcome, activity: ExpertActivityReply) -> dict[str, Any]:
         "device": welcome.device,
         "format": welcome.format,
         "backbone_dtype": welcome.backbone_dtype,
+        "kv_dtype": welcome.kv_dtype,
         "emulation": welcome.emulation,
         "layers": layers,
         "experts": experts,

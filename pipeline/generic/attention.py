@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from pipeline.config import EXPANDED_KV_BYTES
 from pipeline.generic.caches import PerSequence
+from pipeline.generic.one_token import Stored
 
 EXPANDED_ROWS = 128  # new tokens from which expanding all latents costs less than multiplying by them
 KIND = "tandem_attention"  # attribute of a module: "grouped", "latent"; without one, the family's own
@@ -36,13 +37,14 @@ HIDDEN = 0.3  # of the tokens before a query, by the mask
 class Latents(NamedTuple):
     """In place of keys and values."""
 
-    latents: Tensor  # [1, 1, N, rank]
-    rotated: Tensor  # [1, 1, N, rope]
+    latents: Any  # [1, 1, N, rank], both Tensor or Stored
+    rotated: Any  # [1, 1, N, rope]
 
     @property
     def shape(self) -> torch.Size:
         """Sparse attention asks for the number of keys."""
-        return self.latents.shape
+        shape: torch.Size = self.latents.shape
+        return shape
 
 
 def wrap(module: nn.Module) -> None:
@@ -97,15 +99,20 @@ def _in_blocks(one: Callable[..., Any]) -> Callable[..., Any]:
 def grouped(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Any,
+    value: Any,
     attention_mask: Tensor | None = None,
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, width], key and value [1, kv heads, N, *] in the cache's dtype, mask [1, 1, T, N]:
-    float32 [1, T, heads, *]."""
+    """query [1, heads, T, width], key and value [1, kv heads, N, *] in the cache's dtype, or Stored, mask [1,
+    1, T, N]: float32 [1, T, heads, *]."""
     _, heads, count, _ = query.shape
+    if isinstance(key, Stored):
+        if not _hides(attention_mask):
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return key.attend(query[0, :, 0], value.shape[-1], scale)[None, None], None
+        key, value = key.read(), value.read()
     query = query.to(key.dtype)
     mask = None if attention_mask is None else attention_mask.to(key.dtype)
     attend = functional.scaled_dot_product_attention
@@ -135,9 +142,29 @@ def latent(
 
         q . (W_k c) = (W_k^T q) . c        sum_i a_i (W_v c_i) = W_v (sum_i a_i c_i)
     """
+    if isinstance(key.latents, Stored):
+        if not _hides(attention_mask):
+            return _absorbed_token(module, query, key, scaling), None
+        key = Latents(key.latents.read(), key.rotated.read())
     return (_expanded if query.shape[2] >= EXPANDED_ROWS else _absorbed)(
         module, query, key, value, attention_mask, scaling=scaling
     )
+
+
+def _hides(mask: Tensor | None) -> bool:
+    """Whether a mask hides any of the tokens."""
+    return mask is not None and bool((mask if mask.is_floating_point() else ~mask).any())
+
+
+def _absorbed_token(module: Any, query: Tensor, key: Latents, scaling: float) -> Tensor:
+    """`_absorbed` for one token by the kernel: float32 [1, 1, heads, value]."""
+    expansion, nope = _expansion(module, query, key)
+    w_k, w_v = expansion[:, :nope], expansion[:, nope:]
+    q = query[0].to(expansion.dtype)  # [heads, 1, nope + rope]
+    whole = torch.cat((q[..., :nope] @ w_k, q[..., nope:]), -1)[:, 0]
+    attended: Tensor = key.latents.attend(whole, expansion.shape[2], scaling, latent=True)
+    out = attended[:, None].to(expansion.dtype) @ w_v.transpose(1, 2)  # [heads, 1, value]
+    return out.transpose(0, 1)[None].float()
 
 
 def _expanded(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -26,11 +25,13 @@ from pipeline.errors import ModelError, PolicyError
 from pipeline.generic import attention
 from pipeline.generic.caches import LayerKept, StepCache, rows_of
 from pipeline.generic.modules import OwnLinear, fuse_norms
+from pipeline.generic.one_token import OneToken
 from pipeline.generic.packing import Packing
 from pipeline.generic.routers import Tap, find_router
 from pipeline.generic.skeleton import Skeleton
 from pipeline.generic.trial import Trial, observe
 from pipeline.models.facts import ModelFacts
+from pipeline.models.transformers_log import to_own_log
 from pipeline.policies.view import Router
 
 
@@ -48,7 +49,7 @@ class GenericBackbone:
     ) -> None:
         """`weights`: by parameters' names in the whole model; `progress` is called with the bytes loaded so
         far. Raises ModelError where the family cannot run here, or weights are missing."""
-        transformers.logging.set_verbosity_error()  # of slower ways that are the only ones here
+        to_own_log()
         self.facts = facts
         self.dtype = precision.kv_dtype
         self._precision = precision
@@ -84,6 +85,8 @@ class GenericBackbone:
         self.several, self.chunks = trial.run()
         if self.dtype != torch.float32:
             trial.cache_in(self.dtype, self._raw_layers())
+        if precision.device.library is not None:
+            trial.keep_in_place(OneToken(precision.device), self._raw_layers())
         linears = [m for m in self._decoder.modules() if isinstance(m, OwnLinear)]
         self._largest_matrix = max((m.in_features * m.out_features for m in linears), default=0)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers.cache_utils import (
     Cache,
@@ -27,6 +27,7 @@ from transformers.cache_utils import (
 from pipeline.backbone.batch import TokenSpan
 from pipeline.backbone.kv_cache import SequenceKV
 from pipeline.errors import ModelError
+from pipeline.generic.one_token import OneToken, Stored
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,13 @@ class LayerKept:
     streams: tuple[tuple[int, int], ...]  # (heads, numbers a token): keys, values, and those of an indexer
     states: tuple[tuple[int, ...], ...]  # shapes: of convolutions, then recurrent ones
     convolutions: int = 0  # of the states
+    rank: int = 0  # of latents, behind each of which its rotary key is cached in the first stream; 0: none
 
 
-def kept_by(cache: Cache, tokens: int) -> list[LayerKept]:
+def kept_by(cache: Cache, tokens: int, decoder: nn.Module) -> list[LayerKept]:
     """What each layer of a transformers cache keeps, read from one that has seen a sequence's first `tokens`
     tokens: fewer than any window, and another number than heads or widths."""
+    latent = {getattr(m, "layer_idx", None) for m in decoder.modules() if hasattr(m, "expand_kv")}
     linear = getattr(cache, "linear_cache", [])
     kept = []
     for number, layer in enumerate([*cache.layers, *[None] * (len(linear) - len(cache.layers))]):
@@ -53,7 +56,11 @@ def kept_by(cache: Cache, tokens: int) -> list[LayerKept]:
             (v.shape[1] if v.dim() == 4 else 1, v.shape[-1]) for v in map(found.get, names) if v is not None
         )
         convolutions, recurrent = (_states(layer, n) for n in ("conv_states", "recurrent_states"))
-        kept.append(LayerKept(streams, (*convolutions, *recurrent), len(convolutions)))
+        rank = 0
+        if number in latent and [heads for heads, _ in streams[:2]] == [1, 1]:
+            (_, rank), (_, rotated), *others = streams
+            streams = ((1, rank + rotated), *others)
+        kept.append(LayerKept(streams, (*convolutions, *recurrent), len(convolutions), rank))
     return kept
 
 
@@ -181,6 +188,8 @@ class StepCache(Cache):  # type: ignore[misc]
         Cache.__init__(self, layers=layers)
         self.raw = raw
         self.copies = True  # whether modules change recurrent states in place
+        self.one: OneToken | None = None  # the kernel for attention of one token, if there is one
+        self.in_place: frozenset[int] = frozenset()  # layers that use it
         self.visible: Sequence[Rows] = ()
         self.turn = 0
         self._kept = kept
@@ -211,31 +220,42 @@ class StepCache(Cache):  # type: ignore[misc]
         layer.updated = self.turn
         if len(self.visible) == 1:
             (rows,) = self.visible
-            found = (
-                self._append(rows, layer_idx, layer, 0, keys),
-                self._append(rows, layer_idx, layer, 1, values),
-            )
+            found = self._append(rows, layer_idx, keys, values)
             layer.keys = found[0]
             return found
-        both = PerSequence((), self.visible), PerSequence((), self.visible)
-        for rows in self.visible:
-            for stream, new in enumerate((keys, values)):
-                part = new.narrow(2, rows.first, rows.count)
-                both[stream].append(self._append(rows, layer_idx, layer, stream, part))
-        return both
+        each = [
+            self._append(rows, layer_idx, *(x.narrow(2, rows.first, rows.count) for x in (keys, values)))
+            for rows in self.visible
+        ]
+        return tuple(PerSequence(part, self.visible) for part in zip(*each, strict=True))
 
-    def _append(self, rows: Rows, index: int, layer: _Steps, stream: int, new: Tensor) -> Tensor:
-        kv, first, end = rows.kv, layer.first_key(rows), rows.start + rows.count
-        kv.store(index, stream, new[0])
-        raw = stream < 2 and index in self.raw
-        return kv.read(index, stream, first, end, kv.pool.wide if raw else new.dtype)[None]
+    def _append(self, rows: Rows, index: int, keys: Tensor, values: Tensor) -> tuple[Any, Any]:
+        """One sequence's, as `update`."""
+        kv, layer, rank = rows.kv, self.layers[index], self._kept[index].rank
+        # keys and values, or both in one stream: by stream and columns
+        places = ((0, slice(rank)), (0, slice(rank, None))) if rank else ((0, slice(None)), (1, slice(None)))
+        if rank:
+            kv.store(index, 0, torch.cat((keys, values), -1)[0])
+        else:
+            kv.store(index, 0, keys[0])
+            kv.store(index, 1, values[0])
+        if rows.count == 1 and self.one is not None and index in self.in_place:
+            of = (Stored(self.one, kv, (index, n), columns, layer.window) for n, columns in places)
+            return next(of), next(of)
+        first, end = layer.first_key(rows), rows.start + rows.count
+        dtype = kv.pool.wide if index in self.raw else keys.dtype
+        read = {n: kv.read(index, n, first, end, dtype)[None] for n, _ in places}
+        found = (read[n][..., columns] for n, columns in places)
+        return next(found), next(found)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         new = indexer_key_states
         (rows,) = self.visible
-        layer = self.layers[layer_idx]
-        found = self._append(rows, layer_idx, layer, 2, new if new.dim() == 4 else new[None])
-        return found if new.dim() == 4 else found[0]
+        kv, stream = rows.kv, 1 if self._kept[layer_idx].rank else 2
+        kv.store(layer_idx, stream, new[0] if new.dim() == 4 else new)
+        first, end = self.layers[layer_idx].first_key(rows), rows.start + rows.count
+        found = kv.read(layer_idx, stream, first, end, new.dtype)
+        return found[None] if new.dim() == 4 else found
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """A copy, since kernels change it in place. What a family keeps so may also be token ids."""

@@ -37,7 +37,7 @@ from pipeline.checkpoint.found_math import found_math
 from pipeline.errors import ModelError
 from pipeline.generic.caches import check_layers, kept_by
 from pipeline.models.config_keys import Config, shown
-from pipeline.models.facts import Group, ModelFacts, pack
+from pipeline.models.facts import WHOLE_PROMPTS, Group, ModelFacts, pack
 from shm.expert_math import ExpertMath
 
 MEMORY = 24 << 30  # bytes of addresses that the process may use: a config can describe any number of modules
@@ -53,7 +53,7 @@ def describe(model: PreTrainedModel) -> ModelFacts:
         raise ModelError(f"config.json: a vocabulary of {text.vocab_size} tokens makes no sense")
     cache, used = run(decoder)
     check_layers(cache, model.config.model_type)
-    kept = kept_by(cache, TOKENS)
+    kept = kept_by(cache, TOKENS, decoder)
     kinds = {_kind(module) for module in used.values()}
     if len(kinds) > 1:
         raise ModelError("config.json: the layers' experts differ in number or size, which is not supported")
@@ -75,6 +75,7 @@ def describe(model: PreTrainedModel) -> ModelFacts:
         state_shapes=tuple(layer.states for layer in kept),
         backbone=tuple(_groups(model, decoder)),
         latent=any(hasattr(module, "kv_b_proj") for module in decoder.modules()),
+        whole_prompts=model.config.model_type in WHOLE_PROMPTS,
         left_aside=_left_aside(model),
     )
 

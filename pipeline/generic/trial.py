@@ -21,6 +21,7 @@ from pipeline.checkpoint.decoder import RESERVED, TOKENS
 from pipeline.errors import ModelError
 from pipeline.generic import attention
 from pipeline.generic.caches import LayerKept, Rows, kept_by
+from pipeline.generic.one_token import OneToken
 from pipeline.generic.packing import Packing
 from pipeline.generic.routers import Seen
 from pipeline.generic.skeleton import MoeLayer, Skeleton
@@ -81,7 +82,7 @@ def observe(skeleton: Skeleton, vocabulary: int) -> Observed:
         tokens,
         out.last_hidden_state[0],
         cache,
-        kept_by(cache, TOKENS),
+        kept_by(cache, TOKENS, skeleton.decoder),
         [layer.seen() for layer in watched],
         [layer.siblings for layer in watched],
         calls,
@@ -192,6 +193,14 @@ class Trial:
         cache.raw = raw
         if not self._same(ALONE, CACHED):
             cache.raw = frozenset()
+
+    def keep_in_place(self, one: OneToken, layers: frozenset[int]) -> None:
+        """Let these layers attend by this kernel where there is one new token, if they can."""
+        cache = self._packing.cache
+        assert cache is not None
+        cache.one, cache.in_place = one, layers
+        if not self._same(ALONE, None if self._dtype == torch.float32 else CACHED):
+            cache.in_place = frozenset()
 
     def _choose_copies(self) -> None:
         """Let modules read recurrent states without a copy, if they leave them as they are."""

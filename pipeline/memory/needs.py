@@ -273,12 +273,19 @@ def cache_tiles(share: float, tiles: int) -> int:
     return int(share * tiles + 1e-9)
 
 
-def choose_context(requested: int | None, facts: ModelFacts) -> int:
-    """Tokens of prompt and answer together. Raises UsageError beyond the model's positions."""
+def choose_context(requested: int | None, facts: ModelFacts, chunk: int | None = None) -> int:
+    """Tokens of prompt and answer together. Raises UsageError beyond the model's positions, or beyond a chunk
+    of a model that needs its prompts whole."""
+    whole = (chunk or CHUNK_MAX) if facts.whole_prompts else facts.max_positions
     if requested is None:
-        return min(facts.max_positions, DEFAULT_CONTEXT)
+        return min(facts.max_positions, DEFAULT_CONTEXT, whole)
     if requested > facts.max_positions:
         raise UsageError(f"--context {requested} is more than the model's {facts.max_positions} positions")
+    if requested > whole:
+        raise UsageError(
+            f"--context {requested}: this model's prompts are computed whole, so that a context is one chunk"
+            f" ({whole} tokens): give --chunk {requested} as well, which takes more memory"
+        )
     return requested
 
 

@@ -141,7 +141,7 @@ def automatic(source: ModelSource) -> tuple[FormatName, ...]:
 def smallest(needs: Needs, requested: EngineConfig, slab: bool, least: int = LEAST_CONTEXT) -> Plan:
     """The smallest plan for this format, with `least` tokens of context if the model and --kv-tokens allow so
     many. Raises UsageError for a context beyond the model's or beyond --kv-tokens."""
-    most = choose_context(requested.context, needs.facts)
+    most = choose_context(requested.context, needs.facts, requested.chunk)
     context = most if requested.context is not None else min(least, most, requested.kv_tokens or most)
     kv = context if requested.kv_tokens is None else kv_budget(requested.kv_tokens, context)
     return Plan(needs, slab, context, kv, requested.expert_cache or 0.0, needs.staging)
@@ -181,7 +181,7 @@ def plan_format(
         return replace(plan, expert_cache=steps / CACHE_STEPS)
 
     if requested.context is None:
-        most = choose_context(None, needs.facts)
+        most = choose_context(None, needs.facts, requested.chunk)
         plan = grow(plan, min(most, requested.kv_tokens or most), KV_BLOCK, longer_context)
     usual = floor(DEFAULT_CACHE * CACHE_STEPS)
     if requested.expert_cache is None and slab:

@@ -40,8 +40,9 @@ MODULE = "pipeline.generic.describe"
 LIMIT = 180.0  # seconds of the child; the largest known model takes 15 on one busy core
 FOLDER = "facts"  # of the user's cache
 FILE_NAME = re.compile(r"[0-9a-f]{32}\.json")
-VERSION = 2  # of the files; part of their names
+VERSION = 4  # of the files; part of their names
 MAX_BYTES = 1 << 22  # of a file
+WHOLE_PROMPTS = ("jamba",)  # families whose layers forget, in transformers, what came before several tokens
 Headers = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape of each tensor of a checkpoint, by name
 
 
@@ -73,6 +74,7 @@ class ModelFacts:
     rope_switch: int | None = None  # as of ModelSpec's rope
     rope_numbers: int = 0  # of cosines, and of sines, that are kept for a position
     latent: bool = False  # keys and values of attention are expanded from latents
+    whole_prompts: bool = False  # a prompt is one chunk, and so is the context
     left_aside: str = ""  # a line about parts of the model that are not used
     own_router: Router | None = None
 

@@ -227,7 +227,7 @@ class Scheduler:
                 self._end(jobs[0], "error", e)
             else:  # run each by itself, so that only the job that causes the failure ends
                 for job in jobs:
-                    self._step(self._with_capacity([job]), phase)  # a failure may have freed empty blocks
+                    self._step([job], phase)
             return
         answers: list[tuple[bytes, object]] = []
         self._step_answers = answers
@@ -269,11 +269,11 @@ class Scheduler:
         """Remove a job and send its Done. Its KV is kept, unless a failure made it doubtful."""
         del self._live[job.client, job.request]
         self._held.give_back(job.client, job.size)
-        policy = self.engine.policy
-        stats: dict[str, Any] = {"policy": policy.name, "fidelity": {"exact": policy.exact}}
+        engine, policy = self.engine, self.engine.policy
+        stats: dict[str, Any] = {"policy": policy.name, "fidelity": {"exact": engine.exact}}
         if job.admission >= 0:
-            counted = difference(self.engine.counters.snapshot(), job.counters_before)
-            stats |= {"engine": counted, "fidelity": fidelity(policy.exact, counted)}
+            counted = difference(engine.counters.snapshot(), job.counters_before)
+            stats |= {"engine": counted, "fidelity": fidelity(policy.exact, counted, engine.kv_cache)}
         if job.kv is None:
             self._waiting.remove(job)
         else:

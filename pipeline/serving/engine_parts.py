@@ -92,7 +92,8 @@ class EngineParts:
         options = config.options
         self.source = open_model(config.model)
         self.facts = facts = facts_of(self.source.config)
-        self.context = choose_context(options.context, facts)  # tokens of prompt and answer together
+        # Tokens of prompt and answer together.
+        self.context = choose_context(options.context, facts, options.chunk)
         self.device = device = open_device(options.device, config.cache)
         closing.callback(device.close)
         self.control = ControlSegment.attach(config.control)
@@ -135,7 +136,8 @@ class EngineParts:
             f"kernels: {VARIANTS[best().variant]}",
             f"experts: {layout.shape.layers} layers of {layout.shape.experts}; tiles of an expert:"
             f" {layout.shape.tiles}, {byte_size(layout.expert_bytes // layout.shape.tiles)} each",
-            f"context: {self.context} tokens; the KV cache holds {self.kv.budget}",
+            f"context: {self.context} tokens; the KV cache holds {self.kv.budget} in {kv_dtype(options)}"
+            + (", an approximation" if self.engine.kv_cache else ""),
         ]
 
     def _detokenizer(self, text_up: threading.Event) -> Detokenizer | None:

@@ -163,9 +163,10 @@ class EngineService:
             self._send(client, Error(message.request, str(e)))
             return
         self._post(ToSupervisor(message))  # a restarted coordinator begins with this policy
-        policy = self._parts.engine.policy
-        self._send(client, PolicyChanged(message.request, policy.name, policy.exact, notes))
-        self._post(ToOtherClients(client, PolicyChanged(-1, policy.name, policy.exact, notes)))
+        engine = self._parts.engine
+        name, exact = engine.policy.name, engine.exact
+        self._send(client, PolicyChanged(message.request, name, exact, notes))
+        self._post(ToOtherClients(client, PolicyChanged(-1, name, exact, notes)))
 
     def _on_idle(self) -> bool:
         """Handle children's exits, fetch in the background, audit. True where such work remains."""

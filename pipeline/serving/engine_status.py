@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.engine.observer import ActivityObserver
+from pipeline.memory.needs import kv_dtype
 from pipeline.policies.placements import counted_tokens
 from pipeline.scheduling.scheduler import Scheduler
 from pipeline.serving.engine_parts import EngineParts
@@ -42,7 +43,7 @@ class EngineStatus:
             fingerprint=config.fingerprint,
             device=parts.device.name,
             policy=policy.name,
-            exact=policy.exact,
+            exact=parts.engine.exact,
             vocabulary=parts.engine.backbone.facts.vocabulary,
             context=parts.context,
             has_tokenizer=parts.detokenizer is not None,
@@ -51,6 +52,7 @@ class EngineStatus:
             sampling=self._sampling,
             format=options.format,
             backbone_dtype=options.backbone_dtype,
+            kv_dtype=kv_dtype(options),
         )
 
     def activity(self, request: int) -> ExpertActivityReply:

@@ -156,7 +156,8 @@ class TemplateKind:
         """Returns what a template of this text can do."""
         found = (name for name, form in FORMS.items() if form.sign in text and form.open in text)
         tools = "tools" in text
-        kind = cls(tools=tools, calls=next(found, "") if tools else "json")
+        name = next(found, "")
+        kind = cls(tools=tools, calls=name if tools or name == "harmony" else "json")
         return replace(kind, thinks=kind.calls == "harmony" or kind.think[1] in text)
 
     @property

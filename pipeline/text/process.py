@@ -22,6 +22,7 @@ from typing import Any, cast
 import numpy as np
 
 from pipeline.errors import ModelError, RequestError
+from pipeline.models.transformers_log import to_own_log
 from pipeline.text.detokenizer import DECODER
 from pipeline.text.grammar import Grammars, check_grammar
 from pipeline.text.tokenizer import LOAD_SECONDS, MEMORY, Tokenizer, one_line
@@ -82,6 +83,7 @@ def _load(model: Path, runtime: Path) -> Tokenizer:
     ends the process at a limit, also within the library."""
     from transformers import PreTrainedTokenizerFast  # noqa: F401 - takes memory, and time on a cold disk
 
+    to_own_log()
     _limit_memory(MEMORY)
     _silence_panics()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)

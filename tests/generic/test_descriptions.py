@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from pipeline.generic.describe import describe
 from pipeline.models import facts
 from pipeline.models.facts import ModelFacts, check_headers, facts_of, pack
 from pipeline.models.registry import ARCHITECTURES
+from pipeline.models.transformers_log import to_own_log
 from shm.expert_math import GELU_ALPHA, GELU_CUBIC, SWIGLU, ExpertMath, Glu, Relu2
 
 SAMPLE = (
@@ -90,7 +92,7 @@ def test_facts_are_those_of_the_model_with_memory(family: str) -> None:
     ("family", "kept"),
     [
         ("qwen3_next", ((2, 16), (2, 16))),
-        ("deepseek_v3", ((1, 32), (1, 8))),
+        ("deepseek_v3", ((1, 40),)),  # latents and rotary keys
         ("minimax_m3_vl", ((2, 16), (2, 16), (1, 16))),  # the last is an indexer's
     ],
 )
@@ -248,3 +250,14 @@ def test_numbers_of_matrices_and_others_are_all_of_the_backbone() -> None:
     # queries, keys, values, outputs of each layer, and the head
     assert numbers["matrix"] == found.layers * (64 * 64 * 2 + 64 * 32 * 2) + 128 * 64
     assert found.matrix_numbers == numbers["matrix"]
+
+
+def test_what_transformers_doubts_is_a_detail_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    doubting = logging.getLogger("transformers.modeling_rope_utils")
+    for level, shown in ((logging.WARNING, set()), (logging.INFO, {"a paragraph"})):
+        caplog.set_level(level)
+        caplog.clear()
+        to_own_log()
+        doubting.warning("a paragraph")
+        assert {*caplog.messages} == shown
+    assert logging.getLogger("transformers").propagate

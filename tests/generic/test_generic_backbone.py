@@ -21,6 +21,7 @@ from pipeline.backbone.protocol import LayerCall
 from pipeline.checkpoint.decoder import TOKENS, without_memory
 from pipeline.checkpoint.model_source import OwnMatrix
 from pipeline.checkpoint.reader import numbers_of
+from pipeline.config import KvDType
 from pipeline.device.cpu import CpuDevice
 from pipeline.errors import ModelError, PolicyError, StepFailed
 from pipeline.generic import attention
@@ -96,9 +97,9 @@ def is_matrix(name: str) -> bool:
     return name.endswith("_proj.weight")
 
 
-def loaded(family: str, dtype: str = "f32") -> tuple[Any, GenericBackbone]:
+def loaded(family: str, dtype: str = "f32", kv_dtype: KvDType | None = None) -> tuple[Any, GenericBackbone]:
     model = tiny_model(family)
-    precision = Precision(dtype, device())
+    precision = Precision(dtype, device(), kv=kv_dtype)
     facts = describe(without_memory(type(model), model.config))
     return model, GenericBackbone(facts, type(model), model.config, model.state_dict(), precision)
 
@@ -170,11 +171,12 @@ def test_sample(family: str) -> None:
     backbone.check_choices("some")
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("bf16", None), ("int8", None), ("f32", "int8")])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_rounded_weights(family: str, dtype: str) -> None:
+def test_rounded_weights_and_caches(family: str, dtype: str, kv_dtype: KvDType | None) -> None:
     with torch.inference_mode():
-        model, backbone = loaded(family, dtype)
+        model, backbone = loaded(family, dtype, kv_dtype)
+        assert len(backbone._packing.cache.in_place) == len(backbone.kept)  # one token copies nothing
         experts = Outside(model, backbone)
         kv = sequence(backbone.kept, 32, backbone.dtype, torch.device("cpu"))
         parts = [PROMPTS[0][:9], PROMPTS[0][9:10], PROMPTS[0][10:12]]

@@ -123,7 +123,9 @@ def test_engine_serves_every_command_and_stops_on_sigint(arguments: list[str], t
         assert code == 0
     assert err.splitlines()[-1] == "[tandem] engine cycle stopped by SIGINT"
     (line,) = re.findall(r"^\[tandem\] memory: .*$", err, re.M)
-    assert re.search(r"experts [\d.]+ kB \(bf16\), KV cache [\d.]+ kB \(1024 tokens\), backbone", line)
+    assert re.search(
+        r"experts [\d.]+ kB \(bf16\), KV cache [\d.]+ kB \(1024 tokens in bf16\), backbone", line
+    )
     assert "--format" not in err
     assert engines_left() == []
     assert own_segments("cycle") == []

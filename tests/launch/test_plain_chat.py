@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from engines import LIMIT, engines_left, run
 
+from launch.cli import main
 from launch.command_line.checks import check_reads_text
 from launch.errors import WrongUsage
 from pipeline.assets import model_dir
@@ -79,3 +80,18 @@ def test_whether_a_model_can_chat_is_seen_without_loading_its_tokenizer(tmp_path
     settings.write_text(json.dumps(others | {"chat_template": [{"name": "rag", "template": template}]}))
     with pytest.raises(WrongUsage, match="no chat template"):
         check_reads_text(folder, chats=True)
+
+
+@pytest.mark.parametrize(
+    "command", ["score --text", "calibrate --text", "evaluate --items", "stress --script"]
+)
+def test_commands_that_read_texts_need_a_tokenizer_before_they_start(command: str, tmp_path, capsys) -> None:
+    folder, text = tmp_path / "model", tmp_path / "text"
+    folder.mkdir()
+    shutil.copy(model_dir() / "config.json", folder)
+    text.write_text('{"prompt": "a"}')
+    assert main([*command.split(), str(text), "--model", str(folder)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "no tokenizer" in err
+    assert ("--tokens" in err) is ("--text" in command)

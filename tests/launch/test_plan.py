@@ -21,6 +21,7 @@ from launch.planning import (
     Situation,
     every_format,
     formats,
+    longer_context,
     make_plan,
     memory_lines,
     reasons,
@@ -100,7 +101,7 @@ def test_refusal_names_options_that_would_fit() -> None:
         ({"format": "int4", "context": 32768, "kv_tokens": 100_000}, "use --context 8192 --kv-tokens "),
         ({"policy": "fiddler", "expert_cache": 0.9}, "use --expert-cache 0.2"),
         ({"format": "int8", "context": 32768, "kv_tokens": 100_000}, "use --format int4"),
-        ({"backbone_dtype": "f32", "context": 32768}, "use --context 8192"),
+        ({"backbone_dtype": "f32", "context": 32768}, "use --backbone-dtype bf16"),
     ):
         with pytest.raises(UsageError) as refused:
             make_plan(model, now(machine, model=model, **asked))
@@ -116,6 +117,19 @@ def test_refusal_names_options_that_would_fit() -> None:
         assert words in str(refused.value)
 
 
+def test_formats_that_buy_context_are_named_the_most_exact_of_them() -> None:
+    model = Path("shape:mixtral-8x7b")
+    source = open_model(model)
+
+    def longer(memory: int) -> list[str]:
+        there = now(Machine(memory, memory), model=model, format="int4")
+        return longer_context(source, there, make_plan(model, there)[0])
+
+    assert longer(100 * GB) == []
+    found = "--backbone-dtype int8: a context of 8192 tokens instead of "
+    assert [line for line in longer(32_200_000_000) if line.startswith(found)]
+
+
 def test_each_choice_other_than_the_default_has_a_reason() -> None:
     model = Path("shape:mixtral-8x7b")
     source = open_model(model)
@@ -124,7 +138,7 @@ def test_each_choice_other_than_the_default_has_a_reason() -> None:
         return make_plan(model, now(machine, model=model, **asked))[1]
 
     assert why(Machine(200 * GB, 200 * GB)) == [
-        "memory: experts 90.19 GB (bf16), KV cache 4.29 GB (32768 tokens), backbone 3.22 GB,"
+        "memory: experts 90.19 GB (bf16), KV cache 4.29 GB (32768 tokens in bf16), backbone 3.22 GB,"
         " processes 1.36 GB; 200.00 GB available"
     ]
     _, line = why(Machine(64 * GB, 32 * GB))
@@ -239,7 +253,7 @@ async def test_children_receive_the_chosen_values(start_engine: Any, tiny_model:
         assert isinstance(resolved, ResolvedConfig)
         assert (client.welcome.format, client.welcome.context) == ("bf16", 256)
         stats = await client.stats()
-        assert stats["scheduler"]["kv_tokens"] == 300
+        assert stats["scheduler"]["kv_tokens"] == 320
         await client.set_policy("on-demand", {})
         stats = await client.stats()
         assert stats["cache"]["capacity_tiles"] == 2 * 4 // 4  # of one tile an expert

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import venv
@@ -11,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from workers.lifetime import ROOT
+
+OUTPUT = "echo all; echo why >&2; sleep 0.5;"
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +61,45 @@ def test_complete_environment_is_used_as_it_is(checkout: Path) -> None:
     done = run(Path(sys.executable), checkout / "launch.py", "cache", "--no-such-option")
     assert done.returncode == 2
     assert "--no-such-option" in done.stderr
+
+
+def test_interrupt_while_modules_are_imported_is_one_line(bare_python: Path, checkout: Path) -> None:
+    """Sent before the first interpreter runs, it reaches the second one's first moments."""
+    (checkout / ".venv").symlink_to(sys.prefix)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        for python in (Path(sys.executable), bare_python):
+            command = [str(python), str(checkout / "launch.py"), "doctor"]
+            with subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            ) as process:
+                process.send_signal(signal.SIGINT)
+                assert process.communicate(timeout=60) == ("", "launch.py: interrupted\n")
+                assert process.returncode == 1
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+@pytest.mark.parametrize("on_terminal", [False, True])
+def test_step_of_make_says_what_it_does_and_where_its_output_is(tmp_path: Path, on_terminal: bool) -> None:
+    log, ours, theirs = tmp_path / "log", *os.openpty()
+    for code in (0, 3):
+        log.write_text("")
+        shown = subprocess.run(
+            [ROOT / ".ci/step", log, "doing it", "sh", "-c", f"{OUTPUT} exit {code}"],
+            stdout=subprocess.PIPE,
+            stderr=theirs if on_terminal else subprocess.PIPE,
+            env={**os.environ, "TERM": "xterm"},
+        )
+        assert (shown.returncode, shown.stdout) == (code, b"")
+        assert log.read_text().splitlines()[1:] == ["all", "why"]
+        said = (os.read(ours, 1 << 16) if on_terminal else shown.stderr).decode()
+        *before, last = re.split(r"\r\x1b\[2K|\r?\n", said.removesuffix("\n").removesuffix("\r"))
+        failure = f"make: doing it failed: why (all of it: {log})"
+        if on_terminal:
+            assert re.fullmatch(r"make: doing it, \d+ s  why", before[-1])
+            assert last == failure * (code > 0)
+        else:
+            assert [*before, last] == ["make: doing it ...", *[failure] * (code > 0)]
+    os.close(ours)
+    os.close(theirs)

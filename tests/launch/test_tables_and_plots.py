@@ -18,7 +18,7 @@ from launch.errors import OutputFailed, WrongUsage
 from launch.terminal.format import distinct_names, percent, rate, three_digits
 from launch.terminal.output import print_json
 from launch.terminal.plot import Panel, Series, check_picture, draw
-from launch.terminal.tables import Column, Table, each, grid, render, spreads
+from launch.terminal.tables import Column, Grid, Table, VisibleConsole, each, render, spreads
 from pipeline.assets import model_dir
 from shm.segment import byte_size
 
@@ -57,7 +57,19 @@ def test_table_by_columns() -> None:
         "0.2    lru            9.0    0%",
         "                  9.0-9.0",
     ]
-    assert render(grid([("a", "b"), ("long", "c")])) == "a     b\nlong  c\n"
+    assert render(Grid([("a", "b"), ("long", "c")])) == "a     b\nlong  c\n"
+
+
+def test_no_path_is_broken_and_a_narrow_terminal_has_the_text_below_the_name() -> None:
+    path = f"/models/{'x' * 90}/config.json"
+    console = VisibleConsole(width=38)
+    with console.capture() as captured:
+        console.show(Grid([("what /it is called in full", f"reads {path} at\nthe start"), ("short", "")]))
+        console.show(f"saved: {path}")
+    lines = ["what /it is called in full", "  reads", f"  {path}", "  at", "  the start"]
+    lines += ["short", "saved:", path]
+    assert [line.rstrip() for line in captured.get().splitlines()] == lines
+    assert path in render(Grid([("name", path)]))
 
 
 @pytest.fixture
@@ -119,6 +131,7 @@ def test_figures_have_three_digits() -> None:
 def test_percent_is_0_or_100_only_where_it_is_exact() -> None:
     assert [percent(part / 1000) for part in (0, 1, 500, 999, 1000)] == ["0%", "<1%", "50%", ">99%", "100%"]
     assert [percent(part, 1) for part in (0.0004, 0.0345, 0.9996)] == ["<0.1%", "3.5%", ">99.9%"]
+    assert percent(-1e-17) == "0%"
     assert percent(None) == "-"
 
 

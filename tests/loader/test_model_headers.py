@@ -19,7 +19,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf.constants import GGUFValueType as Value
 from gguf_files import write_gguf
 
-from pipeline.checkpoint.gguf_file import LONG, gguf_in, read_gguf, read_metadata, read_model
+from pipeline.checkpoint.gguf_file import LONG, gguf_in, gguf_models_in, read_gguf, read_metadata, read_model
 from pipeline.checkpoint.index import read_shard
 from pipeline.checkpoint.open import open_model
 from pipeline.errors import ModelError
@@ -196,11 +196,17 @@ def test_files_of_one_model_are_found_and_checked(tmp_path: Path) -> None:
     split(first, 0, 2, b"a")
     assert "lacks 1 of 2 files" in refusal(lambda: read_model(first), tmp_path)
     split(second, 1, 2, b"b")
+    first.unlink()
+    missing = f"has {second.name} and lacks {first.name}, the first file"
+    assert missing in refusal(lambda: gguf_in(tmp_path), tmp_path)
+    split(first, 0, 2, b"a")
     settings, shards = read_model(first)
     assert [*shards[0].tensors, *shards[1].tensors] == ["a", "b"]
     assert settings["split.count"] == 2
     assert gguf_in(tmp_path) == first
-    assert "is file 2 of 2 of a model: give the first" in refusal(lambda: read_model(second), second)
+    assert f"is file 2 of 2 of a model: give the first, {first.name}" in refusal(
+        lambda: read_model(second), second
+    )
     split(second, 1, 2, b"a")
     assert "two files have the tensor 'a'" in refusal(lambda: read_model(first), first)
     split(second, 2, 2, b"b")
@@ -213,6 +219,7 @@ def test_files_of_one_model_are_found_and_checked(tmp_path: Path) -> None:
     assert "has 2 GGUF models: name the file of one" in refusal(lambda: gguf_in(tmp_path), tmp_path)
     tiny_checkpoint.write(tmp_path)
     assert gguf_in(tmp_path) is None
+    assert gguf_models_in(tmp_path) == [first.name, other.name]
 
 
 # --- any bytes ---------------------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ SAMPLE = (
 # that transformers' own forward in chunks gives something else: here all tokens are chosen.
 CHOSEN = ("index_topk", "index_topk_blocks", "indexer_budget")
 ENLARGING = {"bailing_hybrid"}  # with random weights, of rounding: by more than EXACT
-WHOLE_PROMPTS = {"jamba"}  # whose layers forget, in transformers, what came before several tokens
 SINKS = "mimo_v2_flash"  # a family whose windows have them, on the generic backbone
 BF16_NOISE, BF16_SEEDS = 2**-9, 8  # as in test_family_formats.py
 
@@ -77,7 +76,7 @@ async def test_a_family_equals_transformers(family: str, start_engine, tmp_path:
         backbone_dtype="f32",
         tile=16,
         expert_cache=0.3,
-        chunk=64 if family in WHOLE_PROMPTS else CHUNK,
+        chunk=64 if family in facts.WHOLE_PROMPTS else CHUNK,
         costs=costs(tmp_path),
     )
     for workers in (0, 2):

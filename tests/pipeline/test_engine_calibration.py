@@ -203,12 +203,14 @@ def test_kv_of_other_requests_narrows_a_calibration_or_refuses_it(whole: WholeEn
     whole.policies()
     kv = whole.parts.kv
     longest = max(len(w.tokens) for w in Division.of(IDS, CONTEXT, 320).training)
-    others = kv.allocate(KV_BLOCK * (kv.free - 2))
+    blocks = blocks_for(longest)
+    others = kv.allocate(KV_BLOCK * (kv.free - 2 * blocks))
     rows = calibrated(whole, lanes=9)[2]
     assert max(count for phase, count, _ in rows if phase == "decode") == 2
     kv.release(others)
-    others = kv.allocate(KV_BLOCK * kv.free)
-    with pytest.raises(RequestError, match=f"has 0 tokens free of the {longest} that"):
+    others = kv.allocate(KV_BLOCK * (kv.free - blocks + 1))
+    left = KV_BLOCK * (blocks - 1)
+    with pytest.raises(RequestError, match=f"has {left} tokens free of the {longest} that"):
         calibrated(whole)
     kv.release(others)
     assert kv.used == 0
@@ -258,7 +260,7 @@ def test_loss_of_answers_is_that_of_each_next_token(whole: WholeEngine, ends: in
 
 def test_lanes_that_do_not_fit_hold_no_kv(whole: WholeEngine) -> None:
     kv = whole.parts.kv
-    windows = [Window(list(IDS[:CONTEXT]), 40)] * (kv.free // blocks_for(CONTEXT) + 1)
+    windows = [Window(list(IDS[:CONTEXT]), 40)] * (kv.budget // CONTEXT + 1)
     with pytest.raises(RequestError), lanes(whole.parts.engine, kv, windows, 8):
         pass
     assert kv.used == 0

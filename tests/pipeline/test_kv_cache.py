@@ -15,11 +15,16 @@ from pipeline.errors import RequestError
 from pipeline.models.facts import facts_of
 from pipeline.models.registry import model_spec
 from pipeline.models.spec import GatedDelta
+from workers.kernels import layer as layer_kernels
 
 
 @pytest.fixture
 def cache() -> KVCache:
     return KVCache(model_spec(GOOD), torch.float32, torch.device("cpu"), budget=4 * KV_BLOCK)
+
+
+def test_kernels_have_the_same_blocks() -> None:
+    assert KV_BLOCK == layer_kernels.KV_BLOCK
 
 
 def random_rows(counts: tuple[int, ...]) -> list[torch.Tensor]:

@@ -29,6 +29,7 @@ from pipeline.device import open_device
 from pipeline.device.base import SLOT_ALIGNMENT
 from pipeline.errors import UsageError
 from pipeline.memory.needs import (
+    CHUNK_MAX,
     STAGING_TILES,
     Needs,
     cache_tiles,
@@ -134,6 +135,10 @@ def test_memory_of_a_token_and_of_a_position() -> None:
     assert (mixtral.kv_token, mixtral.position) == (2 * 32 * 2 * 8 * 128, 8 * 128)
     assert needed("mixtral-8x7b", backbone_dtype="f32").kv_token == 2 * mixtral.kv_token
     assert needed("mixtral-8x7b", backbone_dtype="int4").kv_token == mixtral.kv_token
+    assert needed("mixtral-8x7b", backbone_dtype="f32", kv_dtype="bf16").kv_token == mixtral.kv_token
+    assert needed("mixtral-8x7b", kv_dtype="f32").kv_token == 2 * mixtral.kv_token
+    assert needed("mixtral-8x7b", kv_dtype="int8").kv_token == 32 * 2 * 8 * (128 + 4)
+    assert needed("deepseek-v2-lite", kv_dtype="int8").kv_token == 27 * (512 + 64 + 4 * 5)
     recurrent = needed("qwen3-next-80b-a3b")
     assert recurrent.kv_token == 2 * 12 * 2 * 2 * 256
     assert recurrent.states == (2 + SNAPSHOTS) * 4 * 36 * (32 * 128 * 128 + 3 * 8192)
@@ -143,7 +148,8 @@ def test_memory_of_a_token_and_of_a_position() -> None:
     ]
     for plan, sequences in zip(plans, (1, 2, recurrent.max_sequences + 1), strict=True):
         (memory, _) = plan.pools(Machine(0, 0))
-        assert memory.parts["KV cache"] == plan.kv_tokens * recurrent.kv_token + sequences * recurrent.states
+        tokens = -(-plan.kv_tokens // 64) * 64
+        assert memory.parts["KV cache"] == tokens * recurrent.kv_token + sequences * recurrent.states
     latent, plain = needed("deepseek-v2-lite", device="cuda"), needed("olmoe-1b-7b", device="cuda")
     rows = [4 * 16 * (facts.vocabulary + 8 * facts.hidden) for facts in (latent.facts, plain.facts)]
     assert latent.steps - rows[0] - (plain.steps - rows[1]) == 4 * EXPANDED_KV_BYTES
@@ -238,11 +244,17 @@ def test_share_of_the_tiles_loses_none_by_rounding() -> None:
 
 
 def test_context_and_kv_cache_have_limits() -> None:
-    short, long = SimpleNamespace(max_positions=4096), SimpleNamespace(max_positions=32768)
+    short, long, whole = (
+        SimpleNamespace(max_positions=positions, whole_prompts=whole)
+        for positions, whole in ((4096, False), (32768, False), (32768, True))
+    )
     assert [choose_context(None, spec) for spec in (short, long)] == [4096, DEFAULT_CONTEXT]
     assert [choose_context(n, short) for n in (1, 4096)] == [1, 4096]
     with pytest.raises(UsageError, match="--context 4097 is more than the model's 4096 positions"):
         choose_context(4097, short)
+    assert [choose_context(None, whole, chunk) for chunk in (None, 2048)] == [CHUNK_MAX, 2048]
+    with pytest.raises(UsageError, match="give --chunk 4096 as well"):
+        choose_context(4096, whole, 2048)
     assert [kv_budget(requested, 100) for requested in (None, 100, 101)] == [KV_CONTEXTS * 100, 100, 101]
     with pytest.raises(UsageError, match="--kv-tokens 99 is less than one context of 100"):
         kv_budget(99, 100)

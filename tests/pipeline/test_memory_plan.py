@@ -69,13 +69,17 @@ def chosen(needed: Sequence[Needs], asked: EngineConfig, machine: Machine, slab:
     return plan
 
 
+def whole_blocks(tokens: int) -> int:
+    return -(-tokens // KV_BLOCK) * KV_BLOCK
+
+
 def takes(
     needs: Needs, machine: Machine, slab: bool, context: int, kv: int, share: float, staging: int = 4
 ) -> bool:
     """Whether the plan fits, by a second implementation of the documented rule."""
     tiles = cache_tiles(share, needs.tiles) + staging if slab else 0
-    blocks = -(-kv // KV_BLOCK) * KV_BLOCK * needs.kv_token
-    device = tiles * needs.slot + blocks + needs.backbone + context * needs.position
+    device = tiles * needs.slot + whole_blocks(kv) * needs.kv_token + needs.backbone
+    device += context * needs.position
     new = needs.store - needs.present
     host = machine.memory - FREE_BYTES - needs.processes
     if machine.gpu is None:
@@ -160,7 +164,7 @@ def test_store_leaves_memory_for_the_other_parts(case: Case) -> None:
     plan = choose(needed, asked, machine, slab)
     if plan is not None:
         assert plan.needs.store <= machine.memory - plan.beside_store(machine)
-        device = plan.kv_tokens * plan.needs.kv_token + plan.context * plan.needs.position
+        device = whole_blocks(plan.kv_tokens) * plan.needs.kv_token + plan.context * plan.needs.position
         device += plan.needs.backbone + plan.pools(machine)[-1].parts.get("slab", 0)
         assert plan.beside_store(machine) == FREE_BYTES + (device if machine.gpu is None else 0)
 

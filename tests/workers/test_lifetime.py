@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import signal
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 from child_harness import ROOT, wait_gone
 
-from workers.lifetime import EXIT_PARENT_GONE, MAX_CONFIG, pack_config, pin
+from workers.lifetime import EXIT_PARENT_GONE, MAX_CONFIG, ToldOnce, pack_config, pin
 
 LIMIT = 30.0
 CHILD = """
@@ -188,3 +189,9 @@ def test_pin_binds_to_the_cores_or_returns_the_reason() -> None:
         assert os.sched_getaffinity(0) == {core}
     finally:
         os.sched_setaffinity(0, allowed)
+
+
+def test_a_fact_is_told_by_one_process_of_an_engine(tmp_path: Path) -> None:
+    loader, coordinator = ToldOnce(tmp_path), ToldOnce(tmp_path)
+    full, other = logging.makeLogRecord({"fact": "full-disk"}), logging.makeLogRecord({})
+    assert [of.filter(record) for of in (loader, coordinator) for record in (full, other)] == [1, 1, 0, 1]

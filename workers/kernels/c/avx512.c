@@ -27,6 +27,7 @@ INLINE void sum_four(__m512 a, __m512 b, __m512 c, __m512 d, float *y) {
     _mm_storeu_ps(y, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, sum)));
 }
 #define SUM_FOUR(a, b, c, d, y) sum_four((__m512)(a), (__m512)(b), (__m512)(c), (__m512)(d), y)
+#define TIMES_POWER(x, n) (vector)_mm512_scalef_ps((__m512)(x), (__m512)(n))
 #define VFMA(a, b, c) ((vector)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
 
 #define BITS_OF(truth) (uint32_t)_mm512_movepi32_mask((__m512i)(truth))

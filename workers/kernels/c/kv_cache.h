@@ -72,9 +72,8 @@ INLINE void store_pair(words lower, words upper, const int pairs, float *to) {
 INLINE words top_numbers(words bytes) { return (words)__builtin_convertvector((ints)(bytes & 0xFF000000u), vector); }
 
 /* to [steps, PANEL] = the rows of n tokens from `from` on, transposed; what is beyond them is any numbers. int8 becomes
- * INT8_UNIT as large. `ahead`: bytes to what is wanted next. */
-INLINE void key_panel(const char *from, int64_t ahead, int64_t width, const int bits, const int pairs, int64_t n,
-                      float *to) {
+ * INT8_UNIT as large. */
+INLINE void key_panel(const char *from, int64_t width, const int bits, const int pairs, int64_t n, float *to) {
     const int in_word = 32 / bits, lines = pairs ? 2 : 1; /* numbers of a word; `lines`: numbers of a line of the panel */
     int64_t row_bytes = width * bits / 8, all = rounded_up(width, bits == FLOAT32 ? 1 : 2);
     for (int64_t t = 0; t < n; t += LANES)
@@ -83,7 +82,6 @@ INLINE void key_panel(const char *from, int64_t ahead, int64_t width, const int 
             int64_t left = row_bytes - at * bits / 8;
             const char *row = from + t * row_bytes + at * bits / 8;
             for (int i = 0; i < LANES; i++, row += row_bytes) {
-                PREFETCH(row + ahead);
                 tile[i] = left < (int)sizeof(words) ? words_before_end(row, left) : loaded_words(row);
             }
             TRANSPOSED(tile);
@@ -99,16 +97,15 @@ INLINE void key_panel(const char *from, int64_t ahead, int64_t width, const int 
         }
 }
 
-/* to [steps of PANEL, padded] = the rows of n tokens, `width` numbers of each, which are row_bytes apart; the rest is 0. */
-INLINE void value_panel(const char *from, int64_t ahead, int64_t width, int64_t row_bytes, const int bits, const int pairs,
-                        int64_t n, float *to) {
+/* to [steps of whole vectors, padded] = the rows of n tokens, `width` numbers of each, which are row_bytes apart; the rest of
+ * the last vector is 0. */
+INLINE void value_panel(const char *from, int64_t width, int64_t row_bytes, const int bits, const int pairs, int64_t n,
+                        float *to) {
     int64_t padded = rounded_up(width, LANES);
-    for (int64_t t = 0; t < PANEL; t += 2)
+    for (int64_t t = 0; t < rounded_up(n, LANES); t += 2)
         for (int64_t i = 0; i < width; i += LANES) {
             if (bits == BF16 && pairs && t + 1 < n && i + PAIR <= width) {
                 const char *row = from + t * row_bytes + 2 * i;
-                PREFETCH(row + ahead);
-                PREFETCH(row + row_bytes + ahead);
                 INTERLEAVED(row, row + row_bytes, to + t / 2 * padded + i);
                 i += LANES;
                 continue;
@@ -117,7 +114,6 @@ INLINE void value_panel(const char *from, int64_t ahead, int64_t width, int64_t 
             int64_t left = width - i;
             for (int which = 0; which < 2 && t + which < n; which++) {
                 const char *row = from + (t + which) * row_bytes + i * bits / 8;
-                PREFETCH(row + ahead);
                 words rest;
                 if (left < LANES) rest = words_before_end(row, left * bits / 8);
                 both[which] = numbers_of_row(left < LANES ? (const char *)&rest : row, bits);

@@ -10,17 +10,38 @@
 enum { HIGH = 4 };                      /* rows multiplied together */
 enum { COLUMNS_OF_PANEL = PANEL / LANES }; /* vectors of a row's scores */
 
+/* Memory that is wanted next: `lines` lines from each place on, of which `taken` were prefetched. It is prefetched while
+ * products are computed, which leave memory idle. */
+struct ahead {
+    const char *from[2];
+    int64_t lines[2], taken;
+};
+
+/* Where to prefetch from in so many steps of two lines each, *step bytes a step: from one line again and again once all are
+ * taken. */
+static const char *take_ahead(struct ahead *a, int64_t steps, int64_t *step) {
+    int which = a->taken >= a->lines[0];
+    int64_t at = which ? a->taken - a->lines[0] : a->taken;
+    if (at >= a->lines[which]) return a->from[0];
+    a->taken += least(2 * steps, a->lines[which] - at);
+    *step = 2 * LINE;
+    return a->from[which] + at * LINE;
+}
+
 /* c [rows, columns] = or += a [rows, steps] b [steps, columns], of float32 or `pairs`; columns: a multiple of LANES. */
 static void multiply(const float *a, int64_t a_stride, const float *b, int64_t b_stride, float *c, int64_t c_stride,
-                     int64_t rows, int64_t columns, int64_t steps, int pairs, int add) {
+                     int64_t rows, int64_t columns, int64_t steps, int pairs, int add, struct ahead *ahead) {
     for (int64_t n = 0, across; n < columns; n += across) {
         across = n + ACROSS * LANES <= columns ? ACROSS * LANES : LANES;
         for (int64_t r = 0, high; r < rows; r += high) {
             high = least(HIGH, rows - r);
             const float *from = a + r * a_stride;
             float *to = c + r * c_stride + n;
+            int64_t step = 0;
+            const char *next = take_ahead(ahead, steps, &step);
 #define MULTIPLY(high, vectors, pairs)                                                                           \
-    multiply_part(from, a_stride, b + n, b_stride, pairs, high, vectors, steps, add ? to : NULL, c_stride, to, c_stride, 0)
+    multiply_part(from, a_stride, b + n, b_stride, pairs, high, vectors, steps, add ? to : NULL, c_stride, to, c_stride, 0, next,\
+                  step)
 #define WIDE_PAIRS(high) MULTIPLY(high, ACROSS, 1)
 #define WIDE_NUMBERS(high) MULTIPLY(high, ACROSS, 0)
 #define THIN_PAIRS(high) MULTIPLY(high, 1, 1)
@@ -50,6 +71,7 @@ struct queries {
 /* Memory of one thread for `rows` rows. */
 struct panel_memory {
     float *q, *keys, *values, *scores, *weights, *scales;
+    struct ahead ahead;
     int64_t bytes;
 };
 
@@ -127,7 +149,8 @@ static void int8_scores(const struct heads *h, const float *q, int64_t rows, con
     for (int64_t run = 0; run < runs; run++) {
         int64_t at = panel_steps(run * KV_RUN, INT8, pairs), end = least(at + panel_steps(KV_RUN, INT8, pairs), stride);
         float *part = run ? m->weights : scores;
-        multiply(q + at, stride, m->keys + at * PANEL, PANEL, part, PANEL, rows, columns, end - at, pairs, 0);
+        multiply(q + at, stride, m->keys + at * PANEL, PANEL, part, PANEL, rows, columns, end - at, pairs, 0,
+                 &m->ahead);
         scales_of_run(scales, runs, run, n, 1.0f / INT8_UNIT, m->scales);
         for (int64_t r = 0; r < rows; r++)
             for (int64_t t = 0; t < columns; t++) {
@@ -156,25 +179,33 @@ static struct stream stream_of(const struct heads *h, char *const *streams, cons
                            (const float *)streams[values + each - 1], blocks, kv_head};
 }
 
-/* Keys and values of n tokens from `row` of the slabs on; `next`: the row that is wanted next. Returns where values are. */
+/* The keys and values of a block of the slabs from `row` on, if there is any. */
+static struct ahead wanted(const struct heads *h, const struct stream *s, int64_t row, int any) {
+    int64_t key_bytes = h->key_width * h->bits / 8, value_bytes = h->value_width * h->bits / 8;
+    return (struct ahead){{s->keys + row * key_bytes, s->values + row * value_bytes},
+                          {any ? PANEL * key_bytes / LINE : 0, any && !h->latent ? PANEL * value_bytes / LINE : 0}, 0};
+}
+
+/* Keys and values of n tokens from `row` of the slabs on. Returns where values are. */
 INLINE const float *fill_panels(const struct heads *h, const struct stream *s, const int bits, const int pairs,
-                                int64_t row, int64_t next, int64_t n, struct panel_memory *m) {
+                                int64_t row, int64_t n, struct panel_memory *m) {
     int64_t key_bytes = h->key_width * bits / 8, value_bytes = h->latent ? key_bytes : h->value_width * bits / 8;
     const char *values = s->values + row * value_bytes;
-    key_panel(s->keys + row * key_bytes, (next - row) * key_bytes, h->key_width, bits, pairs, n, m->keys);
+    key_panel(s->keys + row * key_bytes, h->key_width, bits, pairs, n, m->keys);
     if (bits == FLOAT32 && n == PANEL && h->value_width % LANES == 0 && !h->latent) return (const float *)values;
-    value_panel(values, (next - row) * value_bytes, h->value_width, value_bytes, bits, pairs, n, m->values);
+    value_panel(values, h->value_width, value_bytes, bits, pairs, n, m->values);
     return m->values;
 }
 
 /* out += the values of a panel times the rows' weights, which are in scores. */
 static void add_values(const struct heads *h, const struct stream *s, struct queries *q, int64_t first_row, int64_t slab,
                        int64_t n, int pairs, const float *values, struct panel_memory *m) {
-    int64_t padded = padded_value(h), rows = q->rows - first_row, steps = panel_steps(PANEL, h->bits, pairs);
+    int64_t padded = padded_value(h), rows = q->rows - first_row;
+    int64_t taken = rounded_up(n, LANES), steps = panel_steps(taken, h->bits, pairs);
     float *out = q->out + first_row * padded;
     const float *scores = m->scores + first_row * PANEL;
     if (h->bits == FLOAT32) {
-        multiply(scores, PANEL, values, padded, out, padded, rows, padded, PANEL, 0, 1);
+        multiply(scores, PANEL, values, padded, out, padded, rows, padded, taken, 0, 1, &m->ahead);
         return;
     }
     int64_t run_width = h->bits == INT8 ? KV_RUN : padded, runs = runs_of(h->latent ? h->key_width : h->value_width);
@@ -183,11 +214,11 @@ static void add_values(const struct heads *h, const struct stream *s, struct que
         const float *factors = h->bits == INT8 ? m->scales : NULL;
         for (int64_t r = 0; r < rows; r++)
             if (pairs)
-                arrange_pairs(scores + r * PANEL, factors, PANEL, 1, m->weights + r * steps);
+                arrange_pairs(scores + r * PANEL, factors, taken, 1, m->weights + r * steps);
             else
-                arrange_pairs(scores + r * PANEL, factors, PANEL, 0, m->weights + r * steps);
+                arrange_pairs(scores + r * PANEL, factors, taken, 0, m->weights + r * steps);
         multiply(m->weights, steps, values + at, padded, out + at, padded, rows, least(run_width, padded - at), steps,
-                 pairs, 1);
+                 pairs, 1, &m->ahead);
     }
 }
 
@@ -200,19 +231,21 @@ static void attend_panels(const struct heads *h, const struct stream *s, int64_t
         int64_t n = least(PANEL, to - panel), row = slab_row(s->blocks, h->kv_heads, s->kv_head, panel);
         int64_t next = panel + PANEL < q->seen + (q->rows - 1) / q->together ? slab_row(s->blocks, h->kv_heads, s->kv_head, panel + PANEL) : row;
         const float *values;
+        m->ahead = wanted(h, s, next, next != row);
         if (h->bits == FLOAT32)
-            values = fill_panels(h, s, FLOAT32, 0, row, next, n, m);
+            values = fill_panels(h, s, FLOAT32, 0, row, n, m);
         else if (h->bits == BF16)
-            values = pairs ? fill_panels(h, s, BF16, 1, row, next, n, m) : fill_panels(h, s, BF16, 0, row, next, n, m);
+            values = pairs ? fill_panels(h, s, BF16, 1, row, n, m) : fill_panels(h, s, BF16, 0, row, n, m);
         else
-            values = pairs ? fill_panels(h, s, INT8, 1, row, next, n, m) : fill_panels(h, s, INT8, 0, row, next, n, m);
+            values = pairs ? fill_panels(h, s, INT8, 1, row, n, m) : fill_panels(h, s, INT8, 0, row, n, m);
         int64_t skipped = panel >= q->seen ? (panel - q->seen + 1) * q->together : 0; /* rows before the panel */
         const float *rows = q->q + skipped * steps;
         float *scores = m->scores + skipped * PANEL;
         if (h->bits == INT8)
             int8_scores(h, rows, q->rows - skipped, s->key_scales + row * runs_of(h->key_width), n, pairs, m, scores);
         else
-            multiply(rows, steps, m->keys, PANEL, scores, PANEL, q->rows - skipped, rounded_up(n, LANES), steps, pairs, 0);
+            multiply(rows, steps, m->keys, PANEL, scores, PANEL, q->rows - skipped, rounded_up(n, LANES), steps, pairs, 0,
+                     &m->ahead);
         for (int64_t r = skipped; r < q->rows; r++) {
             int64_t seen = q->seen + r / q->together, oldest = q->window && seen > q->window ? seen - q->window : 0;
             follow(m->scores + r * PANEL, oldest - panel, seen - panel, h->scale, q->most + r, q->sum + r,

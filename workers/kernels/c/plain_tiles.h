@@ -304,7 +304,7 @@ INLINE void multiply_panel(const float *inner, int64_t stride, const float *pane
                            int64_t depth, const float *from, float *to, int64_t to_stride, int add) {
     for (int64_t c = 0; c < COLUMNS; c += ACROSS * LANES)
         multiply_part(inner, stride, panel + c, COLUMNS, pairs, rows, ACROSS, depth, from ? from + c : NULL, COLUMNS,
-                      to + c, to_stride, add);
+                      to + c, to_stride, add, NULL, 0);
 }
 
 /* Columns [h, h + width) of y = or += part [rows, COLUMNS], for rows from `first` on. */

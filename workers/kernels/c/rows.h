@@ -229,13 +229,15 @@ INLINE void products_of(const struct weights *w, const void *weights, const floa
  * `rows` (at most MANY), `vectors` and `pairs` (a's and b's numbers are pairs of bf16) are constants. */
 INLINE void multiply_part(const float *a, int64_t a_stride, const float *b, int64_t b_stride, const int pairs,
                           const int rows, const int vectors, int64_t depth, const float *from, int64_t from_stride,
-                          float *to, int64_t to_stride, int add) {
+                          float *to, int64_t to_stride, int add, const char *ahead, int64_t ahead_step) {
     vector sums[MANY][ACROSS], zero = {0};
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < vectors; v++) sums[r][v] = from ? loaded(from + r * from_stride + v * LANES) : zero;
     for (int64_t k = 0; k < depth; k++) {
         vector across[ACROSS];
         for (int v = 0; v < vectors; v++) across[v] = loaded(b + k * b_stride + v * LANES);
+        if (ahead) PREFETCH(ahead + k * ahead_step);
+        if (ahead) PREFETCH(ahead + k * ahead_step + ahead_step / 2);
         for (int r = 0; r < rows; r++) {
             uint32_t pair;
             memcpy(&pair, a + r * a_stride + k, sizeof pair);

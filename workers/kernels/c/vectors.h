@@ -251,18 +251,26 @@ INLINE float exponential(float x) {
     return x == x ? (near_1 + 1.0f) * power : x; /* ... and is NaN here */
 }
 
-/* The same of a vector of numbers that are at most 0, or NaN. */
+/* x 2^n for n integers from -126 to 127. */
+#ifndef TIMES_POWER
+INLINE vector times_power(vector x, vector n) {
+    return x * (vector)((words)(__builtin_convertvector(n, ints) + 127) << 23);
+}
+#define TIMES_POWER times_power
+#endif
+
+/* exp of a vector of numbers that are at most 0, or NaN, within 2^-22 of itself for numbers from -10 on. */
 INLINE vector exponentials(vector x) {
+    const vector to_2 = every(1.44269504f); /* exp(x) = 2^(to_2 x) */
     vector y = LARGER(every(-87.0f), x);
-    vector n = VFMA(y, every(1.44269504f), every(12582912.0f)) - 12582912.0f;
-    vector r = VFMA(n, every(2.12194440e-4f), VFMA(n, every(-0.693359375f), y));
-    vector p = VFMA(every(1.9875691500e-4f), r, every(1.3981999507e-3f));
-    p = VFMA(p, r, every(8.3334519073e-3f));
-    p = VFMA(p, r, every(4.1665795894e-2f));
-    p = VFMA(p, r, every(1.6666665459e-1f));
-    p = VFMA(p, r, every(5.0000001201e-1f));
-    vector power = (vector)((words)(__builtin_convertvector(n, ints) + 127) << 23);
-    return VFMA(VFMA(p * r, r, r), power, power);
+    vector n = VFMA(y, to_2, every(12582912.0f)) - 12582912.0f; /* rounded to integers by the addition */
+    vector r = VFMA(y, to_2, -n);
+    vector p = VFMA(every(1.5403530e-4f), r, every(1.3333558e-3f));
+    p = VFMA(p, r, every(9.6181291e-3f));
+    p = VFMA(p, r, every(5.5504109e-2f));
+    p = VFMA(p, r, every(2.4022651e-1f));
+    p = VFMA(p, r, every(6.9314718e-1f));
+    return TIMES_POWER(VFMA(p, r, every(1.0f)), n);
 }
 
 /* tanh within a few units of the last place, of small numbers too: e / (e + 2) with e = exp(2 x) - 1. */

@@ -23,7 +23,7 @@ import numpy as np
 
 from protocol.errors import NotPrivate
 from protocol.files import check_private, make_folders, read_small
-from shm.atomic_file import atomic_file
+from shm.atomic_file import atomic_file, warn_unkept
 from shm.blocks import BlockFormat
 from shm.expert_math import SWIGLU, ExpertMath, numbers_of
 from shm.formats import BF16, MatrixFormat, TileFormat
@@ -159,7 +159,7 @@ def _keep(path: Path, cubin: bytes) -> None:
         with atomic_file(path) as file:
             file.write(cubin)
     except OSError as e:
-        log.warning(f"compiled kernels could not be kept in {path.parent}: {e.strerror}")
+        warn_unkept(log, f"compiled kernels could not be kept in {path.parent}", e)
 
 
 class Nvrtc:
