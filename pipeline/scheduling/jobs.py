@@ -147,9 +147,8 @@ class Job(ABC):
         """Returns the next tokens without KV: at most `chunk` while prefilling, else one."""
         assert self.kv is not None
         start = self.kv.length
-        end = start + 1
-        if self.prefilling:
-            end = min(start + chunk, self.prefill_end, *(stop for stop in self.stops if stop > start))
+        stops = (stop for stop in self.stops if stop > start)
+        end = min(start + chunk, self.prefill_end, *stops) if self.prefilling else start + 1
         return TokenSpan(self.kv, self.tokens[start:end])
 
     def _note_answer(self) -> None:

@@ -35,13 +35,12 @@ class PrefixCache:
         """Blocks that are free once all is evicted that no sequence holds."""
         return self._kv.free + self._tree.evictable
 
-    @property
-    def kept(self) -> int:
-        """Tokens of the blocks that no sequence holds."""
-        return KV_BLOCK * self._tree.evictable
-
     def stats(self) -> dict[str, int]:
+        kept = KV_BLOCK * self._tree.evictable  # tokens of the blocks that no request uses
         return {
+            "kv_tokens_used": self._kv.used - kept,
+            "kv_tokens_kept": kept,
+            "kv_tokens": self._kv.budget,
             "kv_reused_tokens": self._reused,
             "kv_hits": self._hits,
             "kv_evicted_blocks": self._tree.evicted,
@@ -88,11 +87,14 @@ class PrefixCache:
             return NOTHING
         return self._tree.find((job.client, self._kv.is_long(len(job.ids))), job.ids[:-1])
 
-    def begin(self, job: Job, room: int, spare: int) -> SequenceKV | None:
-        """Returns a sequence with room for so many tokens, of which those that are found are there. None
-        where fewer blocks than that and `spare` are available, or no place."""
+    def begin(self, job: Job, running: Collection[Job] = ()) -> SequenceKV | None:
+        """Returns a sequence with room for a token more than a job has, of which those that are found are
+        there. None where that leaves no blocks that the `running` ones need next, or there is no place."""
         if self._kv.places == 0:
             return None
+        room = min(len(job.tokens) + 1, job.max_kv_tokens) if job.grows else job.max_kv_tokens
+        held = [(j, j.kv.capacity) for j in running if j.grows and j.kv is not None]
+        spare = sum(capacity < j.max_kv_tokens for j, capacity in held)
         match = self._find(job)
         while not self._fits(match, room, spare):
             if match.tail is None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.batch import StepInput
-from pipeline.backbone.kv_cache import KVCache, SequenceKV
+from pipeline.backbone.kv_cache import KVCache
 from pipeline.counters import difference, fidelity
 from pipeline.engine.engine import Engine
 from pipeline.errors import DOUBTFUL, NumberInUse, OutOfDeviceMemory, PipelineError, RequestError, StepFailed
@@ -121,14 +121,10 @@ class Scheduler:
         return [first[self._prefill_turns.next(first)]] if first else []
 
     def stats(self) -> dict[str, Any]:
-        kept = self.prefixes.kept
         return {
             "waiting": len(self._waiting),
             "running": len(self._running),
             "max_running": self._max_sequences,
-            "kv_tokens_used": self.kv.used - kept,
-            "kv_tokens_kept": kept,
-            "kv_tokens": self.kv.budget,
             **self.prefixes.stats(),
             "preemptions": self._preemptions,
             "ended": self._ended,
@@ -152,7 +148,7 @@ class Scheduler:
             running = {j.client for j in self._running}
             slots = self._max_sequences + (job.client not in running)
             try:
-                kv = self._allocate(job) if len(self._running) < slots else None
+                kv = self.prefixes.begin(job, self._running) if len(self._running) < slots else None
             except OutOfDeviceMemory as e:
                 self._end(job, "error", e)
                 continue
@@ -168,14 +164,6 @@ class Scheduler:
                 return
             else:
                 self._preempt(heavy)
-
-    def _allocate(self, job: Job) -> SequenceKV | None:
-        """Returns a sequence for the job; None without a place or capacity beside what the running sequences
-        need next."""
-        wanted = min(len(job.tokens) + 1, job.max_kv_tokens) if job.grows else job.max_kv_tokens
-        held = [(j, j.kv.capacity) for j in self._running if j.grows and j.kv is not None]
-        growth = sum(capacity < j.max_kv_tokens for j, capacity in held)
-        return self.prefixes.begin(job, wanted, growth)
 
     def _with_capacity(self, jobs: list[Job]) -> list[Job]:
         """Give each sequence room for the next tokens, preempting others if needed. Returns those that can

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -49,7 +50,9 @@ class Requests:
 
     def begin(self, tokens: Tokens, client: bytes = b"a", room: int = 0, spare: int = 0) -> Asked | None:
         job = Asked(tokens, client)
-        job.kv = self.cache.begin(job, room or len(tokens), spare)
+        job.max_kv_tokens = room or len(tokens)
+        growing = SimpleNamespace(grows=True, kv=SimpleNamespace(capacity=0), max_kv_tokens=1)
+        job.kv = self.cache.begin(job, [growing] * spare)
         if job.kv is None:
             return None
         if job.filled:
@@ -98,7 +101,7 @@ def text(blocks: float, *more: int, first: int = 100) -> Tokens:
 
 def test_a_request_begins_with_the_common_prefix_and_copies_its_last_part(requests) -> None:
     assert requests.run(text(2.5)) == 0
-    assert requests.cache.kept == requests.kv.used == 3 * KV_BLOCK
+    assert requests.cache.stats()["kv_tokens_kept"] == requests.kv.used == 3 * KV_BLOCK
     for tokens, found in (
         (text(2.5), 2.5 * KV_BLOCK - 1),  # the last token must be computed
         (text(2.5, 7, 8), 2.5 * KV_BLOCK),
@@ -126,7 +129,7 @@ def test_a_running_request_s_blocks_are_shared_at_once_and_last_until_the_last_h
     second = requests.begin(text(3.5))
     assert second.filled == 2 * KV_BLOCK
     assert requests.cache.stats()["kv_shared_blocks"] == 2
-    assert requests.cache.kept == 0
+    assert requests.cache.stats()["kv_tokens_kept"] == 0
     requests.compute(first)
     requests.end(first)
     assert requests.kv.used == 6 * KV_BLOCK  # 2 shared, 2 of each alone
@@ -134,7 +137,7 @@ def test_a_running_request_s_blocks_are_shared_at_once_and_last_until_the_last_h
     requests.cache.publish(second)
     assert requests.kv.used == 5 * KV_BLOCK  # equal blocks become one
     requests.cache.forget(b"a")
-    assert (requests.kv.used, requests.cache.kept) == (4 * KV_BLOCK, 0)
+    assert (requests.kv.used, requests.cache.available) == (4 * KV_BLOCK, BLOCKS - 4)
     requests.kv.release(second.kv)
     assert requests.kv.used == 0
 
@@ -150,7 +153,7 @@ def test_room_is_made_by_evicting_and_only_for_what_then_fits(requests) -> None:
     assert requests.cache.available == 6
     assert not requests.cache.grow(running.kv, 11 * KV_BLOCK)
     assert requests.cache.grow(running.kv, 10 * KV_BLOCK)
-    assert (requests.cache.available, requests.cache.kept, requests.kv.free) == (0, 0, 0)
+    assert (requests.cache.available, requests.kv.free) == (0, 0)
 
 
 def test_a_request_that_fits_only_without_the_copied_part_begins_without_it(requests) -> None:
@@ -252,4 +255,4 @@ def test_a_hundred_conversations_over_a_full_cache() -> None:
     assert requests.cache.stats()["kv_evicted_blocks"] > 100
     assert found > 0.6 * known
     requests.cache.clear()
-    assert (requests.kv.free, requests.cache.kept) == (100, 0)
+    assert (requests.kv.free, requests.kv.used) == (100, 0)
