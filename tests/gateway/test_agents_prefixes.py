@@ -70,6 +70,7 @@ def batches(agent: str) -> list[list[Body]]:
     return [[body | more] for body in codex_turns.requests()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", ["claude", "codex"])
 async def test_what_stands_in_an_earlier_request_is_found(served: Served, agent: str) -> None:
     ask, earlier = (claude if agent == "claude" else codex), list[np.ndarray]()
