@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from pipeline.config import KV_BLOCK, KV_RUN
 from pipeline.errors import RequestError
@@ -71,22 +70,22 @@ def _memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers [..., width] in int8, and the scales float32 [..., runs] of their runs."""
-    runs = _runs(x.float())
-    scales = runs.abs().amax(-1) / 127
-    numbers = (runs / scales.masked_fill(scales == 0, 1)[..., None]).round().to(torch.int8)
-    return numbers.flatten(-2)[..., : x.shape[-1]], scales
+    x = x.float()
+    numbers = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    scales = []
+    for to, run in zip(numbers.split(KV_RUN, -1), x.split(KV_RUN, -1), strict=True):
+        scale = run.abs().amax(-1, keepdim=True) / 127
+        to.copy_((run / scale.masked_fill(scale == 0, 1)).round_())
+        scales.append(scale)
+    return numbers, torch.cat(scales, -1)
 
 
 def widened(numbers: Tensor, scales: Tensor) -> Tensor:
     """The float32 numbers [..., width] of int8 ones and their scales."""
-    runs = _runs(numbers).float() * scales[..., None]
-    return runs.flatten(-2)[..., : numbers.shape[-1]]
-
-
-def _runs(x: Tensor) -> Tensor:
-    """[..., runs, KV_RUN], of which 0 fills the last."""
-    padded = functional.pad(x, (0, -x.shape[-1] % KV_RUN))
-    return padded.view(*x.shape[:-1], -1, KV_RUN)
+    x = numbers.to(torch.float32, memory_format=torch.contiguous_format)
+    for run, scale in zip(x.split(KV_RUN, -1), scales.split(1, -1), strict=True):
+        run.mul_(scale)
+    return x
 
 
 def runs_of(width: int) -> int:

@@ -56,7 +56,7 @@ async def test_engine_restarts_when_killed_in_decode(start_engine, tiny_model) -
         state = State(supervisor, client)
         await state.wait_recovered()
         await until(lambda: supervisor.config.policy == "on-demand")  # a restarted coordinator has it
-        reference, store = await answer(client), the_store(client)
+        reference, store = await answer(client, reuse=True), the_store(client)
         assert (await client.stats())["scheduler"]["kv_tokens_kept"] > 0
         watching = asyncio.create_task(loaders(supervisor))
         slabs = [name for name in state.segments() if "-slab-" in name]

@@ -127,7 +127,9 @@ def test_formats_that_buy_context_are_named_the_most_exact_of_them() -> None:
 
     assert longer(100 * GB) == []
     found = "--backbone-dtype int8: a context of 8192 tokens instead of "
-    assert [line for line in longer(32_200_000_000) if line.startswith(found)]
+    lines = longer(32_200_000_000)
+    assert [line for line in lines if line.startswith(found)]
+    assert [line for line in lines if line.startswith("--kv-dtype int8: a context of ")]
 
 
 def test_each_choice_other_than_the_default_has_a_reason() -> None:
@@ -141,6 +143,9 @@ def test_each_choice_other_than_the_default_has_a_reason() -> None:
         "memory: experts 90.19 GB (bf16), KV cache 4.29 GB (32768 tokens in bf16), backbone 3.22 GB,"
         " processes 1.36 GB; 200.00 GB available"
     ]
+    memory, line = why(Machine(200 * GB, 200 * GB), kv_dtype="int8")
+    assert "KV cache 2.21 GB (32768 tokens in int8)" in memory
+    assert line == "--kv-dtype int8: keys and values are rounded, so answers are approximate"
     _, line = why(Machine(64 * GB, 32 * GB))
     assert line == "--format int4: int8 needs 46.51 GB of /dev/shm, and 32.00 GB is available"
     line = why(Machine(100 * GB, 95 * GB))[-1]

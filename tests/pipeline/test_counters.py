@@ -190,4 +190,6 @@ def test_fidelity_shares_cover_both_phases() -> None:
     assert shares["skipped"] == pytest.approx(0.25 / 3.5)
     assert {shares[kind] for kind in ("substituted", "stale", "predicted")} == {0.0}
     assert fidelity(True, counted) == {"exact": True}
+    assert fidelity(True, counted, "int8") == {"exact": False, "kv_cache": "int8"}
+    assert fidelity(False, counted, "int8") == shares | {"kv_cache": "int8"}
     assert fidelity(False, before)["skipped"] == 0.0
