@@ -73,7 +73,7 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.float()
     numbers = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scales = []
-    for to, run in zip(numbers.split(KV_RUN, -1), x.split(KV_RUN, -1), strict=True):
+    for to, run in zip(torch.split(numbers, KV_RUN, -1), torch.split(x, KV_RUN, -1), strict=True):
         scale = run.abs().amax(-1, keepdim=True) / 127
         to.copy_((run / scale.masked_fill(scale == 0, 1)).round_())
         scales.append(scale)
@@ -83,7 +83,7 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 def widened(numbers: Tensor, scales: Tensor) -> Tensor:
     """The float32 numbers [..., width] of int8 ones and their scales."""
     x = numbers.to(torch.float32, memory_format=torch.contiguous_format)
-    for run, scale in zip(x.split(KV_RUN, -1), scales.split(1, -1), strict=True):
+    for run, scale in zip(torch.split(x, KV_RUN, -1), torch.split(scales, 1, -1), strict=True):
         run.mul_(scale)
     return x
 
