@@ -6,7 +6,7 @@ alone."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from pipeline.backbone.kv_blocks import blocks_for
 from pipeline.backbone.kv_cache import KVCache, SequenceKV, States
 from pipeline.config import KV_BLOCK
+from pipeline.policies.view import Policy
 from pipeline.scheduling.jobs import Job
 from pipeline.scheduling.prefix_tree import NOTHING, Match, PrefixTree, common_prefix
 
@@ -29,6 +30,7 @@ class PrefixCache:
         self._reused = 0  # those tokens
         self._kv = kv
         self._tree: PrefixTree[States] = PrefixTree(kv, kv.snapshots)
+        self._policy: Policy | None = None  # which has computed all that is in the tree
 
     @property
     def available(self) -> int:
@@ -154,6 +156,16 @@ class PrefixCache:
             if node is not None and self._tree.wants_states(node):
                 self._tree.snapshots[node] = kv.states
         self._kv.release(kv)
+
+    def follow(self, policy: Policy, running: Iterable[Job]) -> None:
+        """Forget all where this is another policy, and it or the one before is approximate: what one has
+        computed is not what the other would have. Running requests keep theirs, but share it no more."""
+        before, self._policy = self._policy, policy
+        if before is None or before is policy or (before.exact and policy.exact):
+            return
+        for job in running:
+            job.shares = False
+        self._tree.forget()
 
     def forget(self, client: bytes) -> None:
         """Forget all of a client that has disconnected."""

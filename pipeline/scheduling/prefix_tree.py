@@ -196,9 +196,9 @@ class PrefixTree(Generic[States]):
                 self._remove_all(node)
                 return
 
-    def forget(self, client: bytes) -> None:
-        """Remove all of a client."""
-        for account in [account for account in self._roots if account[0] == client]:
+    def forget(self, client: bytes | None = None) -> None:
+        """Remove all of a client, or of all."""
+        for account in [account for account in self._roots if client in (None, account[0])]:
             for child in list(self._roots.pop(account).children.values()):
                 self._remove_all(child)
 

@@ -102,6 +102,7 @@ class Scheduler:
 
     def round(self) -> bool:
         """Admit, run a prefill chunk and a decode step. False where all requests wait for their clients."""
+        self.prefixes.follow(self.engine.policy, self._running)
         self._admit()
         self._waiting.report(self._running, self._congested)
         for job in list(self._running):

@@ -157,3 +157,25 @@ def test_a_hundred_conversations_answer_as_without_the_cache(engine) -> None:
     check_answers(harness, draws.sample(whole, 8))
     harness.check_empty()
     assert len(harness.to(b"c", Token)) > 3 * len(whole) - 1
+
+
+def test_an_exact_policy_goes_on_with_no_approximation(engine) -> None:
+    """Nor does an approximate one with what another has computed, nor a request with what was computed in
+    part by the policy before."""
+    harness = long_harness(engine, 64)
+    exact, other, approximate = (make_policy(PolicyRequest("all-host"), 1) for _ in range(3))
+    approximate.exact = False
+    found = []
+    for number, policy in enumerate((exact, other, approximate, approximate, exact)):
+        engine.set_policy(policy, None)
+        harness.run(b"c", ask(number, OPENING[:300]))
+        found.append(reused(harness, number))
+    assert [kept > 0 for kept in found] == [False, True, False, True, False]
+    engine.set_policy(approximate, None)
+    harness.scheduler.enqueue(b"c", ask(5, OPENING[:1500]))
+    harness.scheduler.round()
+    engine.set_policy(exact, None)
+    harness.finish()
+    harness.run(b"c", ask(6, OPENING[:1500]))
+    assert reused(harness, 6) == 0
+    harness.check_empty()
