@@ -232,7 +232,7 @@ def measure(quick: bool, names: list[str], show: Callable[[str], None]) -> dict[
                         if not shape.latent:
                             cases.append(case | {"what": "prefill"} | bench.prefill(shape, bits, tokens))
             bench.close()
-    cpu = parse_cpuinfo(contents(Path("/proc/cpuinfo")))[0]
+    cpu = parse_cpuinfo(contents(Path("/proc/cpuinfo")))
     return {"cpu": cpu, "variant": best().variant, "results": cases}
 
 

@@ -170,7 +170,7 @@ def measure(quick: bool, show: Callable[[str], None]) -> dict[str, Any]:
             bench.close()
     sizes = {"1": 1, "all": all_cores}
     return {
-        "cpu": parse_cpuinfo(contents(Path("/proc/cpuinfo")))[0],
+        "cpu": parse_cpuinfo(contents(Path("/proc/cpuinfo"))),
         "variant": best().variant,
         "read_gb_s": {name: bench.read[cores] / 1e9 for name, cores in sizes.items()},
         "results": bench.cases,
