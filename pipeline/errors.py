@@ -67,5 +67,12 @@ class ShardFailed(StepFailed):
     cause is a request with rows in the Work, or the experts' bytes; the workers are restarted."""
 
 
+class NotFinite(PipelineError):
+    """A request's logits hold NaN or no finite maximum: its KV may be wrong."""
+
+
 class NumberInUse(RequestError):
     """A client reuses the number of its own request that is being served."""
+
+
+DOUBTFUL = NotFinite, ShardFailed  # after these the KV of a request may be wrong

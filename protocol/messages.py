@@ -38,7 +38,7 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True):
 
 Kind = TypeVar("Kind", bound=type[Record])
 TAGS: dict[int, type[Record]] = {}
-VERSION = 11
+VERSION = 12
 MAX_TOKENS = 128  # of an answer, where a request does not say
 CALIBRATION_TOKENS = 8192  # the same of a calibration
 SAY_HELLO = "say Hello first"  # the text of the Error that answers a peer without a Welcome
@@ -136,9 +136,9 @@ class Generate(Record, frozen=True):
     """Request an answer. Exactly one of `prompt`, `token_ids`, `messages` is given.
 
     The coordinator answers any number of Queued and Token and then exactly one Done with the same `request`.
-    `request` is the client's own number, unique among its unfinished requests. The KV cache of a request
-    of a `conversation` is kept when it ends: the next request of that conversation computes only the tokens
-    after the longest common prefix. Names belong to a client, and its connection's end frees what was kept.
+    `request` is the client's own number, unique among its unfinished requests. With `reuse` only those tokens
+    are computed that follow the longest prefix in common with the client's other requests, running or ended;
+    without it all are, and nothing of it is kept. The end of a client's connection frees what was kept.
 
     `resume` are the answer's first tokens if the client has them already (from an engine that exited, for
     example): the answer continues after them. They count against `max_tokens`; the first Token has index
@@ -165,7 +165,7 @@ class Generate(Record, frozen=True):
     sampling: Sampling = Sampling()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-    conversation: str | None = None
+    reuse: bool = True
     resume: Ints = ()
     rival: Int = -1  # -1: the second best token of each step
     reserve: Int = 1

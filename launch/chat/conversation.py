@@ -39,7 +39,6 @@ from shm.atomic_file import atomic_file
 log = logging.getLogger("tandem")
 
 LARGEST_FILE = 16 << 20  # bytes of a saved conversation; one fits a model's context
-KV_NAME = "chat"  # under which the engine keeps this client's KV between questions
 
 Settings = dict[str, Any]  # the arguments of Client.generate but the prompt, and the fields of Sampling
 # What /set changes.
@@ -202,7 +201,7 @@ class Conversation:
         first = [] if self.system is None else [ChatMessage("system", self.system)]
         messages = [*first, *turns]
         settings = {key: value for key, value in self.settings.items() if key not in SAMPLING_FIELDS}
-        settings |= {"sampling": sampling(self.settings), "conversation": KV_NAME, "reserve": room}
+        settings |= {"sampling": sampling(self.settings), "reserve": room}
         if self._template.marks:
             settings["marks"] = True
         try:

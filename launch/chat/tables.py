@@ -109,9 +109,11 @@ def _engine(stats: dict[str, Any], welcome: Welcome) -> Iterator[tuple[str, str]
     yield "model", model + (f" ({formats})" if formats else "")
     if s := stats.get("scheduler"):
         yield "requests", f"{s['running']} running, {s['waiting']} waiting"
-        kept = f"{s['kv_tokens_kept']} kept for {count(s['conversations'], 'conversation')}"
-        reused = f"{s['kv_reused_tokens']} reused so far"
-        yield "KV cache", f"{s['kv_tokens_used']} of {s['kv_tokens']} tokens in use, {kept}, {reused}"
+        kept = f"{s['kv_tokens_kept']} kept"
+        yield "KV cache", f"{s['kv_tokens_used']} of {s['kv_tokens']} tokens in use, {kept}"
+        reused = f"{s['kv_reused_tokens']} tokens reused by {count(s['kv_hits'], 'request')}"
+        blocks = f"{count(s['kv_shared_blocks'], 'block')} shared, {s['kv_evicted_blocks']} evicted"
+        yield "prefixes", f"{reused}, {blocks}"
     if c := stats.get("cache"):
         size = byte_size(c["resident_tiles"] * stats.get("tile_bytes", 0))
         yield "expert cache", f"{c['resident_tiles']} of {c['capacity_tiles']} tiles resident, {size}"

@@ -39,7 +39,7 @@ IDLE = {
     "running": ("request", "still running"),
     "waiting": ("request", "still queued"),
     "kv_tokens_used": ("token", "of KV still in use"),
-    "kv_tokens_kept": ("token", "of KV still kept for conversations"),
+    "kv_tokens_kept": ("token", "of KV still kept"),
 }
 
 

@@ -107,7 +107,7 @@ class Request:
     max_tokens: int
     sampling: Sampling
     cancel_after: int | None = None  # tokens
-    conversation: str | None = None
+    reuse: bool = True  # of KV of other requests
     resume: tuple[int, ...] = ()  # the answer's first tokens, to be prefilled with the prompt
     rival: int = -1  # the token that every step is to measure in place of its runner-up
 
@@ -187,7 +187,7 @@ async def _receive(client: Client, outcome: Outcome, limit: asyncio.Timeout, sil
         messages=request.messages,
         max_tokens=request.max_tokens,
         sampling=request.sampling,
-        conversation=request.conversation,
+        reuse=request.reuse,
         resume=request.resume,
         rival=request.rival,
     )
@@ -226,14 +226,14 @@ async def run_load(
     clients: list[Client], entries: Iterable[Entry], load: Load, ended: Callable[[Outcome], None]
 ) -> None:
     """Send every entry once, and call `ended` for each request. A client stops when its engine has ended."""
-    queue = deque(enumerate(entries))
+    queue = deque(entries)
     began = time.perf_counter()
 
     async def serve(client: Client, outcomes: list[Outcome]) -> None:
         while queue:
-            number, entry = queue.popleft()
+            entry = queue.popleft()
             served = 0
-            async for outcome in _serve(client, entry, f"{number}"):
+            async for outcome in _serve(client, entry):
                 served += 1
                 outcomes.append(outcome)
                 ended(outcome)
@@ -247,7 +247,7 @@ async def run_load(
                 group.create_task(serve(client, outcomes))
     finally:
         load.seconds = time.perf_counter() - began
-        load.unsent += sum(entry.requests for _, entry in queue)
+        load.unsent += sum(entry.requests for entry in queue)
 
 
 async def count_strays(clients: list[Client], load: Load) -> None:
@@ -257,7 +257,7 @@ async def count_strays(clients: list[Client], load: Load) -> None:
         load.strays[number] = client.strays
 
 
-async def _serve(client: Client, entry: Entry, conversation: str) -> AsyncIterator[Outcome]:
+async def _serve(client: Client, entry: Entry) -> AsyncIterator[Outcome]:
     await asyncio.sleep(entry.delay)
     request = Request(
         entry.name, entry.prompt, entry.messages, entry.max_tokens, entry.sampling, entry.cancel_after
@@ -269,7 +269,7 @@ async def _serve(client: Client, entry: Entry, conversation: str) -> AsyncIterat
     for number, text in enumerate(entry.turns, 1):
         messages += (ChatMessage("user", text),)
         label = f"{entry.name}, turn {number}"
-        turn = replace(request, label=label, messages=messages, conversation=conversation)
+        turn = replace(request, label=label, messages=messages)
         outcome = await ask(client, turn)
         yield outcome
         if not outcome.served:

@@ -35,9 +35,9 @@ class Finding:
 
 
 def alone(outcome: Outcome) -> Request | None:
-    """The request to run alone for a comparison: without a conversation's KV, and in place of a Cancel with a
+    """The request to run alone for a comparison: without KV of other ones, and in place of a Cancel with a
     limit of as many tokens as had arrived. None for an outcome that cannot be compared."""
-    request = replace(outcome.request, label="", cancel_after=None, conversation=None)
+    request = replace(outcome.request, label="", cancel_after=None, reuse=False)
     cut = outcome.end is End.CANCELLED
     if not request.deterministic or (cut and not outcome.tokens):
         return None

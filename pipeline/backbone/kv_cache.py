@@ -13,6 +13,7 @@ sequence as it was. Snapshots are the earlier lengths that a sequence can be cut
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
@@ -73,10 +74,6 @@ class SequenceKV:
         swapped = [(*then, *now) for now, then in zip(self.states, self.pending, strict=True)]
         self._state_addresses, self._swapped_addresses = addresses(both), addresses(swapped)
 
-    def renumber(self) -> None:
-        """Take a new `id`: the tokens are from now on another request's."""
-        self.id = next(self._ids)
-
     # --- blocks ------------------------------------------------------------------------------------------
 
     @property
@@ -105,6 +102,14 @@ class SequenceKV:
             self._table[at] = self.pool.copied(self._table[at])
             missing -= 1
         self.append(self.pool.take(missing))
+
+    def begin(self, blocks: Blocks, length: int, states: States | None) -> None:
+        """Go on behind the first `length` tokens of these blocks, whose references become this sequence's,
+        which has none yet; `states`: of a recurrent model at that length."""
+        self.append(blocks)
+        self.length = length
+        if states is not None:
+            _copy(states, self.states)
 
     def append(self, blocks: Blocks) -> None:
         """Add blocks, whose references become this sequence's."""
@@ -185,6 +190,10 @@ class SequenceKV:
             _copy(self.states, kept)
             self._snapshots[self.length] = kept
 
+    def copied_states(self) -> States:
+        """A copy of the present states. Raises torch.OutOfMemoryError."""
+        return [tuple(map(torch.clone, layer)) for layer in self.states]
+
     def reachable(self, length: int) -> int:
         """The most tokens, up to `length`, that `truncate` can keep."""
         if not self._recurrent or length >= self.length:
@@ -211,12 +220,18 @@ class SequenceKV:
     def select_rope(self, tokens: int) -> bool:
         """Choose the rotary embedding for a sequence of `tokens` tokens, filled or not. False where that
         dropped the filled tokens and their blocks, because they were rotated by the other one."""
-        long = self._switch is not None and tokens > self._switch
+        long = is_long(self._switch, tokens)
         dropped = long != self.long and self.length > 0
         if dropped:
             self.truncate(0)
         self.long = long
         return not dropped
+
+
+def is_long(switch: int | None, tokens: int) -> bool:
+    """Whether a sequence of so many tokens has the second rotary embedding; `switch`: as in the model's
+    Rope."""
+    return switch is not None and tokens > switch
 
 
 def _copy(states: States, to: States) -> None:
@@ -239,12 +254,19 @@ class KVCache(BlockPool):
         many exist at once, if the model is recurrent; None: any number. Raises torch.OutOfMemoryError."""
         super().__init__(model.kv_streams, dtype, device, budget)
         self._model = model
-        self._places = sequences if any(model.state_shapes) else None  # that are free
+        recurrent = any(model.state_shapes)
+        self._places = sequences if recurrent else None  # that are free
+        # Of states, at most so many are kept beside those of sequences; None: there are none.
+        self.snapshots = SNAPSHOTS * (sequences or math.inf) if recurrent else None
 
     @property
     def places(self) -> int | None:
         """Further sequences that may exist; None: any number."""
         return self._places
+
+    def is_long(self, tokens: int) -> bool:
+        """As `SequenceKV.long` of a sequence of so many tokens."""
+        return is_long(self._model.rope_switch, tokens)
 
     def allocate(self, tokens: int) -> SequenceKV:
         """A sequence with room for so many tokens. Raises RequestError where fewer are free or there is no

@@ -79,7 +79,7 @@ class _Measurement:
         if self._width < 1:
             raise RequestError(
                 f"the KV cache has {KV_BLOCK * free} tokens free of the {longest} that calibrating needs:"
-                " requests and kept conversations of other clients hold them; try again when those have ended"
+                " requests of other clients hold them; try again when those have ended"
             )
 
     def measure(self) -> tuple[Calibration, Findings]:

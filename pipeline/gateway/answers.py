@@ -215,16 +215,6 @@ class ChatRequest:
         given = self.variables | ({"tools": list(self.tools.given)} if self.tools.given else {})
         return json.dumps(given, ensure_ascii=False) if given else ""
 
-    def conversation(self, key_name: str) -> str:
-        """Returns a name that is the same for each turn of a conversation, all of which share what is
-        rendered up to the first user's message."""
-        opening = []
-        for message in self.messages:
-            opening.append((message.role, message.content, message.extra))
-            if message.role == "user":
-                break
-        return hashed([opening, key_name, self.template])
-
 
 @dataclass
 class Whole:
@@ -323,8 +313,7 @@ class ChatAnswer(ABC):
             ChatOutput(kind, request.tools.schemas, thinking=thinking and not forced)
             for _ in range(request.settings.choices)
         ]
-        name = request.conversation(self.call.key_name)
-        answers = (self._generate(index, f"{name}/{index}") for index in range(len(outputs)))
+        answers = (self._generate(index) for index in range(len(outputs)))
         async with aclosing(events_of(answers)) as events:
             async for place, event in events:
                 self.usage.add(event, new_prompt=place == 0)
@@ -341,7 +330,7 @@ class ChatAnswer(ABC):
                     yield place, part
                 yield place, End("tool_calls" if output.calls else event.reason, event.stats.get("stop"))
 
-    def _generate(self, index: int, conversation: str) -> Answer:
+    def _generate(self, index: int) -> Answer:
         request, end = self.request, self.call.service.template.end
         arguments = request.settings.of_choice(index)
         if request.tools.schemas and not request.tools.parallel and end:
@@ -349,7 +338,6 @@ class ChatAnswer(ABC):
         return self.client.generate(
             messages=request.messages,
             template=request.template,
-            conversation=conversation,
             marks=bool(self.call.service.template.marks),
             **arguments,
         )

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.gateway.answers import TokenTexts, Usage, events_of, hashed
+from pipeline.gateway.answers import TokenTexts, Usage, events_of
 from pipeline.gateway.bodies import MOST_PROMPTS, CompletionBody, Object
 from pipeline.gateway.call import Call, event_of
 from pipeline.gateway.chat import DONE
@@ -20,7 +20,6 @@ from protocol.messages import Done, Sampling, Shaping, Token, Welcome
 
 DEFAULT_TOKENS = 16
 DEFAULT_SAMPLING = Sampling(temperature=1.0)  # OpenAI's; a model's makers recommend theirs for chats
-OPENING = 64  # ids or characters by which a prompt's KV is found again
 
 Prompt = str | tuple[int, ...]
 
@@ -188,8 +187,6 @@ class Completion:
 
     def _generate(self, prompt: Prompt, index: int) -> Answer:
         what: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"token_ids": prompt}
-        if len(self._request.prompts) == 1:
-            what["conversation"] = f"{hashed([self._call.key_name, prompt[:OPENING]])}/{index}"
         return self._client.generate(**what, **self._request.settings.of_choice(index))
 
     def _add(self, choice: Choice, event: Token | Done) -> None:

@@ -62,9 +62,8 @@ async def _see_step(client: Client) -> None:
         while own is None or not own.done():
             if own is None and not running:
                 # A seed of its own, since the engine counts those that it gives.
-                answer = client.generate(
-                    token_ids=(0,), max_tokens=1, sampling=Sampling(seed=0), counted=False
-                )
+                one = {"token_ids": (0,), "max_tokens": 1, "sampling": Sampling(seed=0)}
+                answer = client.generate(**one, counted=False, reuse=False)
                 own = asyncio.create_task(answer.result())
             if own is None:
                 await asyncio.sleep(LOOK)

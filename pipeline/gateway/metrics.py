@@ -97,6 +97,8 @@ def _scheduler(scheduler: dict[str, Any]) -> Iterator[Any]:
         ("vllm:num_preemptions", "preemptions"),
         ("tandem_requests_ended", "ended"),
         ("tandem_kv_reused_tokens", "kv_reused_tokens"),
+        ("tandem_kv_hits", "kv_hits"),
+        ("tandem_kv_evicted_blocks", "kv_evicted_blocks"),
     ):
         yield CounterMetricFamily(name, "Of all clients.", scheduler[key])
 

@@ -21,7 +21,6 @@ from pipeline.text.sampler import Sampler, TokenChooser
 from protocol.messages import Generate, Score, Scores
 
 BLOCK_BYTES = 4 << 20  # log-probabilities of one Scores message
-NAME_LIMIT = 256  # characters of a conversation's name
 
 
 class JobFactory:
@@ -62,8 +61,6 @@ class JobFactory:
         """Returns the job of a Generate. Raises RequestError."""
         if message.max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, it is {message.max_tokens}")
-        if message.conversation is not None and len(message.conversation) > NAME_LIMIT:
-            raise RequestError(f"a conversation's name has {NAME_LIMIT} characters at most")
         validate(message.sampling)
         if message.token_ids is None:
             raise RequestError("give exactly one of prompt, token_ids and messages")

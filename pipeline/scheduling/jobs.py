@@ -9,11 +9,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Literal
 
+import numpy as np
+
 from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import SequenceKV
 from pipeline.fairness import ID_BYTES
-from pipeline.scheduling.prefix_cache import PrefixKey
+from pipeline.scheduling.prefix_tree import Tokens
 from pipeline.text.detokenizer import TextStream
 from pipeline.text.grammar import Grammar
 from pipeline.text.logprobs import Greedy
@@ -29,7 +31,7 @@ class Job(ABC):
 
     grows = False  # the job adds tokens while it runs
     counted = True  # as of a StepInput
-    prefix_key: PrefixKey | None = None  # of the job's conversation: its KV is kept when the job ends
+    shares = False  # its KV is shared with other requests, and kept when it ends
 
     def __init__(
         self, client: bytes, request: int, tokens: list[int], prompt: int, max_kv_tokens: int, emit: Emit
@@ -48,6 +50,8 @@ class Job(ABC):
         self.arrival = time.perf_counter()
         self.admission = -1  # the number of its first admission, in the order of first admissions
         self.reused = 0  # prompt tokens with KV from an earlier request
+        self.stops: set[int] = set()  # KV tokens at which a prefill chunk ends, for a snapshot
+        self.awaited: tuple[Job, int] | None = None  # whose prefill this one waits for, up to so many tokens
         self.preemptions = 0
         self.counters_before: dict[str, Any] = {}  # the engine's, at the first admission
         self._seconds: dict[Phase, float] = {"prefill": 0.0, "decode": 0.0}
@@ -56,6 +60,14 @@ class Job(ABC):
         self._position = 0  # in the queue, as last reported
         self._queued = 0.0  # seconds until the first admission
         self._first_answer: float | None = None
+        self._ids: Tokens = np.empty(0, np.int32)
+
+    @property
+    def ids(self) -> Tokens:
+        """The tokens so far as an array."""
+        if len(self._ids) < len(self.tokens):
+            self._ids = np.array(self.tokens, np.int32)
+        return self._ids
 
     @property
     def ready(self) -> bool:
@@ -88,7 +100,8 @@ class Job(ABC):
         self.kv, self.sequence = kv, kv.id
         kv.select_rope(len(self.tokens))
         if self.admission < 0:
-            self.admission, self.counters_before, self.reused = number, counters, kv.length
+            self.admission, self.counters_before = number, counters
+            self.reused = min(kv.length, self.prompt_length)
             self._queued = time.perf_counter() - self.arrival
 
     def preempt(self) -> SequenceKV:
@@ -134,7 +147,8 @@ class Job(ABC):
         """Returns the next tokens without KV: at most `chunk` while prefilling, else one."""
         assert self.kv is not None
         start = self.kv.length
-        end = min(start + chunk, self.prefill_end) if self.prefilling else start + 1
+        stops = (stop for stop in self.stops if stop > start)
+        end = min(start + chunk, self.prefill_end, *stops) if self.prefilling else start + 1
         return TokenSpan(self.kv, self.tokens[start:end])
 
     def _note_answer(self) -> None:
@@ -166,8 +180,8 @@ class GenerateJob(Job):
         tokens = [*prompt, *message.resume]
         super().__init__(client, message.request, tokens, len(prompt), len(prompt) + max_tokens, emit)
         self.prefill_end = len(tokens)
-        self.prefix_key = None if message.conversation is None else (client, message.conversation)
         self.counted = message.counted
+        self.shares = message.reuse
         self._chooser = chooser
         self._grammar = grammar
         greedy = vocabulary and chooser.greedy and grammar is None

@@ -3,10 +3,11 @@
 One round is a prefill chunk of one request that is still prefilling (clients take turns), then one decode
 step of all other running requests. A request is admitted when its prompt and a few more tokens fit the KV
 cache; the others wait in the `WaitingQueue`. A sequence grows while it is decoded.
-When the cache is full, kept conversations are evicted first; then the request that was admitted last is
-preempted: it waits again, its tokens are prefilled again, and it continues where it was. Requests whose
-clients do not read pause; they are preempted first, and admitted last. Every request ends with exactly one
-Done. Used by the engine's thread alone."""
+A request begins with the longest prefix of its prompt that is computed (`PrefixCache`), and waits for another
+one that is computing more of it. When the cache is full, what no request uses is evicted first; then the
+request that was admitted last is preempted: it waits again, its tokens are prefilled again, and it continues
+where it was. Requests whose clients do not read pause; they are preempted first, and admitted last. Every
+request ends with exactly one Done. Used by the engine's thread alone."""
 
 from __future__ import annotations
 
@@ -18,11 +19,10 @@ from typing import Any
 
 from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.batch import StepInput
-from pipeline.backbone.kv_blocks import blocks_for
-from pipeline.backbone.kv_cache import KVCache, SequenceKV
+from pipeline.backbone.kv_cache import KVCache
 from pipeline.counters import difference, fidelity
 from pipeline.engine.engine import Engine
-from pipeline.errors import NumberInUse, OutOfDeviceMemory, PipelineError, RequestError, StepFailed
+from pipeline.errors import DOUBTFUL, NumberInUse, OutOfDeviceMemory, PipelineError, RequestError, StepFailed
 from pipeline.fairness import Held, Turns
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.jobs import Job
@@ -31,8 +31,6 @@ from pipeline.scheduling.waiting_queue import WaitingQueue, to_preempt
 from protocol.messages import Generate, Score
 
 Send = Callable[[list[tuple[bytes, object]]], None]  # messages and their clients
-
-POSITION_SECONDS = 0.5  # between two reports of queue positions
 
 
 class Scheduler:
@@ -62,12 +60,10 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: list[Job] = []  # in the order of their latest admission
         self._live: dict[tuple[bytes, int], Job] = {}  # waiting and running, by client and request
-        self._prefixes = PrefixCache(kv)
+        self.prefixes = PrefixCache(kv)
         self._admissions = itertools.count()
         self._prefill_turns = Turns()
         self._held = Held()  # by waiting and running requests
-        self._reported = 0.0  # when queue positions were last reported
-        self._reused = 0
         self._preemptions = 0
         self._ended = 0  # requests
 
@@ -82,6 +78,7 @@ class Scheduler:
         job = self._jobs.make(client, message, functools.partial(self._answer, client))
         if not self._held.take(client, job.size):
             raise RequestError("too many requests are already queued; try again later")
+        job.shares &= self.engine.backbone.chunks  # what goes on behind a prefix is a chunk
         self._live[client, message.request] = job
         self._waiting.add(job)
 
@@ -92,11 +89,11 @@ class Scheduler:
             self._end(job, "cancelled")
 
     def forget(self, client: bytes) -> None:
-        """End the requests of a client that has disconnected, and evict its conversations."""
+        """End the requests of a client that has disconnected, and what is kept of them."""
         for job in list(self._live.values()):
             if job.client == client:
                 self._end(job, "cancelled")
-        self._prefixes.forget(client)
+        self.prefixes.forget(client)
 
     def cancel_all(self) -> None:
         """End every request as cancelled: the engine shuts down."""
@@ -106,7 +103,7 @@ class Scheduler:
     def round(self) -> bool:
         """Admit, run a prefill chunk and a decode step. False where all requests wait for their clients."""
         self._admit()
-        self._report_positions()
+        self._waiting.report(self._running, self._congested)
         for job in list(self._running):
             self._resume(job)
         ready = [job for job in self._running if job.ready and not self._congested(job.client)]
@@ -124,16 +121,11 @@ class Scheduler:
         return [first[self._prefill_turns.next(first)]] if first else []
 
     def stats(self) -> dict[str, Any]:
-        kept = self._prefixes.tokens
         return {
             "waiting": len(self._waiting),
             "running": len(self._running),
             "max_running": self._max_sequences,
-            "kv_tokens_used": self.kv.used - kept,
-            "kv_tokens_kept": kept,
-            "kv_tokens": self.kv.budget,
-            "kv_reused_tokens": self._reused,
-            "conversations": len(self._prefixes),
+            **self.prefixes.stats(),
             "preemptions": self._preemptions,
             "ended": self._ended,
             "prefill_chunk": self.chunk,
@@ -146,22 +138,22 @@ class Scheduler:
     def _admit(self) -> None:
         """Admit in the queue's order. A client with many requests does not block others: one slot is reserved
         for clients without a running request, and where that slot or the capacity is taken, a request of the
-        client with most is preempted. For a request that can run, paused ones are preempted before."""
+        client with most is preempted. For a request that can run, paused ones are preempted before. Those
+        that wait for another one's prefill are left out."""
         paused = functools.cache(self._congested)  # one answer for the whole loop, so that it ends
-        while self._waiting:
-            order = self._waiting.in_order(self._running)
-            job = next((job for job in order if not paused(job.client)), None)
-            job = job or next(self._waiting.in_order(self._running))
+        while True:
+            job = self._waiting.next(self._running, self.prefixes.awaits, paused)
+            if job is None:
+                return
             running = {j.client for j in self._running}
             slots = self._max_sequences + (job.client not in running)
             try:
-                kv = self._allocate(job) if len(self._running) < slots else None
+                kv = self.prefixes.begin(job, self._running) if len(self._running) < slots else None
             except OutOfDeviceMemory as e:
-                self._end(job, "error", str(e))
+                self._end(job, "error", e)
                 continue
             if kv is not None:
                 self._waiting.admit(job)
-                self._reused += kv.length
                 job.admit(kv, next(self._admissions), self.engine.counters.snapshot())
                 self._running.append(job)
             elif paused(job.client):
@@ -173,52 +165,28 @@ class Scheduler:
             else:
                 self._preempt(heavy)
 
-    def _allocate(self, job: Job) -> SequenceKV | None:
-        """Returns a sequence for the job; None without a place or capacity beside what the running sequences
-        need next."""
-        wanted = min(len(job.tokens) + 1, job.max_kv_tokens) if job.grows else job.max_kv_tokens
-        growing = ((j.kv, j.max_kv_tokens) for j in self._running if j.grows and j.kv is not None)
-        growth = sum(kv.capacity < most for kv, most in growing)
-        blocks = blocks_for(wanted) + growth
-        if blocks > self._prefixes.available or not self._prefixes.has_place:
-            return None
-        # The prefix cache may hold a newer turn of a preempted job. What goes on behind a prefix is a chunk.
-        reuses = job.admission < 0 and self.engine.backbone.chunks
-        return self._prefixes.allocate(wanted, job.prefix_key if reuses else None, job.tokens)
-
     def _with_capacity(self, jobs: list[Job]) -> list[Job]:
         """Give each sequence room for the next tokens, preempting others if needed. Returns those that can
         step."""
         for job in jobs:
             wanted = job.prefill_end if job.prefilling else job.filled + 1
-            while job.kv is not None and not self._prefixes.grow(job.kv, wanted):
+            while job.kv is not None and not self.prefixes.grow(job.kv, wanted):
                 paused = [j for j in self._running if self._congested(j.client) and j not in jobs]
                 self._preempt((paused or [j for j in self._running if j.grows])[-1])
         return [job for job in jobs if job.kv is not None]
 
     def _preempt(self, job: Job) -> None:
         self._running.remove(job)
-        self.kv.release(job.preempt())
+        self.prefixes.end(job, job.preempt())
         self._waiting.add(job)
         self._preemptions += 1
-
-    def _report_positions(self) -> None:
-        now = time.perf_counter()
-        if not self._waiting or now - self._reported < POSITION_SECONDS:
-            return
-        self._reported = now
-        paused = functools.cache(self._congested)
-        order = sorted(self._waiting.in_order(self._running), key=lambda job: paused(job.client))
-        for position, job in enumerate(order, start=1):
-            if not paused(job.client):
-                job.report_position(position)
 
     def _resume(self, job: Job) -> None:
         """Let a job go on, or end, that the last step has left waiting."""
         try:
             job.resume()
         except PipelineError as e:
-            self._end(job, "error", str(e))
+            self._end(job, "error", e)
             return
         if job.reason is not None:
             self._end(job, job.reason)
@@ -244,7 +212,7 @@ class Scheduler:
             logits = self.engine.step(inputs, phase, live)
         except StepFailed as e:
             if len(jobs) == 1:
-                self._end(jobs[0], "error", str(e))
+                self._end(jobs[0], "error", e)
             else:  # run each by itself, so that only the job that causes the failure ends
                 for job in jobs:
                     self._step([job], phase)
@@ -262,15 +230,14 @@ class Scheduler:
         self, jobs: list[Job], inputs: list[StepInput], logits: list[FloatArray], phase: Phase, started: float
     ) -> None:
         """Give the jobs of a step its logits, and end those that are complete or have failed."""
-        failed: dict[Job, str] = {}
+        failed: dict[Job, PipelineError] = {}
         for job in jobs if phase == "prefill" else ():
-            if job.prefix_key is not None and job.kv is not None:
-                job.kv.snapshot()  # the next turn may begin with a part of this one's prompt
+            self.prefixes.publish(job)
         for job, rows in zip(jobs, logits, strict=True):
             try:
                 job.take_logits(rows)
             except PipelineError as e:  # for example, this job's logits are not finite; the others continue
-                failed[job] = str(e)
+                failed[job] = e
         seconds = time.perf_counter() - started
         for job, step_input in zip(jobs, inputs, strict=True):
             job.count_step(phase, len(step_input.span.tokens), seconds)
@@ -286,8 +253,8 @@ class Scheduler:
         else:
             self._step_answers.append((client, message))
 
-    def _end(self, job: Job, reason: str, error: str = "") -> None:
-        """Remove a job and send its Done. A conversation's KV is kept, unless a failure made it doubtful."""
+    def _end(self, job: Job, reason: str, error: PipelineError | None = None) -> None:
+        """Remove a job and send its Done. Its KV is kept, unless a failure made it doubtful."""
         del self._live[job.client, job.request]
         self._held.give_back(job.client, job.size)
         engine, policy = self.engine, self.engine.policy
@@ -299,9 +266,6 @@ class Scheduler:
             self._waiting.remove(job)
         else:
             self._running.remove(job)
-            if job.prefix_key is not None and reason != "error" and job.filled:
-                self._prefixes.keep(job.prefix_key, job.tokens, job.kv)
-            else:
-                self.kv.release(job.kv)
+            self.prefixes.end(job, job.kv, doubtful=isinstance(error, DOUBTFUL))
         self._ended += job.counted
-        job.finish(reason, stats, error)
+        job.finish(reason, stats, "" if error is None else str(error))

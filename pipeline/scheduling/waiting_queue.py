@@ -3,13 +3,18 @@ thread alone."""
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from pipeline.fairness import Turns
 from pipeline.scheduling.jobs import Job
+
+POSITION_SECONDS = 0.5  # between two reports of queue positions
+Paused = Callable[[bytes], bool]  # whether a client does not read its messages
 
 
 class WaitingQueue:
@@ -20,6 +25,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._jobs: dict[bytes, list[Job]] = {}  # by client, none of them empty
         self._turns = Turns()
+        self._reported = 0.0  # when positions were last reported
 
     def __len__(self) -> int:
         return sum(map(len, self._jobs.values()))
@@ -42,6 +48,30 @@ class WaitingQueue:
         self._jobs[job.client].remove(job)
         if not self._jobs[job.client]:
             del self._jobs[job.client]
+
+    def next(
+        self, running: Collection[Job], awaits: Callable[[Job, Collection[Job]], bool], paused: Paused
+    ) -> Job | None:
+        """Returns the job to be admitted next: of a client that is not `paused`, if there is one. Those that
+        await another one's prefill are left out."""
+        for left_out in (paused, lambda client: False):
+            for job in self.in_order(running):
+                if not left_out(job.client) and not awaits(job, running):
+                    return job
+        return None
+
+    def report(self, running: Collection[Job], paused: Paused) -> None:
+        """Send the waiting jobs of clients that are not `paused` their positions, where they have changed;
+        once in POSITION_SECONDS."""
+        now = time.perf_counter()
+        if not self._jobs or now - self._reported < POSITION_SECONDS:
+            return
+        self._reported = now
+        paused = functools.cache(paused)
+        order = sorted(self.in_order(running), key=lambda job: paused(job.client))
+        for position, job in enumerate(order, start=1):
+            if not paused(job.client):
+                job.report_position(position)
 
     def in_order(self, running: Iterable[Job]) -> Iterator[Job]:
         """Yields all waiting jobs in the order of their admission, if none of `running` ended meanwhile."""

@@ -90,6 +90,7 @@ class CalibrationService:
     def _calibrate(self, client: bytes, message: Calibrate) -> Calibrated:
         parts, scheduler = self._parts, self._scheduler
         ids = self._ids(message)
+        scheduler.prefixes.clear()
         context = CalibrationContext(
             parts.engine,
             parts.store,

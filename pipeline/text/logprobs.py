@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray
-from pipeline.errors import PipelineError
+from pipeline.errors import NotFinite
 
 Scores = NDArray[np.float32] | NDArray[np.float64]  # [V], or of the remaining candidates
 
@@ -28,12 +28,12 @@ class Greedy(NamedTuple):
 
     @classmethod
     def read(cls, row: FloatArray, vocabulary: int) -> Greedy:
-        """Read it from float32 [WIDTH], the larger logit first. Raises PipelineError where no largest is
+        """Read it from float32 [WIDTH], the larger logit first. Raises NotFinite where no largest is
         finite."""
         best, second = row[:2].tolist()
         token, runner_up = row[2:].view(np.int32).tolist()
         if not math.isfinite(best):
-            raise PipelineError("the model's logits are not finite")
+            raise NotFinite("the model's logits are not finite")
         if vocabulary == 1:
             return cls(token, 0.0, -1)
         if runner_up == token:  # all others are minus infinity, as is the excluded best: the first of those

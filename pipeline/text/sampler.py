@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray
-from pipeline.errors import PipelineError
+from pipeline.errors import NotFinite
 from pipeline.text.logprobs import Scores, best_margin, largest, top_logprobs
 from protocol.messages import Sampling, Shaping
 
@@ -45,12 +45,12 @@ class Sampler:
 
     def next(self, logits: NDArray[np.float32], previous: Sequence[int]) -> int:
         """Returns the next token from `logits` [V] float32. `previous`: the request's ids so far, each in
-        0..V-1; it only grows. Raises PipelineError where the logits hold NaN or have no finite maximum."""
+        0..V-1; it only grows. Raises NotFinite where the logits hold NaN or have no finite maximum."""
         if self._sampling.temperature == 0:
             scores = self._penalised(logits, previous)
             best = int(np.argmax(scores))  # the first of equals; a NaN counts as the largest
             if not math.isfinite(scores[best]):
-                raise PipelineError("the model's logits are not finite")
+                raise NotFinite("the model's logits are not finite")
             return best
         drawn = self._random.random()
         if not self._filters:
@@ -116,7 +116,7 @@ class Sampler:
 def _finite_best(scores: Scores) -> float:
     best = float(scores.max())
     if not math.isfinite(best):
-        raise PipelineError("the model's logits are not finite")
+        raise NotFinite("the model's logits are not finite")
     return best
 
 
@@ -192,7 +192,7 @@ class TokenChooser:
 
     def next(self, logits: FloatArray, tokens: Sequence[int], allowed: Allowed = None) -> Choice:
         """Returns the token after `tokens`, prompt and answer, which only grow. `allowed` [vocabulary]: by a
-        grammar. Raises PipelineError as the sampler."""
+        grammar. Raises NotFinite as the sampler."""
         token = self._sampler.next(self._shaped(logits, tokens, allowed), tokens)
         margin, runner_up = best_margin(logits, self._rival)
         if self._logprobs < 0:

@@ -54,10 +54,13 @@ async def answer(
     count: int = 32,
     fault: Callable[[], None] | None = None,
     on_token: Callable[[], None] = lambda: None,
+    reuse: bool = False,
 ) -> list[Token]:
-    """Returns a greedy answer; `fault` happens after its eighth token."""
+    """Returns a greedy answer; `fault` happens after its eighth token. With `reuse` of KV its bits depend on
+    what was computed before."""
     tokens = []
-    async for token in client.generate(token_ids=prompt, max_tokens=count, ignore_eos=True):
+    asked = {"token_ids": prompt, "max_tokens": count, "ignore_eos": True, "reuse": reuse}
+    async for token in client.generate(**asked):
         tokens.append(token)
         on_token()
         if fault is not None and len(tokens) == 8:

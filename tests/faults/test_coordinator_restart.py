@@ -56,7 +56,8 @@ async def test_engine_restarts_when_killed_in_decode(start_engine, tiny_model) -
         state = State(supervisor, client)
         await state.wait_recovered()
         await until(lambda: supervisor.config.policy == "on-demand")  # a restarted coordinator has it
-        reference, store = await answer(client), the_store(client)
+        reference, store = await answer(client, reuse=True), the_store(client)
+        assert (await client.stats())["scheduler"]["kv_tokens_kept"] > 0
         watching = asyncio.create_task(loaders(supervisor))
         slabs = [name for name in state.segments() if "-slab-" in name]
         assert len(slabs) == 1
@@ -72,7 +73,9 @@ async def test_engine_restarts_when_killed_in_decode(start_engine, tiny_model) -
         client = await clients.enter_async_context(Client.connect(supervisor.endpoint, timeout=RESTARTED))
         state.client = client
         assert client.welcome.policy == "on-demand"
-        assert (await client.stats())["policy_options"] == {"sizes": "even"}
+        stats = await client.stats()
+        assert stats["policy_options"] == {"sizes": "even"}
+        assert stats["scheduler"]["kv_tokens_kept"] == 0  # all that is lost
         assert [t.token for t in await answer(client)] == [t.token for t in reference]
         found = the_store(client)
         assert (found.st_ino, found.st_mtime_ns) == (store.st_ino, store.st_mtime_ns)

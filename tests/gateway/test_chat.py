@@ -99,6 +99,11 @@ def test_the_next_turn_reuses_what_was_computed(client: Any) -> None:
     ]
     second = client.chat.completions.create(model="tandem-embedded", messages=turns, max_tokens=8)
     assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 1
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last = client.chat.completions.create(
+        model="tandem-embedded", messages=turns, max_tokens=1, **options
+    )
+    assert last.usage.prompt_tokens_details.cached_tokens == second.usage.prompt_tokens - 1
 
 
 def test_a_client_that_disconnects_cancels_its_answer(served: Served) -> None:

@@ -56,7 +56,7 @@ async def test_an_engine_of_which_a_process_is_stopped_is_not_healthy(served: Se
 async def test_looking_at_the_engine_changes_nothing(served: Served) -> None:
     def counted(stats: dict[str, Any]) -> list[Any]:
         steps = [[phase["steps"], phase["rows"]] for phase in stats["engine"].values()]
-        names = ("ended", "kv_tokens_used", "kv_tokens_kept", "conversations", "preemptions")
+        names = ("ended", "kv_tokens_used", "kv_tokens_kept", "kv_evicted_blocks", "preemptions")
         return [steps, stats["counted_tokens"], *(stats["scheduler"][name] for name in names)]
 
     async with linked(served) as links, Client.connect(served.endpoint) as own:

@@ -279,6 +279,10 @@ def test_messages(claude: Any) -> None:
     assert text == found.content[0].text
     assert final.stop_reason == "max_tokens"
     assert final.usage.output_tokens == 12
+    assert (final.usage.input_tokens, final.usage.cache_read_input_tokens) == (
+        1,
+        found.usage.input_tokens + found.usage.cache_read_input_tokens - 1,
+    )
     counted = claude.messages.count_tokens(model=MODEL, messages=QUESTION, system="Be short.")
     assert counted.input_tokens == found.usage.input_tokens + found.usage.cache_read_input_tokens
     stop = found.content[0].text[3:6]
@@ -290,7 +294,8 @@ def test_a_changing_token_in_the_system_prompt_keeps_the_cache(claude: Any) -> N
     asked = {"model": MODEL, "messages": [{"role": "user", "content": "Which list?"}], "max_tokens": 4}
     first = claude.messages.create(**asked, system="x-billing: cch=00aa1; Be short and exact.")
     second = claude.messages.create(**asked, system="x-billing: cch=7f3b2; Be short and exact.")
-    assert second.usage.cache_read_input_tokens >= first.usage.input_tokens - 1
+    prompt = first.usage.input_tokens + first.usage.cache_read_input_tokens
+    assert second.usage.cache_read_input_tokens == prompt - 1
 
 
 def test_tools_of_messages(claude: Any) -> None:

@@ -62,9 +62,9 @@ async def test_figures_are_those_of_the_counters() -> None:
     run, ends = await measure(cast(Client, client), PROMPTS, 3)
     assert [end.request for end in ends] == [1, 2]
     assert run.decode == {"rows": 4}
-    assert [(s["token_ids"], s["max_tokens"], s["ignore_eos"]) for s in client.sent] == [
-        (prompt, 3, True) for prompt in PROMPTS
-    ]
+    assert [(s["token_ids"], s["max_tokens"], s["ignore_eos"], s["reuse"]) for s in client.sent] == [
+        (prompt, 3, True, False) for prompt in PROMPTS
+    ]  # prompts come again, and are computed again
     assert [(s["sampling"].temperature, s["sampling"].seed) for s in client.sent] == [(1.0, 0), (1.0, 1)]
 
 
@@ -72,7 +72,6 @@ async def test_figures_are_those_of_the_counters() -> None:
     ("client", "error", "line"),
     [
         (StandInClient(3, preemptions=1), Disturbed, "requests were preempted"),
-        (StandInClient(3, kv_reused_tokens=1), Disturbed, "not prefilled as a whole"),
         (StandInClient(3, GROWN | {"prefill": 9}), Disturbed, "another client"),
         (StandInClient(3, GROWN | {"decode": 5}), Disturbed, "another client"),
         (StandInClient(3, reason="cancelled"), AnswerLost, "it is shutting down"),

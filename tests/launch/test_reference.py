@@ -56,8 +56,8 @@ async def compared(engine: StandInEngine, *outcomes: Outcome) -> list[Finding]:
 
 
 def test_request_alone_has_no_past_and_ends_where_the_answer_was_cancelled() -> None:
-    asked = replace(GREEDY, conversation="c", cancel_after=2)
-    plain = replace(GREEDY, label="")
+    asked = replace(GREEDY, cancel_after=2)
+    plain = replace(GREEDY, label="", reuse=False)
     for end, tokens, expected in (
         (End.LENGTH, (1, 2), plain),
         (End.STOP, (), plain),

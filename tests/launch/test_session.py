@@ -18,7 +18,7 @@ from rich.console import Console, RenderableType
 from waiting import until
 
 from launch.chat import command
-from launch.chat.conversation import KEYS, KV_NAME, Conversation, View, change
+from launch.chat.conversation import KEYS, Conversation, View, change
 from launch.chat.session import Output, Session, parse_line, parse_policy
 from launch.command_line.options import parse
 from launch.errors import AnswerLost, WrongUsage
@@ -188,7 +188,7 @@ async def test_question_is_sent_with_all_before_it_and_the_settings() -> None:
     assert second["messages"] == [system, user("one?"), ANSWER, user("/etc?")]
     assert chat.conversation.turns == (user("one?"), ANSWER, user("/etc?"), ANSWER)
     assert (chat.output.answers, chat.output.events) == (["yes.", "yes."], [2, "ended"])
-    others = {"conversation": KV_NAME, "max_tokens": 100, "sampling": Sampling(0.5), "stop": ("END",)}
+    others = {"max_tokens": 100, "sampling": Sampling(0.5), "stop": ("END",), "marks": True}
     # A question alone may leave any room, later ones leave it for an answer.
     for sent, reserve in ((first, 1), (second, 100)):
         assert {key: sent[key] for key in sent if key != "messages"} == others | {

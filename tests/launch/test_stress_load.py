@@ -89,13 +89,12 @@ async def test_entries_are_sent_once_in_order_with_their_fields() -> None:
     assert load.outcomes == [ended]
     assert load.all == ended
     assert (load.unsent, load.seconds > 0) == (0, True)
-    plain = {"prompt": None, "messages": None, "resume": (), "rival": -1, "conversation": None}
+    plain = {"prompt": None, "messages": None, "resume": (), "rival": -1, "reuse": True}
     first, second, *talk = client.sent
     sampling = Sampling(temperature=0.5, seed=3)
     assert first == plain | {"prompt": "p", "max_tokens": 5, "sampling": sampling}
     assert second == plain | {"messages": chat, "max_tokens": 64, "sampling": Sampling()}
     assert ended[1].request.cancel_after == 9
-    assert [turn["conversation"] for turn in talk] == ["2"] * 3  # the entry's number
     said = [("user", "one"), ("assistant", "a2"), ("user", "two"), ("assistant", "a3"), ("user", "three")]
     for number, turn in enumerate(talk):
         assert [(m.role, m.content) for m in turn["messages"]] == said[: 2 * number + 1]
@@ -307,7 +306,7 @@ async def test_what_the_engine_holds_afterwards_is_a_leak(
     client = AnsweringClient()
     client.idle = [stats(**held)]
     found = await stressed(client)
-    both = ["64 tokens of KV still in use", "1 token of KV still kept for conversations"]
+    both = ["64 tokens of KV still in use", "1 token of KV still kept"]
     assert found["details"]["leaks"] == (both if leaks is None else leaks)
     assert found["leaks_checked"]
 

@@ -107,7 +107,8 @@ def test_advice_is_about_what_took_the_time() -> None:
 
 def test_engine_is_described_by_its_stats() -> None:
     scheduler = {"running": 2, "waiting": 3, "kv_tokens_used": 50, "kv_tokens": 60}
-    scheduler |= {"kv_tokens_kept": 7, "conversations": 1, "kv_reused_tokens": 8}
+    scheduler |= {"kv_tokens_kept": 7, "kv_reused_tokens": 8, "kv_hits": 1}
+    scheduler |= {"kv_shared_blocks": 2, "kv_evicted_blocks": 3}
     stats: dict[str, Any] = {
         **{"policy": "daop", "scheduler": scheduler, "tile_bytes": TILE},
         **{"cache": {"resident_tiles": 10, "capacity_tiles": 20}},
@@ -118,7 +119,8 @@ def test_engine_is_described_by_its_stats() -> None:
         "policy": "daop on cuda",
         "model": "/models/m (experts int4, backbone bf16)",
         "requests": "2 running, 3 waiting",
-        "KV cache": "50 of 60 tokens in use, 7 kept for 1 conversation, 8 reused so far",
+        "KV cache": "50 of 60 tokens in use, 7 kept",
+        "prefixes": "8 tokens reused by 1 request, 2 blocks shared, 3 evicted",
         "expert cache": "10 of 20 tiles resident, 10.0 MB",
         "prefill": "10 tokens in 1 step and 1.0 s; tiles: 57% host, 43% resident",
         "decode": "10 tokens in 10 steps and 1.0 s; tiles: 33% host, 25% resident,",

@@ -84,7 +84,7 @@ async def raw_client(endpoint: str, *, hello: bool = True, identity: bytes = b""
 
 async def idle(client: Client, kept: bool = True) -> dict[str, Any]:
     """The stats once no request runs or waits, with no KV used; unless `kept`, once none is kept either."""
-    held = ("running", "waiting") if kept else ("running", "waiting", "kv_tokens_kept", "conversations")
+    held = ("running", "waiting") if kept else ("running", "waiting", "kv_tokens_kept")
     async with asyncio.timeout(LIMIT):
         while True:
             stats = await client.stats()

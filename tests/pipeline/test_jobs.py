@@ -17,7 +17,7 @@ from pipeline.backbone.step import greedy as device_choice
 from pipeline.errors import RequestError
 from pipeline.models.registry import model_spec
 from pipeline.scheduling import job_factory, jobs
-from pipeline.scheduling.job_factory import NAME_LIMIT, JobFactory
+from pipeline.scheduling.job_factory import JobFactory
 from pipeline.text.detokenizer import RunDecoder, StopStrings, TextStream
 from pipeline.text.logprobs import MOST, log_softmax
 from pipeline.text.sampler import Sampler
@@ -317,7 +317,6 @@ LIMITS = [  # a message, one of its fields, a value that it may just have, one t
     (ASKED, "token_ids", (1,) * (CONTEXT - 1), (1,) * CONTEXT, "has 20 tokens, the context is 20, including"),
     (ASKED, "token_ids", (0, VOCABULARY - 1), (5, -1), "token id -1 is outside"),
     (ASKED, "max_tokens", 1, 0, "max_tokens must be at least 1, it is 0"),
-    (ASKED, "conversation", "x" * NAME_LIMIT, "x" * (NAME_LIMIT + 1), f"{NAME_LIMIT} characters at most"),
     (
         replace(ASKED, max_tokens=4),
         "resume",
@@ -355,10 +354,9 @@ def test_limits_of_a_request(message, field, good, bad, reason) -> None:
 
 def test_answer_is_limited_by_its_own_limit_and_by_the_context() -> None:
     made = factory(Letters())
-    job = made.generate(
-        b"c", Generate(0, token_ids=(97, 98, 99), max_tokens=6, conversation="talk"), lambda message: None
-    )
+    job = made.generate(b"c", Generate(0, token_ids=(97, 98, 99), max_tokens=6), lambda message: None)
     assert (job.tokens, job.prompt_length, job.max_kv_tokens, job.grows) == ([97, 98, 99], 3, 9, True)
-    assert job.prefix_key == (b"c", "talk")
-    job = made.generate(b"c", Generate(0, token_ids=(97, 98, 99), max_tokens=60), lambda message: None)
-    assert (job.max_kv_tokens, job.prefix_key) == (CONTEXT, None)
+    assert job.shares
+    asked = Generate(0, token_ids=(97, 98, 99), max_tokens=60, reuse=False)
+    job = made.generate(b"c", asked, lambda message: None)
+    assert (job.max_kv_tokens, job.shares) == (CONTEXT, False)

@@ -1,132 +1,258 @@
-"""PrefixCache: kept sequences are found again by their prefix, and evicted when the capacity is needed."""
+"""PrefixCache: sequences begin with what is computed of their tokens. As its "keys" each token has its own
+id, so what a sequence begins with can be read."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from test_models import GOOD
 
-from pipeline.backbone.kv_cache import KVCache, SequenceKV
-from pipeline.config import KV_BLOCK
+from pipeline.arrays import FloatArray
+from pipeline.backbone.batch import StepInput
+from pipeline.backbone.kv_cache import KVCache
+from pipeline.config import KV_BLOCK, SNAPSHOTS
 from pipeline.models.registry import model_spec
 from pipeline.models.spec import GatedDelta
-from pipeline.scheduling.prefix_cache import PrefixCache
+from pipeline.scheduling.jobs import Job
+from pipeline.scheduling.prefix_cache import OPENING, PrefixCache
+from pipeline.scheduling.prefix_tree import Tokens
 
-BUDGET = 10 * KV_BLOCK
+BLOCKS = 10
+SWITCH = 4 * KV_BLOCK  # tokens beyond which the other rotary embedding is used
+SPEC = model_spec(GOOD)
+
+
+class Asked(Job):
+    """A request for the next token."""
+
+    shares = True
+
+    def __init__(self, tokens: Tokens, client: bytes = b"a") -> None:
+        super().__init__(client, 0, tokens.tolist(), len(tokens), len(tokens), print)
+
+    def step_input(self, chunk: int) -> StepInput:
+        raise NotImplementedError
+
+    def take_logits(self, logits: FloatArray) -> None:
+        raise NotImplementedError
+
+
+class Requests:
+    """A cache, and requests computed with it."""
+
+    def __init__(self, kv: KVCache) -> None:
+        self.kv, self.cache = kv, PrefixCache(kv)
+
+    def begin(self, tokens: Tokens, client: bytes = b"a", room: int = 0, spare: int = 0) -> Asked | None:
+        job = Asked(tokens, client)
+        job.max_kv_tokens = room or len(tokens)
+        growing = SimpleNamespace(grows=True, kv=SimpleNamespace(capacity=0), max_kv_tokens=1)
+        job.kv = self.cache.begin(job, [growing] * spare)
+        if job.kv is None:
+            return None
+        if job.filled:
+            begun = job.kv.read(0, 0, 0, job.filled, torch.float32)
+            assert begun[0, :, 0].tolist() == job.tokens[: job.filled]
+        return job
+
+    def compute(self, job: Asked, end: int | None = None) -> None:
+        """The job's tokens up to this one, or all."""
+        rest = torch.tensor(job.tokens[job.filled : end], dtype=torch.float32)
+        _, heads, _, width = job.kv.pool.slabs[0][0].numbers.shape
+        if len(rest):
+            job.kv.store(0, 0, rest[None, :, None].expand(heads, -1, width))
+        job.kv.advance(len(rest))
+
+    def end(self, job: Asked, **how: bool) -> None:
+        kv, job.kv = job.kv, None
+        self.cache.end(job, kv, **how)
+
+    def run(self, tokens: Tokens, client: bytes = b"a") -> int:
+        """A whole request; returns how many tokens it begins with."""
+        job = self.begin(tokens, client)
+        assert job is not None
+        found = job.filled
+        self.compute(job)
+        self.end(job)
+        return found
 
 
 @pytest.fixture
-def kv() -> KVCache:
-    return KVCache(model_spec(GOOD), torch.float32, torch.device("cpu"), BUDGET)
+def requests() -> Requests:
+    spec = replace(SPEC, rope=replace(SPEC.rope, switch=SWITCH))
+    return Requests(KVCache(spec, torch.float32, torch.device("cpu"), BLOCKS * KV_BLOCK))
 
 
-def computed(kv: KVCache, tokens: int) -> SequenceKV:
-    sequence = kv.allocate(tokens)
-    sequence.advance(tokens)
-    return sequence
+@pytest.fixture
+def recurrent() -> Requests:
+    spec = replace(SPEC, recurrent=GatedDelta(1, 1, 2, 2, 4), recurrent_layers=(1,))
+    return Requests(KVCache(spec, torch.float32, torch.device("cpu"), BLOCKS * KV_BLOCK, sequences=2))
 
 
-def text(blocks: int, *last: int) -> list[int]:
-    """So many blocks of tokens, and a few more."""
-    return [*range(100, 100 + KV_BLOCK * blocks), *last]
+def text(blocks: float, *more: int, first: int = 100) -> Tokens:
+    """So many blocks of tokens, and more."""
+    return np.array([*range(first, first + int(KV_BLOCK * blocks)), *more], np.int32)
 
 
-def test_next_turn_starts_from_the_common_prefix(kv) -> None:
-    kept = PrefixCache(kv)
-    sequence = computed(kv, 2 * KV_BLOCK + 5)
-    kept.keep((b"a", "x"), text(2, 1, 2, 3, 4, 5, 6), sequence)
-    assert (len(kept), kept.tokens, kv.used) == (1, 3 * KV_BLOCK, 3 * KV_BLOCK)
-    assert kept.take((b"a", "y"), text(2, 1)) is None
-    assert kept.take((b"b", "x"), text(2, 1)) is None  # names are separate for each client
-    found = kept.take((b"a", "x"), text(1, 9, 9))
-    assert found is sequence
-    assert found.length == KV_BLOCK
-    assert (len(kept), kept.tokens, kv.used) == (0, 0, KV_BLOCK)
+def test_a_request_begins_with_the_common_prefix_and_copies_its_last_part(requests) -> None:
+    assert requests.run(text(2.5)) == 0
+    assert requests.cache.stats()["kv_tokens_kept"] == requests.kv.used == 3 * KV_BLOCK
+    for tokens, found in (
+        (text(2.5), 2.5 * KV_BLOCK - 1),  # the last token must be computed
+        (text(2.5, 7, 8), 2.5 * KV_BLOCK),
+        (text(2.25, 7, 8), 2.25 * KV_BLOCK),
+        (text(1.5, 7, 8), 1.5 * KV_BLOCK),  # the first tokens of a whole block
+        (text(0, 7, 8), 0),
+    ):
+        job = requests.begin(tokens)
+        assert job.filled == found
+        assert requests.kv.used == 3 * KV_BLOCK + job.kv.capacity - found // KV_BLOCK * KV_BLOCK
+        requests.kv.release(job.kv)
+    assert requests.begin(text(2.5, 7), b"b").filled == 0  # another client's
+    assert (requests.cache.stats()["kv_hits"], requests.cache.stats()["kv_reused_tokens"]) == (4, 559)
 
 
-def test_last_token_is_always_computed_and_a_sequence_without_common_prefix_released(kv) -> None:
-    kept = PrefixCache(kv)
-    for prompt, common in (([1, 2, 3], 2), ([2, 2], None)):
-        kept.keep((b"a", "x"), [1, 2, 3], computed(kv, 3))
-        found = kept.take((b"a", "x"), prompt)
-        assert (None if found is None else found.length) == common
-        assert (len(kept), kv.used) == (0, 0 if found is None else KV_BLOCK)
-        if found is not None:
-            kv.release(found)
+def test_sequences_of_the_other_rotary_embedding_have_their_own_prefixes(requests) -> None:
+    assert [requests.run(text(blocks)) for blocks in (3.5, 4.25, 4)] == [0, 0, 3.5 * KV_BLOCK]
+    assert requests.begin(text(4.5)).filled == 4.25 * KV_BLOCK
 
 
-def test_least_recently_used_is_evicted_first_and_none_needlessly(kv) -> None:
-    kept = PrefixCache(kv)
-    for name in "abc":
-        kept.keep((b"c", name), text(2), computed(kv, 2 * KV_BLOCK))
-    again = kept.take((b"c", "a"), text(2, 3))
-    kept.keep((b"c", "a"), text(2, 3), again)
-    live = kv.allocate(3 * KV_BLOCK)  # 1 is free, 6 are kept
-    assert not kept.evict_for(8)
-    assert len(kept) == 3
-    assert kept.evict_for(2)
-    assert (kv.free, len(kept)) == (3, 2)
-    assert kept.take((b"c", "b"), text(2)) is None  # the least recently used
-    assert kept.evict_for(7)
-    assert (kv.free, len(kept), kept.tokens) == (7, 0, 0)
-    kv.release(live)
-    assert kv.used == 0
+def test_a_running_request_s_blocks_are_shared_at_once_and_last_until_the_last_holder_ends(requests) -> None:
+    first = requests.begin(text(3.5))
+    requests.compute(first, 2 * KV_BLOCK + 9)
+    requests.cache.publish(first)
+    second = requests.begin(text(3.5))
+    assert second.filled == 2 * KV_BLOCK
+    assert requests.cache.stats()["kv_shared_blocks"] == 2
+    assert requests.cache.stats()["kv_tokens_kept"] == 0
+    requests.compute(first)
+    requests.end(first)
+    assert requests.kv.used == 6 * KV_BLOCK  # 2 shared, 2 of each alone
+    requests.compute(second)
+    requests.cache.publish(second)
+    assert requests.kv.used == 5 * KV_BLOCK  # equal blocks become one
+    requests.cache.forget(b"a")
+    assert (requests.kv.used, requests.cache.available) == (4 * KV_BLOCK, BLOCKS - 4)
+    requests.kv.release(second.kv)
+    assert requests.kv.used == 0
 
 
-def test_forgotten_client_s_conversations_are_released(kv) -> None:
-    kept = PrefixCache(kv)
-    for client in (b"a", b"b"):
-        for name in ("x", "y"):
-            kept.keep((client, name), [1], computed(kv, 1))
-    kept.keep((b"a", "x"), text(1, 2), computed(kv, KV_BLOCK + 1))  # replaces the first
-    assert (len(kept), kv.used) == (4, 5 * KV_BLOCK)
-    kept.forget(b"a")
-    assert (len(kept), kept.tokens, kv.used) == (2, 2 * KV_BLOCK, 2 * KV_BLOCK)
+def test_room_is_made_by_evicting_and_only_for_what_then_fits(requests) -> None:
+    for number in range(3):
+        requests.run(text(3, first=1000 * number))  # 9 of 10 blocks
+    assert requests.begin(text(8, first=5000), spare=3) is None
+    assert requests.begin(text(1, 9, first=1000), room=4 * KV_BLOCK, spare=7) is None
+    assert requests.cache.stats()["kv_evicted_blocks"] == 0
+    running = requests.begin(text(1, 9, first=1000), room=4 * KV_BLOCK, spare=6)
+    assert (running.filled, requests.cache.stats()["kv_evicted_blocks"]) == (KV_BLOCK, 2)
+    assert requests.cache.available == 6
+    assert not requests.cache.grow(running.kv, 11 * KV_BLOCK)
+    assert requests.cache.grow(running.kv, 10 * KV_BLOCK)
+    assert (requests.cache.available, requests.kv.free) == (0, 0)
 
 
-def test_allocate_reuses_the_kept_sequence_and_evicts_others_for_the_rest(kv) -> None:
-    kept = PrefixCache(kv)
-    kept.keep((b"a", "x"), text(4), computed(kv, 4 * KV_BLOCK))
-    kept.keep((b"a", "y"), text(5), computed(kv, 5 * KV_BLOCK))
-    assert kept.available == 10
-    found = kept.allocate(8 * KV_BLOCK, (b"a", "x"), text(1, 2, 9))
-    assert (found.length, found.capacity, kv.free, len(kept)) == (KV_BLOCK, 8 * KV_BLOCK, 2, 0)
-    assert not kept.grow(found, BUDGET + 1)
-    assert kept.grow(found, BUDGET)
-    assert (found.length, found.capacity, kept.available) == (KV_BLOCK, BUDGET, 0)
+def test_a_request_that_fits_only_without_the_copied_part_begins_without_it(requests) -> None:
+    requests.run(text(4.5))
+    job = requests.begin(text(4.5, 7), room=BLOCKS * KV_BLOCK)
+    assert (job.filled, requests.kv.free) == (4 * KV_BLOCK, 0)
 
 
-def test_allocate_without_a_kept_sequence_is_empty(kv) -> None:
-    kept = PrefixCache(kv)
-    kept.keep((b"a", "x"), text(4), computed(kv, 4 * KV_BLOCK))
-    for key in (None, (b"a", "y")):
-        found = kept.allocate(3 * KV_BLOCK, key, text(2))
-        assert (found.length, found.capacity) == (0, 3 * KV_BLOCK)
-        assert len(kept) == 1
-    assert kept.allocate(4 * KV_BLOCK, None, text(2)).length == 0  # evicts
-    assert (len(kept), kv.free) == (0, 0)
+def test_a_failed_request_takes_all_that_begins_as_it_does(requests) -> None:
+    requests.run(text(2))
+    requests.run(text(1, 7, 8))
+    requests.run(text(2, first=1000))
+    failed = requests.begin(text(2, 9))
+    requests.compute(failed)
+    requests.end(failed, doubtful=True)
+    assert requests.kv.used == 2 * KV_BLOCK
+    found = [requests.begin(tokens).filled for tokens in (text(2), text(2, 9, first=1000))]
+    assert found == [0, 2 * KV_BLOCK]
 
 
-def test_recurrent_turn_starts_from_the_longest_snapshot_in_the_common_prefix() -> None:
-    """Places are freed by evicting, as tokens are."""
-    spec = replace(model_spec(GOOD), recurrent=GatedDelta(1, 1, 2, 2, 4), recurrent_layers=(1,))
-    kv = KVCache(spec, torch.float32, torch.device("cpu"), BUDGET, sequences=2)
-    kept = PrefixCache(kv)
-    prompt = list(range(9))
-    for common, reused in ((9, 8), (7, 6), (6, 6), (5, 3)):
-        sequence = kv.allocate(2 * KV_BLOCK)
-        for tokens in (3, 3, 2):
-            sequence.advance(tokens)
-            sequence.snapshot() if tokens == 3 else None
-        kept.keep((b"a", "x"), prompt, sequence)
-        found = kept.allocate(2 * KV_BLOCK, (b"a", "x"), [*prompt[:common], 77, 77])
-        assert (found is sequence, found.length, kept.has_place) == (True, reused, True)
-        kept.keep((b"a", "x"), prompt, found)
-        assert kept.take((b"a", "x"), [0, 1, 77]) is None  # shorter than every snapshot
-        assert kv.used == 0
-    kept.keep((b"a", "x"), prompt, kv.allocate(2 * KV_BLOCK))
-    running = [kept.allocate(2 * KV_BLOCK, None, prompt) for _ in range(2)]  # the second evicts
-    assert (kept.has_place, len(kept)) == (False, 0)
-    assert kept.grow(running[0], 4 * KV_BLOCK)
+def test_a_recurrent_request_begins_where_the_states_are_known(recurrent) -> None:
+    """At its stops, of which one is where others have gone on otherwise, and at the ends of others."""
+    cache, tokens = recurrent.cache, text(3, 7)
+
+    def run(tokens: Tokens) -> tuple[int, set[int]]:
+        job = recurrent.begin(tokens)
+        found = job.filled
+        for state in job.kv.states[1]:  # in place of a sum, the last token
+            assert (state == (tokens[found - 1] if found else 0)).all()
+        for end in [*sorted(job.stops), len(tokens)]:
+            recurrent.compute(job, end)
+            for state in job.kv.states[1]:
+                state.fill_(int(tokens[end - 1]))
+            cache.publish(job)
+        recurrent.end(job)
+        return found, job.stops
+
+    assert run(tokens) == (0, {2 * KV_BLOCK})
+    assert run(text(3, 7, 8)) == (len(tokens), set())  # the end of the first
+    assert run(text(2.5, 9)) == (2 * KV_BLOCK, set())
+    assert run(text(1.5, 9)) == (0, {KV_BLOCK})  # a branch: two have the first block
+    assert run(text(1.25, 9, 9)) == (KV_BLOCK, set())
+    assert cache.stats()["kv_snapshots"] == SNAPSHOTS * 2
+    assert run(text(0.5)) == (0, set())
+    assert cache.stats()["kv_snapshots"] == SNAPSHOTS * 2
+    assert len(text(3, 7)) - OPENING < 3 * KV_BLOCK
+
+
+def test_a_recurrent_request_waits_for_a_place(recurrent) -> None:
+    jobs = [recurrent.begin(text(1)) for _ in range(2)]
+    assert recurrent.begin(text(1)) is None
+    recurrent.end(jobs[0])
+    assert recurrent.begin(text(1)) is not None
+
+
+@pytest.mark.parametrize(
+    ("running", "until", "of_states"),
+    [
+        (text(3), 192, 128),
+        (text(2.75), 128, 128),  # its last block is not shared while it is written
+        (text(2), 128, 128),
+        (text(2.25, 7), 128, 128),
+        (text(0.5, 7), None, None),  # less than a block
+    ],
+)
+def test_what_has_to_be_prefilled_before_another_request_goes_on(
+    requests, recurrent, running: Tokens, until: int | None, of_states: int | None
+) -> None:
+    for given, expected in ((requests, until), (recurrent, of_states)):
+        first, second = given.begin(running), Asked(text(2.5, 9))
+        assert given.cache.awaits(second, [first]) == (expected is not None)
+        assert not given.cache.awaits(Asked(text(2.5, 9), b"b"), [first])  # another client's
+        assert not given.cache.awaits(second, [])  # it has ended, or was preempted
+        for end in range(8, len(running), 8):
+            waits = given.cache.awaits(second, [first])
+            assert waits == (expected is not None and first.filled < expected), end
+            given.compute(first, end)
+            given.cache.publish(first)
+        assert (of_states in first.stops) == (given is recurrent and of_states is not None)
+
+
+def test_a_hundred_conversations_over_a_full_cache() -> None:
+    """Four turns each over one opening, at random, in a cache for a quarter of them: most begin where they
+    were, and all that begins is right."""
+    requests = Requests(KVCache(SPEC, torch.float32, torch.device("cpu"), 100 * KV_BLOCK))
+    draws = random.Random(1)
+    opening = [5] * 150
+    talks = [opening + [100 + number] * 20 for number in range(100)]
+    found = known = 0
+    for _ in range(400):
+        number = min(int(draws.expovariate(1 / 12)), 99)  # some talk more than others
+        talk = talks[number]
+        tokens = np.array(talk, np.int32)
+        found += requests.run(tokens)
+        known += len(tokens) - 20
+        talk += [draws.randrange(1000) for _ in range(20)]
+        assert requests.kv.used <= requests.kv.budget
+        assert requests.cache.available == 100
+    assert requests.cache.stats()["kv_evicted_blocks"] > 100
+    assert found > 0.6 * known
+    requests.cache.clear()
+    assert (requests.kv.free, requests.kv.used) == (100, 0)

@@ -34,7 +34,7 @@ class Harness:
     def __init__(
         self,
         engine,
-        budget: int = 4 * CONTEXT,
+        budget: int = 4 * KV_BLOCK,
         context: int = CONTEXT,
         slots: int = 3,
         decoder=None,
@@ -90,6 +90,13 @@ class Harness:
             self.scheduler.round()
         raise AssertionError("still not idle")
 
+    def check_empty(self) -> None:
+        """Only what is kept holds KV, and it goes with its clients."""
+        assert self.scheduler.stats()["kv_tokens_used"] == 0
+        for client in {client for client, _ in self.sent}:
+            self.scheduler.forget(client)
+        assert self.scheduler.kv.used == 0
+
     def answered(self, request: int) -> list[Token]:
         return [m for m in self.to(b"c", Token) if m.request == request]
 
@@ -114,14 +121,12 @@ def harness(engine) -> Iterator[Harness]:
     yield harness
     harness.slow.clear()
     harness.finish()
-    for client in {client for client, _ in harness.sent}:
-        harness.scheduler.forget(client)
-    assert harness.scheduler.kv.used == 0
+    harness.check_empty()
 
 
-def ask(request: int, prompt: int, count: int, conversation: str | None = None) -> Generate:
+def ask(request: int, prompt: int, count: int, reuse: bool = True) -> Generate:
     ids = tuple(range(3, 3 + prompt))
-    return Generate(request, token_ids=ids, max_tokens=count, ignore_eos=True, conversation=conversation)
+    return Generate(request, token_ids=ids, max_tokens=count, ignore_eos=True, reuse=reuse)
 
 
 def test_all_tokens_of_a_step_are_sent_together(harness) -> None:
@@ -138,7 +143,8 @@ def test_all_tokens_of_a_step_are_sent_together(harness) -> None:
     assert len(harness.to(b"c", Done)) == 3
 
 
-def test_congested_client_pauses_and_delays_no_other(harness) -> None:
+def test_congested_client_pauses_and_delays_no_other(engine) -> None:
+    harness = Harness(engine, 3 * KV_BLOCK)
     harness.slow.add(b"slow")
     for message in (ask(0, 4, 5), ask(1, 60, 4), ask(2, 60, 4)):  # the last one waits
         harness.scheduler.enqueue(b"slow", message)
@@ -179,14 +185,14 @@ def test_answers_of_an_approximate_policy_say_so(harness, monkeypatch) -> None:
     assert waiting == {"exact": False}
 
 
-def test_request_that_has_not_begun_keeps_no_conversation(harness) -> None:
+def test_request_that_has_not_begun_keeps_nothing(harness) -> None:
     harness.slow.add(b"slow")
-    harness.scheduler.enqueue(b"slow", ask(0, 4, 5, "talk"))
+    harness.scheduler.enqueue(b"slow", ask(0, 4, 5))
     harness.scheduler.round()
     assert harness.scheduler.stats()["running"] == 1
     harness.scheduler.cancel(b"slow", 0)
     stats = harness.scheduler.stats()
-    assert (stats["conversations"], stats["kv_tokens_used"], stats["kv_tokens_kept"]) == (0, 0, 0)
+    assert (stats["kv_tokens_used"], stats["kv_tokens_kept"]) == (0, 0)
 
 
 def test_score_that_is_alone_has_usual_chunks(harness) -> None:
@@ -264,7 +270,7 @@ def test_waiting_requests_are_sent_their_positions_in_fair_order(engine) -> None
     for request, done in ends.items():
         assert (done.stats["policy"], done.stats["fidelity"]) == ("random", {"exact": True})
         assert ("engine" in done.stats) == (request == 0)  # the others have not begun
-    assert harness.scheduler.kv.used == 0
+    harness.check_empty()
 
 
 def test_preempted_request_resumes_with_the_same_tokens(engine) -> None:
@@ -287,12 +293,12 @@ def test_preempted_request_resumes_with_the_same_tokens(engine) -> None:
     for i, reference in enumerate(alone):
         tokens = [token.token for token in harness.answer(i)[0]]
         assert compare(tokens, reference, BOUND).verdict is not Verdict.MISMATCH
-    assert harness.scheduler.kv.used == 0
+    harness.check_empty()
 
 
 def test_steps_name_the_live_sequences(engine, monkeypatch) -> None:
-    """Those of admitted requests, preempted ones too, until they end; a conversation's next turn is another
-    sequence."""
+    """Those of admitted requests, preempted ones too, until they end; one that goes on behind another one's
+    tokens is another sequence."""
     seen: list[tuple[set[int], list[int]]] = []
     step = engine.step
 
@@ -314,7 +320,7 @@ def test_steps_name_the_live_sequences(engine, monkeypatch) -> None:
     assert max(len(live) for _, live in seen) == 2
     seen.clear()
     for request in (4, 5):
-        harness.run(b"c", ask(request, 8, 2, "talk"))
+        harness.run(b"c", ask(request, 8, 2))
     assert [len(live) for _, live in seen] == [1] * len(seen)
     assert len({live[0] for _, live in seen}) == 2
     harness.scheduler.forget(b"c")
@@ -337,28 +343,32 @@ def test_backbone_that_takes_one_sequence_gets_one_a_step(harness, monkeypatch) 
 def test_backbone_that_needs_whole_prompts_goes_on_behind_no_prefix(harness, monkeypatch) -> None:
     monkeypatch.setattr(harness.scheduler.engine.backbone, "chunks", False, raising=False)
     for request in (0, 1):
-        harness.run(b"c", ask(request, 20, 6, "talk"))
+        harness.run(b"c", ask(request, 20, 6))
     assert [harness.answer(n)[1].stats["kv_reused_tokens"] for n in (0, 1)] == [0, 0]
+    assert harness.scheduler.kv.used == 0
     harness.scheduler.forget(b"c")
 
 
 def test_next_turn_prefills_only_new_tokens(harness) -> None:
-    harness.run(b"c", ask(0, 20, 6, "talk"))
+    harness.run(b"c", ask(0, 20, 6))
     first, done = harness.answer(0)
     assert done.stats["kv_reused_tokens"] == 0
-    assert harness.scheduler.stats()["conversations"] == 1
-    assert harness.scheduler.stats()["kv_tokens_used"] == 0
+    stats = harness.scheduler.stats()
+    assert (stats["kv_tokens_used"], stats["kv_tokens_kept"]) == (0, KV_BLOCK)
     longer = (*range(3, 23), *(token.token for token in first), 50, 51, 52)
-    harness.run(b"c", Generate(1, token_ids=longer, max_tokens=6, ignore_eos=True, conversation="talk"))
+    harness.run(b"c", Generate(1, token_ids=longer, max_tokens=6, ignore_eos=True))
     again, done = harness.answer(1)
     assert done.stats["kv_reused_tokens"] == 25  # the last token's KV was never needed
     assert done.stats["engine"]["prefill"]["rows"] == 4
-    harness.run(b"c", Generate(2, token_ids=longer, max_tokens=6, ignore_eos=True))
+    harness.run(b"c", Generate(2, token_ids=longer, max_tokens=6, ignore_eos=True, reuse=False))
     fresh, done = harness.answer(2)
     verdict = compare([token.token for token in again], fresh, BOUND).verdict
     assert verdict is not Verdict.MISMATCH
     assert done.stats["engine"]["prefill"]["rows"] == 29
-    assert harness.scheduler.stats()["kv_reused_tokens"] == 25
+    stats = harness.scheduler.stats()
+    assert (stats["kv_reused_tokens"], stats["kv_hits"]) == (25, 1)
+    harness.run(b"d", Generate(0, token_ids=longer, max_tokens=1))
+    assert harness.answer(0, b"d")[1].stats["kv_reused_tokens"] == 0  # another client's
 
 
 @pytest.mark.parametrize("budget", [LONGEST * 8, LONGEST])
@@ -380,7 +390,7 @@ def test_many_requests_of_one_client_do_not_block_another(engine, budget) -> Non
     for i in range(6):
         assert len(harness.answer(i, b"a")[0]) == 120
     assert harness.answer(0, b"a")[1].stats["preemptions"] == 0  # the newest are preempted
-    assert harness.scheduler.kv.used == 0
+    harness.check_empty()
 
 
 @pytest.mark.parametrize("stepwise", [False, True])
@@ -410,7 +420,7 @@ def test_paused_scores_leave_the_cache_to_others_and_continue_behind_their_rows(
         assert done.reason == "stop"
         preemptions += done.stats["preemptions"]
     assert preemptions > 0
-    assert harness.scheduler.kv.used == 0
+    harness.check_empty()
 
 
 def test_score_is_not_preempted_while_its_client_reads(engine) -> None:
@@ -429,7 +439,7 @@ def test_score_is_not_preempted_while_its_client_reads(engine) -> None:
 def test_failed_shard_ends_only_the_request_that_causes_it(harness, monkeypatch) -> None:
     """Steps with this request fail: the others of the step are computed without it."""
     for i in range(3):
-        harness.scheduler.enqueue(b"c", ask(i, 4, 6, "talk"))
+        harness.scheduler.enqueue(b"c", ask(i, 4, 6))
         harness.scheduler.round()
     step, poisonous = harness.scheduler.engine.step, harness.scheduler._running[1].kv
 
@@ -447,10 +457,30 @@ def test_failed_shard_ends_only_the_request_that_causes_it(harness, monkeypatch)
     assert [len(harness.answer(i)[0]) for i in (0, 2)] == [6, 6]
 
 
+def test_requests_go_on_alone_where_a_step_of_several_finds_no_memory(engine, monkeypatch) -> None:
+    """At the first token of a block, which is given back with the step."""
+    harness = Harness(engine, 8 * KV_BLOCK, 2 * KV_BLOCK)
+    step, full = engine._step, []
+
+    def failing(inputs, phase, live):
+        if len(inputs) > 1 and any(item.span.kv.length == KV_BLOCK for item in inputs):
+            full.append(phase)
+            raise torch.OutOfMemoryError("full")
+        return step(inputs, phase, live)
+
+    monkeypatch.setattr(engine, "_step", failing)
+    for request in range(2):
+        harness.scheduler.enqueue(b"c", ask(request, KV_BLOCK - 4, 30))
+    harness.finish()
+    assert full
+    assert [len(harness.answer(request)[0]) for request in range(2)] == [30, 30]
+    harness.check_empty()
+
+
 def test_kv_of_a_failed_request_is_not_reused(harness, monkeypatch) -> None:
     """The KV may be wrong, as the logits computed with it were not finite."""
     step = harness.scheduler.engine.step
-    harness.scheduler.enqueue(b"c", ask(0, 20, 6, "talk"))
+    harness.scheduler.enqueue(b"c", ask(0, 20, 6))
     while len(harness.to(b"c", Token)) < 2:
         harness.scheduler.round()
     with monkeypatch.context() as patch:
@@ -463,8 +493,8 @@ def test_kv_of_a_failed_request_is_not_reused(harness, monkeypatch) -> None:
     done = harness.answer(0)[1]
     assert (done.reason, done.error) == ("error", "the model's logits are not finite")
     stats = harness.scheduler.stats()
-    assert (stats["conversations"], stats["kv_tokens_kept"], stats["kv_tokens_used"]) == (0, 0, 0)
-    harness.run(b"c", ask(1, 20, 6, "talk"))
+    assert (stats["kv_tokens_kept"], stats["kv_tokens_used"]) == (0, 0)
+    harness.run(b"c", ask(1, 20, 6))
     done = harness.answer(1)[1]
     assert (done.reason, done.stats["kv_reused_tokens"]) == ("length", 0)
 

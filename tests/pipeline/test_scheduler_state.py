@@ -1,4 +1,4 @@
-"""What the scheduler keeps between rounds: turns, reports of positions, conversations, capacity."""
+"""What the scheduler keeps between rounds: turns, reports of positions, prefixes, capacity."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pipeline.config import KV_BLOCK
 from pipeline.engine.engine import Engine
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
-from pipeline.scheduling import scheduler
-from pipeline.scheduling.scheduler import POSITION_SECONDS
+from pipeline.scheduling import waiting_queue
+from pipeline.scheduling.waiting_queue import POSITION_SECONDS
 from protocol.messages import Done, Generate, Queued, Score, Token
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
@@ -33,48 +33,51 @@ def harness(engine: Engine) -> Harness:
     return Harness(engine)
 
 
-def kept(harness: Harness) -> tuple[int, int]:
-    """The number of kept conversations, and their capacity."""
-    stats = harness.scheduler.stats()
-    return stats["conversations"], stats["kv_tokens_kept"]
+def kept(harness: Harness) -> int:
+    """Blocks that no request uses."""
+    return harness.scheduler.stats()["kv_tokens_kept"] // KV_BLOCK
 
 
-def test_client_that_disconnects_ends_its_own_requests_and_conversations(harness: Harness) -> None:
-    """One request runs with a conversation, one waits; another client's go on."""
-    harness.run(b"a", ask(0, 8, 2, "earlier"))
-    harness.run(b"b", ask(0, 8, 2, "talk"))
-    assert kept(harness) == (2, 2 * KV_BLOCK)
+def test_client_that_disconnects_ends_its_own_requests_and_frees_what_is_kept(harness: Harness) -> None:
+    """One of its requests runs, one waits; another client's go on."""
+    harness.run(b"a", ask(0, 8, 2))
+    harness.run(b"b", ask(0, 8, 2))
+    assert kept(harness) == 2
     for client in (b"a", b"b"):
-        harness.scheduler.enqueue(client, ask(1, 8, 20, "now"))
+        harness.scheduler.enqueue(client, ask(1, 8, 20))
     harness.scheduler.round()
     harness.scheduler.enqueue(b"a", ask(2, 8, 2))  # not admitted
     harness.scheduler.forget(b"a")
     assert [(m.request, m.reason) for m in harness.to(b"a", Done)[1:]] == [(1, "cancelled"), (2, "cancelled")]
     assert [m.request for m in harness.to(b"b", Done)] == [0]
-    assert kept(harness) == (1, KV_BLOCK)  # what ran was not kept
+    assert (kept(harness), harness.scheduler.kv.used) == (1, 2 * KV_BLOCK)
     harness.finish()
     assert [m.reason for m in harness.to(b"b", Done)] == ["length", "length"]
-    assert (kept(harness), harness.scheduler.stats()["ended"]) == ((2, 2 * KV_BLOCK), 5)
+    assert (kept(harness), harness.scheduler.stats()["ended"]) == (
+        1,
+        5,
+    )  # the longer one has the tokens of both
     harness.scheduler.forget(b"b")
     assert harness.scheduler.kv.used == 0
 
 
-def test_cancelled_conversation_is_kept_for_the_next_turn(harness: Harness) -> None:
-    harness.scheduler.enqueue(b"c", ask(0, 20, 30, "talk"))
+def test_cancelled_request_s_tokens_are_kept(harness: Harness) -> None:
+    harness.scheduler.enqueue(b"c", ask(0, 20, 30))
     while len(harness.to(b"c", Token)) < 3:
         harness.scheduler.round()
     harness.scheduler.cancel(b"c", 0)
-    assert kept(harness)[0] == 1
+    assert kept(harness) == 1
     tokens = [m.token for m in harness.to(b"c", Token)]
-    harness.run(b"c", Generate(1, token_ids=(*range(3, 23), *tokens, 9), max_tokens=1, conversation="talk"))
-    (_, done) = harness.to(b"c", Done)
+    harness.run(b"c", Generate(1, token_ids=(*range(3, 23), *tokens, 9), max_tokens=1))
+    done = harness.answer(1)[1]
     assert done.stats["kv_reused_tokens"] == 20 + len(tokens) - 1
-    harness.scheduler.forget(b"c")
+    harness.scheduler.prefixes.clear()  # as for a calibration
+    assert harness.scheduler.kv.used == 0
 
 
 def test_positions_are_reported_again_only_after_a_while(engine: Engine, monkeypatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(scheduler, "time", clock)
+    monkeypatch.setattr(waiting_queue, "time", clock)
     harness = Harness(engine, slots=1)
     for client in (b"a", b"b", b"c", b"d"):  # one slot, and one for new clients
         harness.scheduler.enqueue(client, ask(0, 4, 50))
@@ -98,39 +101,43 @@ def test_positions_are_reported_again_only_after_a_while(engine: Engine, monkeyp
     harness.scheduler.round()
     assert positions() == [2, 1]
     harness.scheduler.cancel_all()
-    assert harness.scheduler.kv.used == 0
+    harness.check_empty()
 
 
-def test_sequence_takes_a_block_when_its_last_one_is_full(engine: Engine) -> None:
-    harness = Harness(engine, 4 * KV_BLOCK, LONGEST)
-    harness.scheduler.enqueue(b"a", ask(0, KV_BLOCK - 10, 60))
+def test_sequence_grows_by_a_block_when_it_is_full(engine: Engine) -> None:
+    harness = Harness(engine, LONGEST, LONGEST)
+    harness.scheduler.enqueue(b"a", ask(0, 50, 60))
     while (used := harness.scheduler.kv.used) in (0, KV_BLOCK):
         harness.scheduler.round()
     assert used == 2 * KV_BLOCK
-    assert len(harness.to(b"a", Token)) == 10 + 2
+    assert len(harness.to(b"a", Token)) == KV_BLOCK - 50 + 2
     harness.scheduler.cancel_all()
+    harness.check_empty()
 
 
-def test_preempted_request_leaves_its_conversations_newer_turn_alone(harness: Harness) -> None:
-    """A later request of the same conversation ended while the first one ran."""
-    harness.scheduler.enqueue(b"c", ask(0, 8, 40, "talk"))
-    harness.scheduler.enqueue(b"c", ask(1, 8, 2, "talk"))
-    while not harness.to(b"c", Done):
+def test_preempted_request_goes_on_where_it_was_unless_its_blocks_were_needed(engine: Engine) -> None:
+    """It counts as computed by itself."""
+    for needed in (2, 4):
+        harness = Harness(engine, 4 * KV_BLOCK, LONGEST)
+        harness.scheduler.enqueue(b"c", ask(0, 70, 30))
+        while len(harness.answered(0)) < 9:
+            harness.scheduler.round()
+        (job,) = harness.scheduler._running
+        filled = job.filled
+        harness.scheduler._preempt(job)
+        stats = harness.scheduler.stats()
+        assert (stats["waiting"], stats["running"], stats["preemptions"]) == (1, 0, 1)
+        assert (stats["kv_tokens_used"], stats["kv_tokens_kept"]) == (0, 2 * KV_BLOCK)
+        harness.scheduler._waiting.remove(job)
+        harness.run(b"d", Score(0, token_ids=(5,) * (needed * KV_BLOCK)))
+        harness.scheduler._waiting.add(job)
         harness.scheduler.round()
-    assert kept(harness) == (1, KV_BLOCK)
-    (job,) = harness.scheduler._running
-    harness.scheduler._preempt(job)
-    stats = harness.scheduler.stats()
-    assert (stats["waiting"], stats["running"], stats["kv_tokens_used"], stats["preemptions"]) == (1, 0, 0, 1)
-    harness.scheduler.round()
-    assert harness.scheduler.stats()["running"] == 1
-    assert kept(harness) == (1, KV_BLOCK)
-    assert harness.scheduler.stats()["kv_reused_tokens"] == 0
-    harness.finish()
-    tokens, done = harness.answer(0)
-    assert (len(tokens), done.stats["preemptions"], done.stats["kv_reused_tokens"]) == (40, 1, 0)
-    assert kept(harness) == (1, KV_BLOCK)  # the request that ended last replaces the other one's
-    harness.scheduler.forget(b"c")
+        assert (job.filled >= filled) == (needed == 2)
+        harness.finish()
+        tokens, done = harness.answer(0)
+        assert (len(tokens), done.stats["preemptions"], done.stats["kv_reused_tokens"]) == (30, 1, 0)
+        assert harness.scheduler.stats()["kv_reused_tokens"] == 0
+        harness.check_empty()
 
 
 def test_score_takes_all_its_capacity_at_once_and_keeps_none(harness: Harness) -> None:

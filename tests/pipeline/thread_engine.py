@@ -101,6 +101,7 @@ def engine_in_threads(
     staging: int = 4,
     device: Device | None = None,
     arena: bool = False,
+    context: int = CONTEXT,
 ) -> Iterator[tuple[Engine, FailingPrefetcher]]:
     """With a DeviceMemory for `capacity` tiles, of a store's experts or of random ones, of 24 tiles in
     all. `arena`: Work goes through shared memory."""
@@ -112,17 +113,17 @@ def engine_in_threads(
         parts = stack.enter_context(mover_parts(folder, store, capacity + staging, device=device))
         exchange = "shm" if arena else "zmq"
         pool = stack.enter_context(pool_in_threads(folder, store, 1, exchange, device=parts.device))
-        backbone = backbone_in(parts.device, source)
+        backbone = backbone_in(parts.device, source, context)
         engine = Engine(backbone, store.layout, parts.device, pool)
         engine.memory = device_memory(parts, engine.shape, capacity)
         yield engine, parts.prefetcher
 
 
-def backbone_in(device: Device, source: ModelSource) -> AnyBackbone:
+def backbone_in(device: Device, source: ModelSource, context: int = CONTEXT) -> AnyBackbone:
     """The model's backbone as an engine has it, in float32."""
     precision = Precision("f32", device)
     if is_own(source.config):
-        return Backbone(source, model_spec(source.config), precision, CONTEXT)
+        return Backbone(source, model_spec(source.config), precision, context)
     from pipeline.checkpoint.decoder import decoder_of
     from pipeline.generic.backbone import GenericBackbone
 

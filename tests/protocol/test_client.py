@@ -53,7 +53,7 @@ async def test_requests_arrive_unchanged(endpoint):
             sampling=sampling,
             stop=["x", "y"],
             ignore_eos=True,
-            conversation="talk",
+            reuse=False,
             resume=[7, 8],
             rival=5,
             reserve=3,
@@ -64,7 +64,7 @@ async def test_requests_arrive_unchanged(endpoint):
         await second.result()
         assert server.ever(Generate) == [
             Generate(
-                first.request, None, None, tuple(chat), 0, sampling, ("x", "y"), True, "talk", (7, 8), 5, 3
+                first.request, None, None, tuple(chat), 0, sampling, ("x", "y"), True, False, (7, 8), 5, 3
             ),
             Generate(second.request, token_ids=(1, 2), max_tokens=0),
         ]

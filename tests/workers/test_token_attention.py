@@ -29,7 +29,7 @@ FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthChec
     seed=st.integers(0, 1000),
     kv_heads=st.integers(1, 3),
     shared=st.sampled_from([1, 2, 5, 8, 37]),
-    widths=st.tuples(st.integers(1, 200), st.integers(1, 150)),
+    widths=st.tuples(st.integers(1, 200), st.integers(1, 150) | st.sampled_from([64, 128])),
     latent=st.booleans(),
     position=st.integers(0, 700),
     window=st.none() | st.integers(1, 300),

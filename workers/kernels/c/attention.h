@@ -1,16 +1,16 @@
 /* Attention of single new tokens: the operations between two products with weights. The tokens that one attends to are
- * divided into parts, which threads take one after the other, and the parts are put together in their order: the bits depend
- * neither on the number of threads nor on other rows. Part of body.h. */
+ * divided into parts, which threads take one after the other, and the parts are put together in their order: the bits
+ * depend neither on the number of threads nor on other rows. Part of body.h. */
 #pragma once
 
 #include "blocks.h"
 #include "panels.h"
 #include "team.h"
 
-enum { WIDE = 4 };                 /* vectors that are summed in one pass over rows */
+enum { WIDE = 4 };                    /* vectors that are summed in one pass over rows */
 enum { PART = 256, MOST_PARTS = 32 }; /* least tokens of a part; most parts of a row */
-enum { HEADS_TOGETHER = 32 };            /* most heads that are taken together */
-enum { ENOUGH = 64 };              /* so many parts of all heads keep the threads busy */
+enum { HEADS_TOGETHER = 32 };         /* most heads that are taken together */
+enum { ENOUGH = 64 };                 /* so many parts of all heads keep the threads busy */
 
 #define SUM_OVER(grown)                                                                                          \
     vector sums[4] = {{0}};                                                                                      \
@@ -120,7 +120,8 @@ static void attend_part(const struct decode *d, int64_t row, int64_t part, int64
         arrange_query(h, d->q + row * d->q_stride + (head + r) * h->key_width, query_of(h, &m, r));
     }
     memset(q.out, 0, (size_t)(number * padded) * sizeof *q.out);
-    struct stream s = stream_of(h, token->streams + d->layer * streams_of(h), token->blocks, head / (h->heads / h->kv_heads));
+    char *const *streams = token->streams + d->layer * streams_of(h);
+    struct stream s = stream_of(h, streams, token->blocks, head / (h->heads / h->kv_heads));
     attend_panels(h, &s, from > seen.first ? from : seen.first, least(from + seen.size, seen.tokens), &q, &m);
 }
 

@@ -10,7 +10,7 @@
 #include "vectors.h"
 
 enum { PANEL = KV_BLOCK };      /* tokens of a panel */
-enum { INT8_UNIT = 1 << 24 }; /* of numbers of int8 in a panel of keys */
+enum { INT8_UNIT = 1 << 24 }; /* numbers of int8 are so many times as large in a panel of keys */
 
 /* The row of a slab, [rows, width], that has token t of a head. */
 static int64_t slab_row(const int32_t *blocks, int64_t heads, int64_t head, int64_t t) {
@@ -72,7 +72,7 @@ INLINE void store_pair(words lower, words upper, const int pairs, float *to) {
 INLINE words top_numbers(words bytes) { return (words)__builtin_convertvector((ints)(bytes & 0xFF000000u), vector); }
 
 /* to [steps, PANEL] = the rows of n tokens from `from` on, transposed; what is beyond them is any numbers. int8 becomes
- * INT8_UNIT as large. */
+ * INT8_UNIT times as large. */
 INLINE void key_panel(const char *from, int64_t width, const int bits, const int pairs, int64_t n, float *to) {
     const int in_word = 32 / bits, lines = pairs ? 2 : 1; /* numbers of a word; `lines`: numbers of a line of the panel */
     int64_t row_bytes = width * bits / 8, all = rounded_up(width, bits == FLOAT32 ? 1 : 2);
@@ -97,8 +97,8 @@ INLINE void key_panel(const char *from, int64_t width, const int bits, const int
         }
 }
 
-/* to [steps of whole vectors, padded] = the rows of n tokens, `width` numbers of each, which are row_bytes apart; the rest of
- * the last vector is 0. */
+/* to [steps of whole vectors, padded] = the rows of n tokens, `width` numbers of each, which are row_bytes apart; the
+ * rest of the last vector is 0. */
 INLINE void value_panel(const char *from, int64_t width, int64_t row_bytes, const int bits, const int pairs, int64_t n,
                         float *to) {
     int64_t padded = rounded_up(width, LANES);

@@ -7,7 +7,8 @@
 
 #include <math.h>
 
-enum { HIGH = 4 };                      /* rows multiplied together */
+enum { READ_ONCE = 8 };                    /* rows whose values are loaded once, without a panel */
+enum { HIGH = 4 };                         /* rows multiplied together */
 enum { COLUMNS_OF_PANEL = PANEL / LANES }; /* vectors of a row's scores */
 
 /* Memory that is wanted next: `lines` lines from each place on, of which `taken` were prefetched. It is prefetched while
@@ -17,8 +18,8 @@ struct ahead {
     int64_t lines[2], taken;
 };
 
-/* Where to prefetch from in so many steps of two lines each, *step bytes a step: from one line again and again once all are
- * taken. */
+/* Where to prefetch from in so many steps of two lines each, *step bytes a step: from one line again and again once
+ * all are taken. */
 static const char *take_ahead(struct ahead *a, int64_t steps, int64_t *step) {
     int which = a->taken >= a->lines[0];
     int64_t at = which ? a->taken - a->lines[0] : a->taken;
@@ -40,8 +41,8 @@ static void multiply(const float *a, int64_t a_stride, const float *b, int64_t b
             int64_t step = 0;
             const char *next = take_ahead(ahead, steps, &step);
 #define MULTIPLY(high, vectors, pairs)                                                                           \
-    multiply_part(from, a_stride, b + n, b_stride, pairs, high, vectors, steps, add ? to : NULL, c_stride, to, c_stride, 0, next,\
-                  step)
+    multiply_part(from, a_stride, b + n, b_stride, pairs, high, vectors, steps, add ? to : NULL, c_stride, to,   \
+                  c_stride, 0, next, step)
 #define WIDE_PAIRS(high) MULTIPLY(high, ACROSS, 1)
 #define WIDE_NUMBERS(high) MULTIPLY(high, ACROSS, 0)
 #define THIN_PAIRS(high) MULTIPLY(high, 1, 1)
@@ -186,13 +187,44 @@ static struct ahead wanted(const struct heads *h, const struct stream *s, int64_
                           {any ? PANEL * key_bytes / LINE : 0, any && !h->latent ? PANEL * value_bytes / LINE : 0}, 0};
 }
 
+/* The same as a panel of values and `multiply` do, for few rows, whose values are so loaded once: out [rows, width] +=
+ * weights [rows, PANEL / 2] of pairs times PANEL rows of bf16, row_bytes apart; width: a multiple of PAIR. */
+INLINE void add_few_rows(const float *weights, const char *values, int64_t row_bytes, int64_t width, const int rows,
+                         float *out, struct ahead *ahead) {
+    for (int64_t i = 0; i < width; i += PAIR) {
+        vector sums[READ_ONCE][2];
+        int64_t step = 0;
+        const char *next = take_ahead(ahead, PANEL / 2, &step);
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < 2; v++) sums[r][v] = loaded(out + r * width + i + v * LANES);
+        for (int64_t k = 0; k < PANEL / 2; k++) {
+            words both[2];
+            INTERLEAVED(values + 2 * k * row_bytes + 2 * i, values + (2 * k + 1) * row_bytes + 2 * i, both);
+            PREFETCH(next + k * step);
+            PREFETCH(next + k * step + step / 2);
+            for (int r = 0; r < rows; r++) {
+                uint32_t pair;
+                memcpy(&pair, weights + r * (PANEL / 2) + k, sizeof pair);
+                for (int v = 0; v < 2; v++) sums[r][v] = WITH_PAIRS(both[v], pair - (words){0}, sums[r][v]);
+            }
+        }
+        for (int r = 0; r < rows; r++) memcpy(out + r * width + i, sums[r], sizeof sums[r]);
+    }
+}
+
+/* Whether values are taken in this way. */
+static int few_rows(const struct heads *h, int64_t rows, int64_t n, int pairs) {
+    return pairs && h->bits == BF16 && rows <= READ_ONCE && n == PANEL && h->value_width % PAIR == 0;
+}
+
 /* Keys and values of n tokens from `row` of the slabs on. Returns where values are. */
 INLINE const float *fill_panels(const struct heads *h, const struct stream *s, const int bits, const int pairs,
-                                int64_t row, int64_t n, struct panel_memory *m) {
+                                int64_t row, int64_t n, int64_t rows, struct panel_memory *m) {
     int64_t key_bytes = h->key_width * bits / 8, value_bytes = h->latent ? key_bytes : h->value_width * bits / 8;
     const char *values = s->values + row * value_bytes;
     key_panel(s->keys + row * key_bytes, h->key_width, bits, pairs, n, m->keys);
     if (bits == FLOAT32 && n == PANEL && h->value_width % LANES == 0 && !h->latent) return (const float *)values;
+    if (few_rows(h, rows, n, pairs)) return NULL;
     value_panel(values, h->value_width, value_bytes, bits, pairs, n, m->values);
     return m->values;
 }
@@ -217,6 +249,13 @@ static void add_values(const struct heads *h, const struct stream *s, struct que
                 arrange_pairs(scores + r * PANEL, factors, taken, 1, m->weights + r * steps);
             else
                 arrange_pairs(scores + r * PANEL, factors, taken, 0, m->weights + r * steps);
+        if (few_rows(h, q->rows, n, pairs)) {
+            int64_t value_bytes = 2 * (h->latent ? h->key_width : h->value_width);
+            const char *from = s->values + slab * value_bytes;
+#define ADD_FEW(rows) add_few_rows(m->weights, from, value_bytes, h->value_width, rows, out, &m->ahead)
+            BY_COUNT(rows, READ_ONCE, ADD_FEW)
+            return;
+        }
         multiply(m->weights, steps, values + at, padded, out + at, padded, rows, least(run_width, padded - at), steps,
                  pairs, 1, &m->ahead);
     }
@@ -227,17 +266,19 @@ static void attend_panels(const struct heads *h, const struct stream *s, int64_t
                           struct panel_memory *m) {
     const int pairs = h->bits != FLOAT32 && HAS_PAIRS();
     int64_t steps = panel_steps(h->key_width, h->bits, pairs), padded = padded_value(h);
+    int64_t last = q->seen + (q->rows - 1) / q->together; /* tokens that the last row sees */
     for (int64_t panel = from / PANEL * PANEL; panel < to; panel += PANEL) {
         int64_t n = least(PANEL, to - panel), row = slab_row(s->blocks, h->kv_heads, s->kv_head, panel);
-        int64_t next = panel + PANEL < q->seen + (q->rows - 1) / q->together ? slab_row(s->blocks, h->kv_heads, s->kv_head, panel + PANEL) : row;
+        int64_t next = panel + PANEL < last ? slab_row(s->blocks, h->kv_heads, s->kv_head, panel + PANEL) : row;
         const float *values;
         m->ahead = wanted(h, s, next, next != row);
+#define FILL(bits, pairs) fill_panels(h, s, bits, pairs, row, n, q->rows, m)
         if (h->bits == FLOAT32)
-            values = fill_panels(h, s, FLOAT32, 0, row, n, m);
+            values = FILL(FLOAT32, 0);
         else if (h->bits == BF16)
-            values = pairs ? fill_panels(h, s, BF16, 1, row, n, m) : fill_panels(h, s, BF16, 0, row, n, m);
+            values = pairs ? FILL(BF16, 1) : FILL(BF16, 0);
         else
-            values = pairs ? fill_panels(h, s, INT8, 1, row, n, m) : fill_panels(h, s, INT8, 0, row, n, m);
+            values = pairs ? FILL(INT8, 1) : FILL(INT8, 0);
         int64_t skipped = panel >= q->seen ? (panel - q->seen + 1) * q->together : 0; /* rows before the panel */
         const float *rows = q->q + skipped * steps;
         float *scores = m->scores + skipped * PANEL;

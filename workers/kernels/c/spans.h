@@ -1,5 +1,6 @@
-/* Attention of many new tokens of one sequence, for heads in groups that share keys and values: each panel serves a block of
- * query rows. The bits of a token depend neither on how many come with it nor on the number of threads. Part of body.h. */
+/* Attention of many new tokens of one sequence, for heads in groups that share keys and values: each panel serves a
+ * block of query rows. The bits of a token depend neither on how many come with it nor on the number of threads. Part
+ * of body.h. */
 #pragma once
 
 #include "attention.h"
