@@ -98,7 +98,7 @@ def test_refusal_names_options_that_would_fit() -> None:
     machine = Machine(40 * GB, 39 * GB)
     for asked, words in (
         ({"format": "bf16"}, "use --format int4"),
-        ({"format": "int4", "context": 32768, "kv_tokens": 100_000}, "use --context 8192 --kv-tokens "),
+        ({"format": "int4", "context": 32768, "kv_tokens": 100_000}, "use --kv-dtype int8 "),
         ({"policy": "fiddler", "expert_cache": 0.9}, "use --expert-cache 0.2"),
         ({"format": "int8", "context": 32768, "kv_tokens": 100_000}, "use --format int4"),
         ({"backbone_dtype": "f32", "context": 32768}, "use --backbone-dtype bf16"),
