@@ -220,7 +220,7 @@ def test_every_preset_runs_without_policy_and_without_a_tokenizer(tiny_model: Pa
         ("--rounds 0", ["--rounds", "at least 1"]),
         ("--ppl-tokens -1", ["--ppl-tokens", "at least 0"]),
         ("--context 64", ["192 tokens", "64"]),
-        ("--batch 8 --prompt-len 180", ["1952 tokens", "1024", "--kv-tokens"]),
+        ("--batch 8 --prompt-len 180", ["2048 tokens", "1024", "--kv-tokens"]),
         ("--plot bench.jpeg", ["bench.jpeg", ".png", ".pdf"]),
         ("--plot /dev/null/no/bench.png", ["/dev/null/no/bench.png", "Not a directory"]),
         ("--record x.trace --policy all-host,daop", ["daop", "cannot be replayed", "--set daop.predict=0"]),

@@ -95,8 +95,11 @@ def plan(*words: str) -> BenchPlan:
 
 def test_lengths_that_exceed_the_engine_s_are_refused() -> None:
     found = plan("--prompt-len", "10", "--gen-len", "6", "--batch", "3")
-    found.check_lengths(16, 48)
-    for context, kv_tokens, words in ((15, 48, "10 .* 6 make 16 .* is 15"), (16, 47, "3 of 16 .* 48 .* 47")):
+    found.check_lengths(16, 129)  # a KV cache has whole blocks
+    for context, kv_tokens, words in (
+        (15, 192, "10 .* 6 make 16 .* is 15"),
+        (16, 128, "3 of 16 .* 192 .* 128"),
+    ):
         with pytest.raises(WrongUsage, match=words):
             found.check_lengths(context, kv_tokens)
     most = EngineConfig().max_sequences
@@ -104,7 +107,7 @@ def test_lengths_that_exceed_the_engine_s_are_refused() -> None:
     assert plan(*short, "--batch", str(most)).batch == most
     with pytest.raises(WrongUsage, match=f"--batch {most + 1}"):
         plan(*short, "--batch", str(most + 1))
-    for words in ("--context 191", "--kv-tokens 383 --batch 2", "--context 400 --prompt-len 337"):
+    for words in ("--context 191", "--kv-tokens 320 --batch 2", "--context 400 --prompt-len 337"):
         with pytest.raises(WrongUsage, match=r"context is|it holds"):
             plan(*words.split())
     plan("--context", "192")
