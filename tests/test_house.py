@@ -15,15 +15,15 @@ ROOT = Path(__file__).parents[1]
 PROGRAM = ("protocol", "shm", "workers", "pipeline", "launch")
 SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
-    "protocol": 2_330,
-    "shm": 4_470,
-    "workers": 9_200,
-    "pipeline": 32_790,
-    "launch": 11_340,
-    "benchmarks": 4_640,
-    "tests": 55_645,
+    "protocol": 2_335,
+    "shm": 4_480,
+    "workers": 9_920,
+    "pipeline": 35_440,
+    "launch": 11_630,
+    "benchmarks": 4_960,
+    "tests": 58_320,
 }
-ROOMS = 273  # Python files of the program, without those that only mark a package
+ROOMS = 287  # Python files of the program, without those that only mark a package
 
 
 @pytest.mark.parametrize("folder", LINES)
