@@ -70,7 +70,7 @@ async def test_four_clients_lose_no_answer_to_kills(start_engine, tiny_model: Pa
 
 async def test_kills_change_no_bit_of_the_answers(start_engine, tiny_model: Path) -> None:
     """One client, one request after the other, `all-host`: plans and batches are the same, so tokens and
-    margins must be."""
+    margins must be, where each prompt is computed whole."""
     async with start_engine(config(tiny_model, policy="all-host")) as (engine, client):
         undisturbed = [await answer(client, prompt) for prompt in PROMPTS]
         before = (await client.stats())["peers"]
@@ -87,7 +87,7 @@ async def test_kills_change_no_bit_of_the_answers(start_engine, tiny_model: Path
 
 async def answer(client: Client, prompt: str) -> list[tuple[int, int, float]]:
     """Every token, its runner-up and its margin, to the last bit."""
-    outcome = await ask(client, Request("a", prompt, None, 40, Sampling()))
+    outcome = await ask(client, Request("a", prompt, None, 40, Sampling(), reuse=False))
     assert outcome.end in (End.LENGTH, End.STOP), outcome.error
     return [(step.token, step.runner_up, step.margin) for step in outcome.steps]
 

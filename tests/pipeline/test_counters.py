@@ -44,7 +44,7 @@ async def no_cache(start_engine, plain_config, tmp_path_factory):
 
 async def generated(client: Client) -> dict:
     """The stats of an answer to PROMPT."""
-    answer = client.generate(token_ids=PROMPT, max_tokens=NEW, ignore_eos=True)
+    answer = client.generate(token_ids=PROMPT, max_tokens=NEW, ignore_eos=True, reuse=False)
     return (await answer.result()).done.stats
 
 
