@@ -120,7 +120,8 @@ def write(model: str, path: Path) -> None:
 def ours(file: Path, prompt: int, threads: int) -> dict[str, float]:
     """Tokens a second of `launch.py bench`."""
     command = [sys.executable, HERE.parent / "launch.py", "bench", "--model", file, "--policy", "all-host"]
-    command += ["--workers", "0", "--prompt-len", str(prompt), "--gen-len", str(NEW), "--rounds", "1"]
+    command += ["--workers", "0", "--context", str(prompt + NEW), "--prompt-len", str(prompt)]
+    command += ["--gen-len", str(NEW), "--rounds", "1"]
     found = json.loads(_output([*command, "--ppl-tokens", "0", "--json"], threads))["policies"][0]
     return {part: found[f"{part}_tok_s"]["median"] for part in ("prefill", "decode")}
 
