@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection
 from typing import Any
@@ -26,8 +27,9 @@ CALLED = "messages[0].tool_calls[0].function"
 
 
 @pytest.fixture(scope="module")
-def client(served: Served) -> Any:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+def client(served: Served) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def engine_answer(served: Served, **arguments: Any) -> tuple[str, str]:

@@ -163,18 +163,18 @@ def test_calls_come_back_as_the_client_knows_its_tools(
 
 
 def test_chats_have_tools_without_a_place_for_them(served: Served) -> None:
-    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": [{"a": 1}]}}}
-    picture = {"type": "image_url", "image_url": {"url": IMAGE["image_url"]}}
-    asked: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "Call f."}, picture]}]
-    found = client.chat.completions.create(
-        model=MODEL, messages=asked, tools=[tool], tool_choice="required", max_tokens=100
-    )
-    (call,) = found.choices[0].message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == ("f", {"a": 1})
-    told = [*asked, found.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "yes"}]
-    again = client.chat.completions.create(model=MODEL, messages=told, tools=[tool], max_tokens=2)
-    assert again.usage.prompt_tokens_details.cached_tokens >= found.usage.prompt_tokens - 1
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": [{"a": 1}]}}}
+        picture = {"type": "image_url", "image_url": {"url": IMAGE["image_url"]}}
+        asked: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "Call f."}, picture]}]
+        found = client.chat.completions.create(
+            model=MODEL, messages=asked, tools=[tool], tool_choice="required", max_tokens=100
+        )
+        (call,) = found.choices[0].message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("f", {"a": 1})
+        told = [*asked, found.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "yes"}]
+        again = client.chat.completions.create(model=MODEL, messages=told, tools=[tool], max_tokens=2)
+        assert again.usage.prompt_tokens_details.cached_tokens >= found.usage.prompt_tokens - 1
 
 
 def test_a_conversation_is_shortened_by_the_model(served: Served) -> None:

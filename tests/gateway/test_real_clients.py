@@ -67,13 +67,15 @@ def link_weights(source: str, target: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def client(served: Served) -> Any:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+def client(served: Served) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
-def claude(served: Served) -> Any:
-    return anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
+def claude(served: Served) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as client:
+        yield client
 
 
 def check_call(name: str, arguments: str) -> None:
