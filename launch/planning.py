@@ -43,7 +43,7 @@ PROBE = "import torch; print(torch.cuda.mem_get_info()[0] if torch.cuda.is_avail
 PROBE_LIMIT = 120.0  # seconds; a cold import of a CUDA build from a slow disk takes tens of them
 # Options for formats of the KV cache, and of what shares the memory with it, by field of the configuration.
 SMALLER = {"backbone_dtype": "--backbone-dtype", "kv_dtype": "--kv-dtype"}
-# What a second rounding adds to perplexity: docs/checkpoints.md has the measurement.
+# What a second rounding adds to the embedded model's perplexity: docs/checkpoints.md has the measurement.
 SECOND = {"int8": "about 0.1 %", "int4": "about 1 %"}
 OPTIONS = {
     "format": "--format",
@@ -206,7 +206,11 @@ def second_rounding(needs: Needs) -> str:
     """A line for experts that are quantized again; empty for others."""
     if not needs.rounded:
         return ""
-    cost = f", which adds {SECOND[needs.format]} to perplexity" if needs.format in SECOND else ""
+    cost = (
+        f", which adds {SECOND[needs.format]} to the embedded model's perplexity"
+        if needs.format in SECOND
+        else ""
+    )
     return f"the experts are {needs.rounded} in the file, kept as {needs.format}: a second rounding{cost}"
 
 

@@ -7,7 +7,7 @@ prefixes. Then it is never written: a sequence that has to write into it takes a
 
 A recurrent state sums up all tokens so far, whatever their number, so it cannot be cut back to an earlier
 token. A step reads `states` and writes `pending`, and `advance` exchanges them: a step that fails leaves a
-sequence as it was. Snapshots are the earlier lengths that a sequence can be cut back to.
+sequence as it was.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -68,7 +68,6 @@ class SequenceKV:
         self._switch = switch
         self._table: Blocks = np.empty(16, np.int32)
         self._count = 0  # of its blocks
-        self._snapshots: dict[int, States] = {}  # by length, in ascending order
         self._recurrent = any(states)
         both = [(*now, *then) for now, then in zip(self.states, self.pending, strict=True)]
         swapped = [(*then, *now) for now, then in zip(self.states, self.pending, strict=True)]
@@ -172,50 +171,24 @@ class SequenceKV:
 
     # --- back to fewer tokens ----------------------------------------------------------------------------
 
-    @property
-    def snapshots(self) -> tuple[int, ...]:
-        """The lengths with a snapshot, in ascending order."""
-        return tuple(self._snapshots)
-
-    def snapshot(self) -> None:
-        """Keep a copy of the states, if there are any, at the present length. Of more than SNAPSHOTS the
-        shortest is dropped; where memory is short, none is kept."""
-        if not self._recurrent or self.length in self._snapshots or not self.length:
-            return
-        kept: States | None = None
-        if len(self._snapshots) == SNAPSHOTS:
-            kept = self._snapshots.pop(min(self._snapshots))
-        with suppress(torch.OutOfMemoryError):
-            kept = kept or [tuple(map(torch.empty_like, layer)) for layer in self.states]
-            _copy(self.states, kept)
-            self._snapshots[self.length] = kept
-
     def copied_states(self) -> States:
         """A copy of the present states. Raises torch.OutOfMemoryError."""
         return [tuple(map(torch.clone, layer)) for layer in self.states]
 
-    def reachable(self, length: int) -> int:
-        """The most tokens, up to `length`, that `truncate` can keep."""
-        if not self._recurrent or length >= self.length:
-            return min(length, self.length)
-        return max((kept for kept in self._snapshots if kept <= length), default=0)
-
-    def truncate(self, length: int) -> bool:
+    def truncate(self, length: int, states: States | None = None) -> None:
         """Drop all but the first `length` tokens, and the blocks that are then not needed, also where no
-        token is dropped. False, dropping none, where recurrent states are not known at that length: they are
-        at 0, at the present length, and at those of snapshots."""
-        if self.reachable(length) != min(length, self.length):
-            return False
+        token is dropped. `states`: copied ones of a recurrent model at that length, which are known without
+        them at 0 and at the present length only; else raises ValueError."""
         if self._recurrent and length < self.length:
-            self._snapshots = {kept: of for kept, of in self._snapshots.items() if kept <= length}
-            if length:
-                _copy(self._snapshots[length], self.states)
+            if length and states is None:
+                raise ValueError(f"states are not known at {length} of {self.length} tokens")
+            if length and states is not None:
+                _copy(states, self.states)
             else:
                 for state in itertools.chain(*self.states):
                     state.zero_()
         self.length = min(self.length, length)
         self.drop(kept=blocks_for(self.length))
-        return True
 
     def select_rope(self, tokens: int) -> bool:
         """Choose the rotary embedding for a sequence of `tokens` tokens, filled or not. False where that

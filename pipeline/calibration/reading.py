@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from pipeline.backbone.batch import StepInput, TokenSpan
-from pipeline.backbone.kv_cache import KVCache, SequenceKV
+from pipeline.backbone.kv_cache import KVCache, SequenceKV, States
 from pipeline.calibration import HELD_OUT, LANES, LEAST_TOKENS
 from pipeline.calibration.observers import Up
 from pipeline.counters import Counters
@@ -132,6 +132,7 @@ class Lanes:
 
     def __init__(self, engine: Engine, held: Sequence[tuple[Window, SequenceKV]], chunk: int) -> None:
         self._engine, self._held, self._chunk = engine, held, chunk
+        self._begun: list[States] = []  # where the answers begin
 
     def read_prompts(self, passed: Passed) -> None:
         """Read the prompts by prefill, each at most `chunk` tokens a step."""
@@ -140,7 +141,7 @@ class Lanes:
                 tokens = window.tokens[kv.length : min(kv.length + self._chunk, window.prefill)]
                 self._engine.step([StepInput(TokenSpan(kv, tokens), "none")], "prefill")
                 passed(len(tokens))
-            kv.snapshot()  # where the answers begin
+            self._begun.append(kv.copied_states())
 
     def read_answers(self, passed: Passed) -> None:
         """Decode from the end of the prompts; may be repeated."""
@@ -154,8 +155,8 @@ class Lanes:
         return sum(losses) / len(losses)
 
     def _answers(self, passed: Passed, scored: bool) -> Iterator[float]:
-        for window, kv in self._held:
-            kv.truncate(window.prefill)
+        for (window, kv), begun in zip(self._held, self._begun, strict=True):
+            kv.truncate(window.prefill, begun)
             kv.grow(len(window.tokens))
         while live := [(window, kv) for window, kv in self._held if kv.length < len(window.tokens)]:
             spans = [TokenSpan(kv, [window.tokens[kv.length]]) for window, kv in live]

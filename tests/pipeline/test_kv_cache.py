@@ -10,7 +10,7 @@ from test_models import GOOD
 
 from pipeline.backbone.kv_blocks import quantized, widened
 from pipeline.backbone.kv_cache import BLOCKS, POSITIONS, KVCache, SequenceKV, table_of
-from pipeline.config import KV_BLOCK, SNAPSHOTS
+from pipeline.config import KV_BLOCK
 from pipeline.errors import RequestError
 from pipeline.models.facts import facts_of
 from pipeline.models.registry import model_spec
@@ -265,26 +265,21 @@ def test_a_step_reads_states_and_writes_pending_ones(recurrent) -> None:
     assert sequence.pending[0] is now
 
 
-def test_states_are_cut_back_only_to_a_snapshot_the_present_length_and_zero(recurrent) -> None:
+def test_states_are_cut_back_to_copied_ones_the_present_length_and_zero(recurrent) -> None:
     sequence = recurrent.allocate(60)
-    for _ in range(SNAPSHOTS + 2):
-        step(sequence, 10)
-        sequence.snapshot()
-    step(sequence, 1)
-    ends = tuple(range(30, 10 * SNAPSHOTS + 21, 10))
-    assert sequence.snapshots == ends  # the shortest ones were dropped
-    assert not sequence.truncate(29)
-    assert [sequence.reachable(n) for n in (29, 30, 39, sequence.length, 1000)] == [0, 30, 30, 41, 41]
-    assert states_are(sequence, 41)
-    assert sequence.truncate(1000)
-    for _ in range(2):  # a snapshot serves more than once
-        assert sequence.truncate(30)
-        assert (sequence.length, sequence.snapshots) == (30, (30,))
-        assert states_are(sequence, 30)
+    step(sequence, 30)
+    copied = sequence.copied_states()
+    step(sequence, 11)
+    with pytest.raises(ValueError, match="at 30 of 41 tokens"):
+        sequence.truncate(30)
+    sequence.truncate(1000)
+    assert (sequence.length, states_are(sequence, 41)) == (41, True)
+    for _ in range(2):  # a copy serves more than once
+        sequence.truncate(30, copied)
+        assert (sequence.length, states_are(sequence, 30)) == (30, True)
         step(sequence, 7)
-    assert sequence.truncate(0)
-    assert states_are(sequence, 0)
-    assert sequence.snapshots == ()
+    sequence.truncate(0)
+    assert (sequence.length, states_are(sequence, 0)) == (0, True)
 
 
 def test_recurrent_sequences_are_as_many_as_there_are_places(recurrent, cache) -> None:
