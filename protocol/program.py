@@ -13,6 +13,7 @@ import io
 import logging
 import os
 import re
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -36,6 +37,14 @@ def user_folder(kind: Literal["CACHE", "STATE"]) -> Path:
     missing. By the XDG rules, a variable that is not an absolute path counts as not set."""
     given = os.environ.get(f"XDG_{kind}_HOME", "")
     return (Path(given) if os.path.isabs(given) else Path.home() / DEFAULTS[kind]) / "tandem"
+
+
+def installed(package: str) -> str:
+    """The version of an installed package; a checkout that was not installed has none of its own."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def visible(text: str) -> str:

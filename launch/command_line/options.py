@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import python_version
 from typing import Any, NoReturn
@@ -21,7 +20,7 @@ from pipeline.config import EngineConfig
 from pipeline.policies.options import did_you_mean
 from pipeline.policies.view import PolicyRequest
 from protocol.messages import Sampling
-from protocol.program import PROGRAM
+from protocol.program import PROGRAM, installed
 
 OPTIONS = [option for group in TABLE.values() for option in group]
 CONFIG_FIELDS = {f.name for f in fields(EngineConfig)}
@@ -248,13 +247,7 @@ def _parser(command: str | None) -> Parser:
 
 
 def _versions() -> str:
-    installed = {}
-    for name in ("tandem", "torch"):
-        try:
-            installed[name] = version(name)
-        except PackageNotFoundError:  # a checkout that was not installed
-            installed[name] = "(not installed)"
-    return f"tandem {installed['tandem']}, Python {python_version()}, torch {installed['torch']}"
+    return f"tandem {installed('tandem')}, Python {python_version()}, torch {installed('torch')}"
 
 
 def _check(command: str | None, given: list[Option], written: dict[str, Any]) -> None:

@@ -5,23 +5,15 @@ from __future__ import annotations
 
 import asyncio
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
 from pipeline.gateway.call import Call
-from pipeline.gateway.engine_links import model_name
 from pipeline.gateway.errors import ApiError
 from pipeline.text.tokenizer import chat_templates
 from protocol.messages import Welcome
-
-
-def _version() -> str:
-    try:
-        return version("tandem")
-    except PackageNotFoundError:  # run without an installation
-        return "unknown"
+from protocol.program import installed
 
 
 @cache
@@ -32,7 +24,7 @@ def _template(model: Path) -> str:
 
 async def release(call: Call) -> None:
     """Send the version of this program."""
-    await call.send_json({"version": _version()})
+    await call.send_json({"version": installed("tandem")})
 
 
 async def properties(call: Call) -> None:
@@ -43,10 +35,10 @@ async def properties(call: Call) -> None:
     found: dict[str, Any] = {
         "default_generation_settings": {"n_ctx": welcome.context, "params": _defaults(welcome)},
         "total_slots": slots,
-        "model_alias": model_name(welcome),
+        "model_alias": call.service.model_name(welcome),
         "model_path": welcome.model,
         "modalities": {"vision": False, "audio": False},
-        "build_info": f"tandem {_version()}",
+        "build_info": f"tandem {installed('tandem')}",
         "is_sleeping": False,
     }
     if welcome.has_chat_template:
