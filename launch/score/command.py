@@ -69,8 +69,8 @@ async def score(options: Options, interrupts: Interrupts) -> int:
                 raise OutputFailed(f"--out {out}: {e.strerror}") from e
         stats = await client.stats()
     kv_cache = "int8" if client.welcome.kv_dtype == "int8" else ""
-    exact = client.welcome.exact or bool(kv_cache)
-    exactness = fidelity(exact, difference(stats["engine"], before["engine"]), kv_cache)
+    counted = difference(stats["engine"], before["engine"])
+    exactness = fidelity(client.welcome.exact, counted, kv_cache)
     policy = stats.get("policy", client.welcome.policy)
     mean = nll / (count - 1) if count > 1 else math.nan
     perplexity = math.exp(mean) if mean < 700 else math.inf
@@ -90,8 +90,12 @@ async def score(options: Options, interrupts: Interrupts) -> int:
     else:
         how = f" ({len(requests)} windows of {context})" if len(requests) > 1 else ""
         words = f"{count} tokens{how}, {mean:.4f} nats a token, perplexity {perplexity:.2f}"
-        why = f"KV cache in {kv_cache}" if kv_cache else f"under {policy}"
-        show(words + f"; approximate, {why}" * (not exactness["exact"]) + "\n")
+        reasons = [f"KV cache in {kv_cache}"] if kv_cache else []
+        if not kv_cache or any(
+            share for kind, share in exactness.items() if kind not in ("exact", "kv_cache")
+        ):
+            reasons.append(f"under {policy}")
+        show(words + f"; approximate, {' and '.join(reasons)}" * (not exactness["exact"]) + "\n")
     return 0
 
 

@@ -135,7 +135,7 @@ class Conversation:
             if text := "\n\n".join(filter(None, texts)):
                 self._say("system", text)
             return
-        texts = [text if text.startswith("<") else f"{REMINDER}\n{text}\n</{REMINDER[1:]}" for text in texts]
+        texts = [reminder(text) for text in texts]
         if self._called:
             self._late += texts
         else:
@@ -210,8 +210,7 @@ class Conversation:
         if self.turns[-1].role == "assistant":
             self.turns.append(turn("user", "\n\n".join(texts)))
             return
-        last = self.turns[-1]
-        self.turns[-1] = replace(last, content="\n\n".join(filter(None, (last.content, *texts))))
+        self.turns[-1] = continued(self.turns[-1], *texts)
 
     def _texts(self, blocks: list[Object], where: str) -> list[str]:
         texts = [self._text(block, f"{where}[{place}]") for place, block in enumerate(blocks)]
@@ -246,6 +245,16 @@ class Conversation:
                 note_once(f"blocks of the type {kind} are left out, named in the prompt", logging.WARNING)
                 return UNREAD.format(kind)
         raise bad(f"{where}.type", "is required, a string")
+
+
+def reminder(text: str) -> str:
+    """Returns what the system says in the middle of a conversation, as it is said on the user's side."""
+    return text if text.startswith("<") else f"{REMINDER}\n{text}\n</{REMINDER[1:]}"
+
+
+def continued(message: ChatMessage, *texts: str) -> ChatMessage:
+    """Returns a message with texts behind its own."""
+    return replace(message, content="\n\n".join(filter(None, (message.content, *texts))))
 
 
 def _blocks(content: Content | list[Any]) -> list[Object]:

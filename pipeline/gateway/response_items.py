@@ -25,7 +25,7 @@ from pipeline.gateway.bodies import (
     fitting,
     note_once,
 )
-from pipeline.gateway.conversations import REMINDER
+from pipeline.gateway.conversations import continued, reminder
 from pipeline.gateway.errors import ApiError, bad
 from pipeline.gateway.response_tools import Functions, functions_of, joined
 from pipeline.gateway.settings import flat_tools
@@ -182,12 +182,10 @@ class Conversation:
         self._end()
         said, last = turn(role, content), self.turns[-1] if self.turns else None
         if said.role == "system" and any(message.role != "system" for message in self.turns):
-            text = said.content
-            text = text if text.startswith("<") else f"{REMINDER}\n{text}\n</{REMINDER[1:]}"
-            said = replace(said, role="tool" if last and last.role == "tool" else "user", content=text)
+            role = "tool" if last and last.role == "tool" else "user"
+            said = replace(said, role=role, content=reminder(said.content))
         if last and last.role == said.role:
-            texts = (last.content, said.content)
-            self.turns[-1] = replace(last, content="\n\n".join(filter(None, texts)))
+            self.turns[-1] = continued(last, said.content)
         else:
             self.turns.append(said)
 

@@ -224,6 +224,9 @@ async def test_score_says_what_it_was_of(
     assert all(sent["stepwise"] and not sent["full"] for sent in again)
     assert again[0]["prefill"] == 1
     assert all(sent["prefill"] > 1 for sent in again[1:])  # rows of the window before
+    engine.welcome = replace(WELCOME, kv_dtype="int8")
+    await run_on(engine, scoring, monkeypatch, *line)
+    assert capsys.readouterr().out.endswith("; approximate, KV cache in int8 and under dali\n")
 
 
 @pytest.mark.parametrize(
