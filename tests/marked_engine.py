@@ -126,11 +126,22 @@ class Engine:
         select.select([client.stdout], [], [], ANSWER_LIMIT)
 
     def kill(self) -> str:
-        """SIGKILL the supervisor, and wait until its children have exited, too: which ran before."""
+        """SIGKILL the supervisor, and wait until its children have exited, too: which ran before.
+
+        The children are listed while the supervisor is stopped: one that is being executed shows no
+        environment, and so no mark, but it holds the supervisor's lock already.
+        """
         doing = self.doing()
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        children = psutil.Process(self.process.pid).children(recursive=True)
         self.process.kill()
         self.process.wait(LIMIT)
-        assert wait_until(lambda: not self.processes(), EXIT_LIMIT), (doing, self.doing())
+
+        def left() -> list[psutil.Process]:
+            return [*filter(runs, children), *self.processes()]
+
+        assert wait_until(lambda: not left(), EXIT_LIMIT), (doing, left())
         return doing
 
     def next_start(self) -> None:
@@ -153,6 +164,12 @@ class Engine:
             # Under nohup the child would inherit that SIGHUP is ignored.
             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
+
+
+def runs(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def marked(mark: str) -> Iterator[psutil.Process]:
