@@ -45,7 +45,7 @@ def messages_request(
         max_tokens,
         stop=body.stop_sequences,
         stop_field="stop_sequences",
-        grammar=grammar_of(form, name, tools.grammar()),
+        grammar=grammar_of(form, name, tools),
     )
     return ChatRequest(steady(conversation.turns), settings, tools, _variables(body, kind))
 
