@@ -347,9 +347,9 @@ class ChatAnswer(ABC):
 
     async def _opens_thinking(self) -> bool:
         """Returns whether the template ends a prompt within reasoning. Rendered once for its variables."""
-        if not self.call.service.template.thinks:
-            return False
         openings, variables = self.call.service.openings, self.request.variables
+        if not self.call.service.template.thinks or "continue_final_message" in variables:
+            return False
         after_tool = self.request.messages[-1].role == "tool"
         name = hashed([variables, after_tool])
         if name not in openings:
