@@ -452,8 +452,8 @@ FEW_ENGINES = {
     "minimax_m2": (0,),
     "glm4_moe_lite": (1,),
     "deepseek_v3": (0,),
-    "qwen3_next": (0, 3),
-    "qwen3_5_moe_text": (1,),
+    "qwen3_next": (0,),
+    "qwen3_5_moe_text": (1, 3),
 }
 
 
