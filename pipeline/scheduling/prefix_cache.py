@@ -147,10 +147,11 @@ class PrefixCache:
 
     def end(self, job: Job, kv: SequenceKV, *, doubtful: bool = False) -> None:
         """Take back a job's sequence. Its tokens are kept as long as there is room; where its numbers may be
-        wrong, whoever computed them, all is forgotten that begins as they do."""
+        wrong, whoever computed them, all is forgotten that begins as they do, with those that it has from
+        others."""
         account, tokens = (job.client, kv.long), job.ids[: kv.length]
         if job.shares and doubtful:
-            self._tree.discard(account, tokens, 0)
+            self._tree.discard(account, tokens, kv.begun)
         elif job.shares and kv.length:
             node = self._tree.insert(account, tokens, kv.blocks, partial=True)
             if node is not None and self._tree.wants_states(node):
