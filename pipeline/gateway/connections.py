@@ -30,10 +30,12 @@ MOST_FIELDS = 256  # of a head and of what follows a body: each becomes objects 
 MOST_WAITING = 1  # requests behind the one that is answered: no client that we know sends any
 MOST_CONNECTIONS = 2048
 MOST_OF_ADDRESS = 1536  # most clients are on this machine, or behind one proxy
-TCP_ACKNOWLEDGED = 120  # offset of tcpi_bytes_acked in Linux's struct tcp_info
-TCP_UNACKNOWLEDGED = 24  # of tcpi_unacked, segments
-TCP_BYTES = 160  # of the struct, with tcpi_notsent_bytes at 144
-TCP_NOT_SENT = 144
+
+# Places in Linux's struct tcp_info, of which as many bytes are asked for
+TCP_BYTES = 160
+TCP_UNACKNOWLEDGED = 24  # tcpi_unacked, segments
+TCP_ACKNOWLEDGED = 120  # tcpi_bytes_acked, in all
+TCP_NOT_SENT = 144  # tcpi_notsent_bytes
 
 State = Literal["idle", "slow", "busy"]
 
@@ -149,16 +151,14 @@ class LimitedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _watch_reader(self) -> None:
-        """Look again later whether the client has taken anything, and end the connection where it has not. That
-        the kernel takes bytes is no sign of it, and takes minutes with a slow client that does read."""
-        given = self.transport.get_extra_info("socket").getsockopt(
-            socket.IPPROTO_TCP, socket.TCP_INFO, TCP_BYTES
-        )
-        (acknowledged,) = struct.unpack_from("<Q", given, TCP_ACKNOWLEDGED)
-        (segments,), (bytes_left,) = (
-            struct.unpack_from("<I", given, place) for place in (TCP_UNACKNOWLEDGED, TCP_NOT_SENT)
-        )
-        waits = bool(segments or bytes_left or self.transport.get_write_buffer_size())
+        """Look again later whether the client has taken anything, and end the connection where it has not.
+        That the kernel takes bytes says little: it takes megabytes that nobody reads, and then none for
+        minutes while a slow client does read."""
+        connection = self.transport.get_extra_info("socket")
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_BYTES)
+        (acknowledged,) = struct.unpack_from("<Q", info, TCP_ACKNOWLEDGED)
+        left = [struct.unpack_from("<I", info, place) != (0,) for place in (TCP_UNACKNOWLEDGED, TCP_NOT_SENT)]
+        waits = any(left) or self.transport.get_write_buffer_size() > 0
         if waits and acknowledged == self._acknowledged:
             self.transport.abort()
             return
@@ -177,11 +177,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if not self._unanswered:
-            # Of a request that is refused already, the rest of the body is read and dropped, since most clients
-            # read no answer before they have sent all; what takes longer than a head may is cut off.
-            if self._head_timer is None if self._in_body else not self._head:
-                self._watch_head()
+        # Of a request that is refused already, the rest of the body is read and dropped, since most clients
+        # read no answer before they have sent all; what takes longer than a head may is cut off.
+        begins = self._head_timer is None if self._in_body else self._head == 0
+        if begins and not self._unanswered:
+            self._watch_head()
         self._head += len(data)
         super().data_received(data)
         if self._head > MOST_HEAD and not self.transport.is_closing():

@@ -20,7 +20,8 @@ BUSY = "the bodies of other requests take the memory for them; try again later"
 
 @dataclass(eq=False)
 class Body:
-    """A body that is read. `limit`: of its arrival; None once it is complete. `ended`: its memory was needed."""
+    """A body that is read. `limit`: of its arrival; None once it is complete. `ended`: its memory was
+    needed."""
 
     key: str
     size: int = 0
@@ -65,7 +66,8 @@ class Bodies:
             self._remove(victim)
 
     def _victim(self, least: int) -> Body | None:
-        """Returns the oldest incomplete body of the key that has most bytes, of those with `least` or more."""
+        """Returns the oldest incomplete body of the key with most bytes, None where no key with `least` bytes
+        has one."""
         incomplete = [body for body in self._bodies if body.limit and self._bytes[body.key] >= least]
         return max(incomplete, key=lambda body: self._bytes[body.key], default=None)
 
