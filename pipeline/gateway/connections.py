@@ -281,9 +281,9 @@ def _network(host: str) -> str:
     return host
 
 
-def make_server(app: Any, connections: Connections | None = None) -> uvicorn.Server:
+def make_server(app: Any, connections: Connections) -> uvicorn.Server:
     """Returns uvicorn's server of an ASGI application."""
-    protocol: Any = partial(LimitedProtocol, connections or Connections())
+    protocol: Any = partial(LimitedProtocol, connections)
     config = uvicorn.Config(
         app,
         http=protocol,

@@ -18,7 +18,7 @@ from pipeline.fairness import SparseLog
 from pipeline.gateway.access import Access, bind, split_address
 from pipeline.gateway.app import App
 from pipeline.gateway.call import Service
-from pipeline.gateway.connections import make_server
+from pipeline.gateway.connections import MOST_CONNECTIONS, Connections, make_server
 from pipeline.gateway.engine_links import EngineLinks
 from pipeline.text.detokenizer import DECODER
 from pipeline.text.tokenizer import read_template
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 NICENESS = 5  # a thread that computes gets three times as much of a core
 DRAIN_SECONDS = 3.0  # for answers that run when the engine is stopped
+OTHER_FILES = 256  # beside those of connections
 LAST_SECONDS = 1.0  # for the error that ends the others
 
 
@@ -59,7 +60,8 @@ async def _run(config: dict[str, Any]) -> int:
         template = read_template(Path(config["model"]))
         service = Service(links, runtime / DECODER, template, tuple(config["served_model_name"]))
         app = App(service, access)
-        server = make_server(app)
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        server = make_server(app, Connections(min(MOST_CONNECTIONS, files - OTHER_FILES)))
         links.start()
         serving = asyncio.create_task(server.serve(sockets=[bound]))
         where = f"[{host}]" if ":" in host else host
@@ -113,7 +115,7 @@ async def _wait_for_shutdown(supervisor: zmq.asyncio.Socket) -> None:
 def main(config: dict[str, Any]) -> int:
     """Serve until Shutdown. Returns the exit code."""
     os.nice(NICENESS)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection is one
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # a connection is one
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     library = logging.getLogger("uvicorn")
     library.setLevel(logging.WARNING)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -16,7 +17,7 @@ import pytest
 from gateway_engine import Served, serve
 from waiting import until
 
-from pipeline.gateway.bodies import CompletionBody
+from pipeline.gateway.bodies import CompletionBody, decoded
 from pipeline.gateway.call import Call, Service
 from pipeline.gateway.connections import Connections, make_server
 from pipeline.gateway.engine_links import EngineLinks
@@ -185,7 +186,7 @@ class Endless:
 
 
 @asynccontextmanager
-async def a_server(app: Any, connections: Connections | None = None) -> AsyncIterator[tuple[Any, str]]:
+async def a_server(app: Any, connections: Connections) -> AsyncIterator[tuple[Any, str]]:
     """Uvicorn's state of a server of this application, and its address."""
     server = make_server(app, connections)
     with socket.create_server(("127.0.0.1", 0)) as bound:
@@ -243,7 +244,7 @@ async def test_the_longest_idle_connection_gives_way_and_never_one_that_is_answe
 
 async def test_a_client_that_reads_nothing_is_cut_off_and_a_slow_one_is_not() -> None:
     app = Endless()
-    async with a_server(app) as (state, url):
+    async with a_server(app, Connections()) as (state, url):
         with connected(url) as connection:
             connection.sendall(b"GET /much HTTP/1.1\r\n\r\n")
             await until(lambda: any(c.flow.write_paused for c in state.connections))
@@ -310,3 +311,13 @@ async def test_the_key_with_most_bytes_loses_its_oldest_unfinished_body(
     with pytest.raises(ApiError, match="did not arrive") as late:
         await a_call(service, "bert", parts[-1]).body(CompletionBody)
     assert late.value.status == 408
+
+
+def test_lines_about_what_clients_send_have_an_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.gateway.bodies._noted", set())
+    caplog.set_level(logging.INFO, "pipeline.gateway.bodies")
+    body = {"prompt": "x"} | {f"field-{number}": 1 for number in range(3000)}
+    decoded(json.dumps(body).encode(), CompletionBody, "/v1/completions")
+    assert 0 < len(caplog.records) <= 1024
