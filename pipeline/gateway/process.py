@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
 import resource
@@ -32,6 +33,10 @@ log = logging.getLogger(__name__)
 
 NICENESS = 5  # a thread that computes gets three times as much of a core
 DRAIN_SECONDS = 3.0  # for answers that run when the engine is stopped
+M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+LEAST_MAPPED = (
+    128 << 10
+)  # bytes: glibc would raise it as large blocks are freed, and keep the memory of bodies
 OTHER_FILES = 256  # beside those of connections
 LAST_SECONDS = 1.0  # for the error that ends the others
 
@@ -115,6 +120,7 @@ async def _wait_for_shutdown(supervisor: zmq.asyncio.Socket) -> None:
 def main(config: dict[str, Any]) -> int:
     """Serve until Shutdown. Returns the exit code."""
     os.nice(NICENESS)
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LEAST_MAPPED)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # a connection is one
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     library = logging.getLogger("uvicorn")
