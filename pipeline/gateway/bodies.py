@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import re
-from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -266,13 +265,15 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "typical_p": (1, 1.0),
     "mirostat": (0,),
 }
-MOST_NOTES = 1024  # different ones that are remembered; their words are of clients
+MOST_NOTES = 1024  # different ones; their words are of clients, so there could be any number
+_noted: set[str] = set()
 
 
-@lru_cache(maxsize=MOST_NOTES)
 def note_once(text: str, level: int = logging.INFO) -> None:
     """Write a line into the log, the first time: programs send what it is about with every request."""
-    log.log(level, "%s", text)
+    if text not in _noted and len(_noted) < MOST_NOTES:
+        _noted.add(text)
+        log.log(level, "%s", text)
 
 
 def decoded(raw: bytes, kind: type[T], endpoint: str) -> T:
