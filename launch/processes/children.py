@@ -156,10 +156,11 @@ class Child:
         return f"the {title(self.identity)} exited with code {code}"
 
 
-async def spawn(identity: Identity, threads: int, key: bytes) -> Child:
+async def spawn(identity: Identity, threads: int, key: bytes, fds: tuple[int, ...] = ()) -> Child:
     """Start a child from the calling thread, which must run as long as the engine does: the kernel ties
     PDEATHSIG to it. The child imports its modules and waits for its configuration. `key`: the engine's;
-    `threads`: of numerical libraries. Raises OSError where the system refuses another process."""
+    `threads`: of numerical libraries; `fds`: descriptors that it gets, by the same numbers. Raises OSError where
+    the system refuses another process."""
     for_child, lifeline = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
@@ -167,7 +168,7 @@ async def spawn(identity: Identity, threads: int, key: bytes) -> Child:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=2,  # stdout is for answers alone
             start_new_session=True,  # the terminal's Ctrl-C is the supervisor's to handle
-            pass_fds=(for_child,),
+            pass_fds=(for_child, *fds),
             env=environment(threads),
         )
     except BaseException:
@@ -280,10 +281,10 @@ class ProcessGroup:
         """Process ids of the running children."""
         return {identity: child.process.pid for identity, child in self._children.items() if child.running}
 
-    async def prepare(self, identity: Identity, threads: int) -> Child:
+    async def prepare(self, identity: Identity, threads: int, fds: tuple[int, ...] = ()) -> Child:
         """Spawn a child, which imports its modules and waits for `start`. Raises StartFailed."""
         try:
-            child = await spawn(identity, threads, self.key)
+            child = await spawn(identity, threads, self.key, fds)
         except OSError as e:  # no free descriptor, for example
             raise StartFailed(f"the {title(identity)} could not be started: {system_reason(e)}") from e
         self._children[identity] = child
@@ -292,11 +293,13 @@ class ProcessGroup:
             child.kill()
         return child
 
-    async def start(self, identity: Identity, config: dict[str, Any], threads: int) -> Child:
+    async def start(
+        self, identity: Identity, config: dict[str, Any], threads: int, fds: tuple[int, ...] = ()
+    ) -> Child:
         """Spawn a child, unless it was prepared, and send it its configuration. Raises StartFailed."""
         child = self._children.get(identity)
         if child is None or not child.running:
-            child = await self.prepare(identity, threads)
+            child = await self.prepare(identity, threads, fds)
         child.configure(config)
         return child
 

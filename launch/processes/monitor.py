@@ -2,7 +2,7 @@
 A worker or the prefetcher is restarted at once at first, then after growing pauses; the coordinator receives
 a WorkerDied and gives its work to others. Exits before any work, or by a crash before anything was computed,
 end the engine where no worker computes anything between them. The gateway for HTTP is restarted for ever:
-another program may have its port for a while, and only its clients notice. When the coordinator exits or
+only its clients notice, and its file of API keys may be mended. When the coordinator exits or
 hangs, all others but the gateway are killed and restarted on the same store: the answers of the gateway's
 clients go on when the coordinator is back."""
 
@@ -65,6 +65,7 @@ class ProcessSlot:
     index: int
     config: Callable[[], dict[str, Any]]
     threads: int
+    fds: tuple[int, ...] = ()  # of the supervisor, which it gets
     generation: int = -1
     child: Child | None = None
     ticks: int = 0  # of its line in the control segment, when the present generation was started
@@ -109,9 +110,14 @@ class ProcessMonitor:
         self._coordinator_exit: asyncio.Future[tuple[Child, int]]  # of the present generation
 
     def add_slot(
-        self, role: str, index: int, config: Callable[[], dict[str, Any]], threads: int
+        self,
+        role: str,
+        index: int,
+        config: Callable[[], dict[str, Any]],
+        threads: int,
+        fds: tuple[int, ...] = (),
     ) -> ProcessSlot:
-        slot = self._slots[role, index] = ProcessSlot(role, index, config, threads)
+        slot = self._slots[role, index] = ProcessSlot(role, index, config, threads, fds)
         return slot
 
     def has(self, role: str) -> bool:
@@ -188,7 +194,7 @@ class ProcessMonitor:
         if slot.child is not None:
             slot.child.kill()
         identity = Identity(slot.role, slot.index, slot.generation)
-        child = await self._group.start(identity, slot.config(), slot.threads)
+        child = await self._group.start(identity, slot.config(), slot.threads, slot.fds)
         if slot.generation == identity.generation:
             slot.child = child
         else:  # the whole engine was restarted meanwhile

@@ -124,22 +124,24 @@ async def test_exits_of_the_young_do_not_end_an_engine_whose_workers_compute(pla
         await play.spawned("worker", 0, 6)
 
 
-async def test_gateway_without_its_port_is_tried_again_for_ever(
+async def test_gateway_that_cannot_start_is_tried_again_for_ever(
     play: Play, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also while the whole engine is restarted, which does not wait for it."""
+    """Also while the whole engine is restarted, which does not wait for it. Each gets the same sockets."""
 
     def script(child: ScriptedChild) -> None:
         if child.identity.role == "gateway" and child.identity.generation:
-            child.send(Failed("gateway", "Address already in use", usage=True))
+            child.send(Failed("gateway", "keys.txt has no keys", usage=True))
             child.process.end(2)
         else:
             play.begin(child)
 
-    play.script, play.notes = script, {"gateway": ("127.0.0.1:9",)}
-    async with supervisor(FEW, http="127.0.0.1:9"):
+    play.script = script
+    async with supervisor(FEW, http="127.0.0.1:0") as engine:
+        assert engine.http != "http://127.0.0.1:0"
         play.child("gateway").process.end(KILLED)
-        await play.spawned("gateway", 0, 5)
+        fifth = await play.spawned("gateway", 0, 5)
+        assert fifth.fds == play.child("gateway").fds == tuple(fifth.config["listeners"])
         play.child("coordinator").process.end(KILLED)
         await until(lambda: "the engine is up again" in caplog.text)
 
