@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from launch.errors import StartFailed, system_reason
+from launch.processes.output import ChildOutput
 from pipeline.fairness import SparseLog
 from pipeline.text.tokenizer import LOAD_FAILURES
 from protocol.codec import decode, encode
@@ -29,6 +30,7 @@ from workers.lifetime import CHILD_PROCESS, environment, pack_config
 PIPE_CAPACITY = 65536  # bytes that a new pipe takes without a reader; a larger configuration would block
 STOP_LIMIT = 5.0  # seconds for an orderly exit
 TERM_LIMIT = 1.0  # seconds between SIGTERM and SIGKILL
+KILLS = (-signal.SIGKILL, -signal.SIGTERM)  # exit codes after a signal from outside
 KILL_LIMIT = 2.0  # seconds for the kernel to end a killed child
 LAST_MESSAGE_LIMIT = 0.5  # seconds that the last message of an exited child may still be under way
 STOP_ORDER = (("gateway",), ("coordinator",), ("worker", "prefetcher", "text"), ("loader",))
@@ -74,6 +76,7 @@ class Child:
     process: asyncio.subprocess.Process
     lifeline: int  # our end of a pipe; when it is closed, for whatever reason, the child exits
     key: bytes  # the engine's
+    output: ChildOutput | None = None
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     failed: asyncio.Future[Failed] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     last_message: float = 0.0  # monotonic seconds; 0 before the first
@@ -119,6 +122,8 @@ class Child:
         if self.lifeline >= 0:
             os.close(self.lifeline)
             self.lifeline = -1
+        if self.output is not None:
+            self.output.close()
         return code
 
     async def wait_last_message(self, limit: float) -> None:
@@ -133,7 +138,7 @@ class Child:
     def start_failure(self, code: int) -> StartFailed | None:
         """Return why the engine cannot start, as this child has exited before it was ready; None where
         another may be started, because this one was killed."""
-        killed = code in (-signal.SIGKILL, -signal.SIGTERM) if self.identity.role == "text" else code < 0
+        killed = code in KILLS if self.identity.role == "text" else code < 0
         if killed and self.identity.role != "coordinator":
             return None
         usage = (self.failed.done() and self.failed.result().usage) or self._load_failure(code) != ""
@@ -151,9 +156,11 @@ class Child:
             return f"the {title(self.identity)} made no progress{self.hung} and was killed"
         if reason := self._load_failure(code):
             return f"the model's tokenizer {reason}"
-        if code < 0:
+        if code in KILLS:
             return f"the {title(self.identity)} was killed by {signal.Signals(-code).name}"
-        return f"the {title(self.identity)} exited with code {code}"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        memory = "" if self.output is None or code == 0 else self.output.memory_reason()
+        return f"the {title(self.identity)} {how}{memory}"
 
 
 async def spawn(identity: Identity, threads: int, key: bytes, fds: tuple[int, ...] = ()) -> Child:
@@ -162,21 +169,26 @@ async def spawn(identity: Identity, threads: int, key: bytes, fds: tuple[int, ..
     `threads`: of numerical libraries; `fds`: descriptors that it gets, by the same numbers. Raises OSError where
     the system refuses another process."""
     for_child, lifeline = os.pipe()
+    printed, prints = os.pipe()
+    os.set_blocking(prints, False)  # what the supervisor does not read in time is lost, and blocks no child
     try:
         process = await asyncio.create_subprocess_exec(
             *(*CHILD_PROCESS, MODULES[identity.role], "--lifeline", str(for_child)),
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=2,  # stdout is for answers alone
+            stdout=prints,  # the supervisor's stdout is for answers alone
+            stderr=prints,
             start_new_session=True,  # the terminal's Ctrl-C is the supervisor's to handle
             pass_fds=(for_child, *fds),
             env=environment(threads),
         )
     except BaseException:
         os.close(lifeline)  # the child exits, if it was started already
+        os.close(printed)
         raise
     finally:
         os.close(for_child)
-    return Child(identity, process, lifeline, key)
+        os.close(prints)
+    return Child(identity, process, lifeline, key, ChildOutput(printed))
 
 
 async def terminate(children: list[Child]) -> None:
