@@ -8,6 +8,7 @@ A line is 64 bytes, so that no two writers share a cache line. Its numbers (int6
     0   counts progress and only grows
     1   the Work that is being computed, or the order that is being copied; IDLE without one
     2   until when this process's copies occupy an emulated link, in nanoseconds of CLOCK_MONOTONIC
+    3   of the coordinator: tokens and blocks of scores that clients were sent; it only grows
 
 Each number is written atomically, by one process. A reader of several may see them a moment apart.
 """
@@ -93,3 +94,12 @@ class ControlLine:
     @link_until.setter
     def link_until(self, nanoseconds: int) -> None:
         self._numbers[2] = nanoseconds
+
+    @property
+    def answered(self) -> int:
+        """Tokens and blocks of scores that clients were sent."""
+        return self._numbers[3]
+
+    @answered.setter
+    def answered(self, number: int) -> None:
+        self._numbers[3] = number

@@ -85,7 +85,12 @@ class Child:
     stopped_checks: int = 0  # in a row, that found the process stopped
     up: bool = False  # the coordinator gives it work
     hung: str | None = None  # where: it was killed because it made no progress there
+    stopped: bool = False  # that was by a signal from outside
     exit_expected: bool = False
+
+    def killed_from_outside(self, code: int) -> bool:
+        """Returns whether its exit was no doing of its own."""
+        return self.stopped or (self.hung is None and code in KILLS)
 
     @property
     def running(self) -> bool:
@@ -107,9 +112,10 @@ class Child:
         self.exit_expected = True
         self.send_signal(signal.SIGKILL)
 
-    def kill_hung(self, where: str = "") -> None:
-        """Kill it, as unexpectedly as a crash: it is restarted. `where`: the part of it that hangs."""
-        self.hung = where
+    def kill_hung(self, where: str = "", *, stopped: bool = False) -> None:
+        """Kill it, as unexpectedly as a crash: it is restarted. `where`: the part of it that hangs; `stopped`:
+        it does so because somebody has stopped it."""
+        self.hung, self.stopped = where, stopped
         self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: signal.Signals) -> None:

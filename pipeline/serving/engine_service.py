@@ -27,7 +27,18 @@ from pipeline.serving.engine_status import EngineStatus
 from pipeline.serving.policy_switch import PolicySwitch
 from pipeline.text.tokenizer import eos_ids
 from pipeline.traces.recorder import recorder_of
-from protocol.messages import Calibrate, Cancel, Done, Error, Generate, PolicyChanged, Score, SetPolicy
+from protocol.messages import (
+    Calibrate,
+    Cancel,
+    Done,
+    Error,
+    Generate,
+    PolicyChanged,
+    Score,
+    Scores,
+    SetPolicy,
+    Token,
+)
 from shm.errors import ShmError
 from workers.cuda import CudaError
 
@@ -53,6 +64,7 @@ class EngineService:
         self._parts = parts
         self._inbox = inbox
         self._post = post
+        self._line = parts.control.line("coordinator", 0)
         self._policies = PolicySwitch(parts)
         options, detokenizer = parts.config.options, parts.detokenizer
         jobs = JobFactory(
@@ -71,7 +83,7 @@ class EngineService:
             jobs,
             max_sequences=options.max_sequences,
             chunk=options.chunk or TRIAL_TOKENS,
-            send=lambda messages: self._post(ToClients(messages)),
+            send=self._answer,
             congested=congested,
         )
         self._calibrations = CalibrationService(
@@ -175,6 +187,10 @@ class EngineService:
         if memory.idle:
             memory.audit()
         return not memory.idle or any(socket.behind for socket in self._parts.sockets.values())
+
+    def _answer(self, messages: list[tuple[bytes, object]]) -> None:
+        self._line.answered += sum(isinstance(message, Token | Scores) for _, message in messages)
+        self._post(ToClients(messages))
 
     def _send(self, client: bytes, message: object) -> None:
         self._post(ToClients([(client, message)]))
