@@ -31,6 +31,9 @@ log = logging.getLogger("tandem")
 COORDINATOR = "coordinator"
 GATEWAY = "gateway"
 ALONE = (COORDINATOR, GATEWAY)  # roles that no other process waits for: they send heartbeats
+OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # exit codes of a process that was killed, and did not crash
+IN_ENGINE = " in its engine thread"  # where a coordinator hangs
+MOST_SUSPECTS = 1024  # requests
 COUNTED = ("coordinator", "worker", "prefetcher")  # roles with a line in the control segment
 
 
@@ -105,6 +108,7 @@ class ProcessMonitor:
         self._slots: dict[tuple[str, int], ProcessSlot] = {}
         self._started = False  # all slots have been ready
         self._stopping = False
+        self.suspects: dict[int, int] = {}  # requests by their key: crashes at which each was being computed
         self._engine_restarts = 0  # a pending restart of one slot is dropped when all are restarted
         self._coordinator_exit: asyncio.Future[tuple[Child, int]]  # of the present generation
 
@@ -185,6 +189,8 @@ class ProcessMonitor:
             line = self._control.line(slot.role, slot.index)
             line.end()
             slot.ticks = line.ticks
+        if slot.role == COORDINATOR:
+            self._control.requests = ()
         if slot.child is not None:
             slot.child.kill()
         identity = Identity(slot.role, slot.index, slot.generation)
@@ -209,7 +215,7 @@ class ProcessMonitor:
 
     async def _restart_child(self, slot: ProcessSlot, child: Child, code: int) -> None:
         slot.exited_at = time.monotonic()
-        crashed = child.hung is not None or code not in (-signal.SIGKILL, -signal.SIGTERM)
+        crashed = child.hung is not None or code not in OUTSIDE
         line = self._control.line(slot.role, slot.index) if slot.role in COUNTED else None
         if slot.role != GATEWAY:
             coordinator = Identity(COORDINATOR, 0, max(0, self._slots[COORDINATOR, 0].generation))
@@ -257,6 +263,8 @@ class ProcessMonitor:
                 self._guard.fail(EngineFailed(f"{reason}{nth}; the engine has been stopped"))
                 return
             log.warning(f"{reason}; the engine is being restarted, its store is kept")
+            if code not in OUTSIDE or child.hung == IN_ENGINE:
+                self._suspect()
             await self._restart_all(self._limits.pause(early_exits))
             all_ready = asyncio.ensure_future(self._wait_ready())
             await asyncio.wait((all_ready, self._coordinator_exit), return_when=asyncio.FIRST_COMPLETED)
@@ -266,6 +274,14 @@ class ProcessMonitor:
             else:
                 all_ready.result()
                 log.warning(f"the engine is up again after {ready_at - exited_at:.1f} s")
+
+    def _suspect(self) -> None:
+        """Note which requests the coordinator was computing when it crashed, or hung."""
+        for key, crashes in self._control.requests:
+            self.suspects.pop(key, None)
+            self.suspects[key] = crashes + 1
+        for key in list(self.suspects)[:-MOST_SUSPECTS]:
+            del self.suspects[key]
 
     async def _restart_all(self, pause: float) -> None:
         self._engine_restarts += 1
@@ -295,7 +311,7 @@ class ProcessMonitor:
                     if self._silent(child) or self._stopped(child):
                         child.kill_hung()
                     elif slot.role == COORDINATOR and child.ready.is_set() and self._engine_hangs(child):
-                        child.kill_hung(" in its engine thread")
+                        child.kill_hung(IN_ENGINE)
 
     def _silent(self, child: Child) -> bool:
         checks = child.silence.check(child.last_message)
