@@ -31,6 +31,8 @@ log = logging.getLogger("tandem")
 COORDINATOR = "coordinator"
 GATEWAY = "gateway"
 ALONE = (COORDINATOR, GATEWAY)  # roles that no other process waits for: they send heartbeats
+IN_ENGINE = " in its engine thread"  # where a coordinator hangs
+MOST_SUSPECTS = 1024  # requests
 COUNTED = ("coordinator", "worker", "prefetcher")  # roles with a line in the control segment
 
 
@@ -151,6 +153,7 @@ class ProcessMonitor:
         self._slots: dict[tuple[str, int], ProcessSlot] = {}
         self._started = False  # all slots have been ready
         self._stopping = False
+        self.suspects: dict[int, int] = {}  # requests by their key: crashes at which each was being computed
         self._engine_restarts = 0  # a pending restart of one slot is dropped when all are restarted
         self._coordinator_exit: asyncio.Future[tuple[Child, int]]  # of the present generation
 
@@ -236,6 +239,8 @@ class ProcessMonitor:
             line = self._control.line(slot.role, slot.index)
             line.end()
             slot.ticks = line.ticks
+        if slot.role == COORDINATOR:
+            self._control.requests = ()
         if slot.child is not None:
             slot.child.kill()
         identity = Identity(slot.role, slot.index, slot.generation)
@@ -320,6 +325,8 @@ class ProcessMonitor:
                 self._guard.fail(EngineFailed(f"{reason}{more}; the engine has been stopped"))
                 return
             log.warning(f"{reason}; the engine is being restarted, its store is kept")
+            if not outside and child.hung != "":  # a silent event loop is no doing of what is computed
+                self._suspect()
             limits = self._limits
             await self._restart_all(kills.pause(limits) if outside else limits.pause(early_exits))
             all_ready = asyncio.ensure_future(self._wait_ready())
@@ -330,6 +337,14 @@ class ProcessMonitor:
             else:
                 all_ready.result()
                 log.warning(f"the engine is up again after {ready_at - exited_at:.1f} s")
+
+    def _suspect(self) -> None:
+        """Note which requests the coordinator was computing when it crashed, or hung."""
+        for key, crashes in self._control.requests:
+            self.suspects.pop(key, None)
+            self.suspects[key] = crashes + 1
+        for key in list(self.suspects)[:-MOST_SUSPECTS]:
+            del self.suspects[key]
 
     async def _restart_all(self, pause: float) -> None:
         self._engine_restarts += 1
@@ -361,7 +376,7 @@ class ProcessMonitor:
                     elif self._silent(child):
                         child.kill_hung(stopped=_is_stopped(child))
                     elif slot.role == COORDINATOR and child.ready.is_set() and self._engine_hangs(child):
-                        child.kill_hung(" in its engine thread")
+                        child.kill_hung(IN_ENGINE)
 
     def _silent(self, child: Child) -> bool:
         checks = child.silence.check(child.last_message)

@@ -261,6 +261,7 @@ class Supervisor:
                     "nodes": len(self._cores.nodes) if all(cpus.node is not None for cpus in cores) else 1,
                     "slab": self._slab,
                     "key": self._key,
+                    "suspects": list(self._monitor.suspects.items()),
                 }
             case "worker":
                 return {"host_slowdown": config.host_slowdown}

@@ -41,6 +41,7 @@ from pipeline.memory.needs import (
 )
 from pipeline.models.facts import facts_of, is_own
 from pipeline.models.registry import model_spec
+from pipeline.scheduling.suspects import Suspects
 from pipeline.text.detokenizer import DECODER, Detokenizer
 from pipeline.text.tokenizer import has_tokenizer
 from protocol.messages import Progress
@@ -99,6 +100,7 @@ class EngineParts:
         self.control = ControlSegment.attach(config.control)
         closing.callback(self.control.close)
         self.tick = self.control.line("coordinator", 0).tick
+        self.suspects = Suspects(self.control, config.suspects)
         # Bound before any slow part, so that the children can connect.
         if config.workers:
             chunk = min(options.chunk or CHUNK_MAX, self.context)
