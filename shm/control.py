@@ -13,8 +13,8 @@ A line is 64 bytes, so that no two writers share a cache line. Its numbers (int6
 
 Each number is written atomically, by one process. A reader of several may see them a moment apart.
 
-The numbers of the lines of requests are one sequence: how many requests there are, then of each its key, and of
-how many crashes it is suspected. They are read when the coordinator has exited.
+The numbers of the lines of requests are one sequence: how many requests there are, then of each its key, and
+of how many crashes it is suspected. They are read when the coordinator has exited.
 """
 
 from __future__ import annotations

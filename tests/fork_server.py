@@ -163,7 +163,13 @@ class ForkServer:
         return ForkedProcess(self._fork_child(command[3:], **options))
 
     def _fork_child(
-        self, arguments: tuple[str, ...], *, pass_fds: tuple[int, ...], env: dict[str, str], stdout: int, **_: Any
+        self,
+        arguments: tuple[str, ...],
+        *,
+        pass_fds: tuple[int, ...],
+        env: dict[str, str],
+        stdout: int,
+        **_: Any,
     ) -> int:
         with open(os.devnull, "rb") as nothing:
             return self.fork(list(arguments), env, os.getcwd(), (nothing.fileno(), stdout, stdout), pass_fds)

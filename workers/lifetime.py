@@ -82,7 +82,8 @@ class DroppingOutput(io.RawIOBase):
     def write(self, data: bytes, /) -> int:  # type: ignore[override]  # TextIOWrapper writes bytes alone
         note = b""
         if self._dropped:
-            note = f"\n{self._dropped} lines were dropped: the supervisor did not read them in time\n".encode()
+            lost = f"{self._dropped} lines were dropped"
+            note = f"\n{lost}: the supervisor did not read them in time\n".encode()
         left = self._left(note + data)
         told = len(left) <= len(data)
         self._dropped = left.count(b"\n") if told else self._dropped + data.count(b"\n")

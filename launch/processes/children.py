@@ -113,8 +113,8 @@ class Child:
         self.send_signal(signal.SIGKILL)
 
     def kill_hung(self, where: str = "", *, stopped: bool = False) -> None:
-        """Kill it, as unexpectedly as a crash: it is restarted. `where`: the part of it that hangs; `stopped`:
-        it does so because somebody has stopped it."""
+        """Kill it, as unexpectedly as a crash: it is restarted. `where`: the part of it that hangs;
+        `stopped`: it does so because somebody has stopped it."""
         self.hung, self.stopped = where, stopped
         self.send_signal(signal.SIGKILL)
 
@@ -172,8 +172,8 @@ class Child:
 async def spawn(identity: Identity, threads: int, key: bytes, fds: tuple[int, ...] = ()) -> Child:
     """Start a child from the calling thread, which must run as long as the engine does: the kernel ties
     PDEATHSIG to it. The child imports its modules and waits for its configuration. `key`: the engine's;
-    `threads`: of numerical libraries; `fds`: descriptors that it gets, by the same numbers. Raises OSError where
-    the system refuses another process."""
+    `threads`: of numerical libraries; `fds`: descriptors that it gets, by the same numbers. Raises OSError
+    where the system refuses another process."""
     for_child, lifeline = os.pipe()
     printed, prints = os.pipe()
     os.set_blocking(prints, False)  # what the supervisor does not read in time is lost, and blocks no child

@@ -1,6 +1,6 @@
-"""The sockets at which an engine is served over HTTP. The supervisor holds them as long as the engine runs and
-hands them to each gateway: while one is restarted connections wait, and no other program can take the port,
-where it would receive prompts and API keys."""
+"""The sockets at which an engine is served over HTTP. The supervisor holds them as long as the engine runs,
+and hands them to each gateway: while one is restarted connections wait, and no other program can take the
+port, where it would receive prompts and API keys."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Restarts an engine's processes when they exit or hang; where that is no use, ends the engine with one line.
 A worker or the prefetcher is restarted at once at first, then after growing pauses; the coordinator receives
 a WorkerDied and gives its work to others. Exits before any work, or by a crash before anything was computed,
-end the engine where no worker computes anything between them. Kills from outside, which may meet any process in
-its start, do so only when the engine has done no work for minutes of them. The gateway for HTTP is restarted for ever:
-only its clients notice, and its file of API keys may be mended. When the coordinator exits or
+end the engine where no worker computes anything between them. Kills from outside, which may meet any process
+in its start, end it only where it has done no work for minutes of them. The gateway for HTTP is restarted
+for ever: only its clients notice, and its file of API keys may be mended. When the coordinator exits or
 hangs, all others but the gateway are killed and restarted on the same store: the answers of the gateway's
 clients go on when the coordinator is back."""
 
@@ -51,7 +51,7 @@ class Limits:
     early: float = 30.0  # after Ready: a coordinator that exits before that has exited early
     coordinator_exits: int = 5  # number of early exits in a row that end the engine
     futile_exits: int = 8  # in a row, of one worker or prefetcher before it worked, while no worker did
-    futile_kills: float = 120.0  # seconds of kills from outside, as many at least, while the engine did nothing
+    futile_kills: float = 120.0  # seconds of that many kills from outside, while the engine did no work
     first_pause: float = 0.1  # before the second restart in a row, doubled before each further one
     longest_pause: float = 5.0
 
@@ -62,8 +62,8 @@ class Limits:
 
 @dataclass
 class Kills:
-    """Kills from outside in a row, between which the engine has made no progress. Not their number makes them
-    too many: who kills ten processes a second on a busy machine meets most of them in their start."""
+    """Kills from outside in a row, between which the engine has made no progress. It takes time, too, to make
+    them too many: who kills ten processes a second on a busy machine meets most of them in their start."""
 
     count: int = 0
     since: float = 0.0  # monotonic seconds

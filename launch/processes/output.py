@@ -19,8 +19,9 @@ LAST_LINES = 20  # that are kept
 MOST_QUOTED = 100  # characters
 # What Python, torch, NumPy, the C++ library, ZeroMQ and the loader of shared libraries say.
 NO_MEMORY = re.compile(
-    r"bad_alloc|MemoryError|(can(no|')t|unable to|failed to|could not) allocate|allocation of \d+ bytes failed"
-    r"|out of memory|failed to map segment|Resource temporarily unavailable|can't start new thread",
+    r"bad_alloc|MemoryError|(can(no|')t|unable to|failed to|could not) allocate"
+    r"|allocation of \d+ bytes failed|out of memory|failed to map segment|Resource temporarily unavailable"
+    r"|can't start new thread",
     re.IGNORECASE,
 )
 RECENT = 5.0  # seconds before an exit, of lines that may tell its reason
@@ -70,8 +71,8 @@ class ChildOutput:
         self._reader = -1
 
     def memory_reason(self) -> str:
-        """Returns what tells that an exit was for want of memory, to follow its description; "" without a sign
-        of it."""
+        """Returns what tells that an exit was for want of memory, to follow its description; "" without a
+        sign of it."""
         since = time.monotonic() - RECENT
         said = next((line for at, line in reversed(self._last) if at > since and NO_MEMORY.search(line)), "")
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)

@@ -115,10 +115,10 @@ async def test_early_exits_in_a_row_stop_the_engine_with_one_line(start_engine, 
             state = State(supervisor, client)
             seen.append(state)
             while True:
-                killed.append(await state.kill_next("coordinator", 0, killed[-1]))
+                killed.append(await state.kill_next("coordinator", 0, killed[-1], signal.SIGSEGV))
 
     with pytest.raises(
-        EngineFailed, match=r"^the coordinator was killed by SIGKILL, \d times in a row"
+        EngineFailed, match=r"^the coordinator was killed by SIGSEGV, \d times in a row"
     ) as failure:
         await run_and_kill()
     assert "\n" not in str(failure.value)
@@ -138,14 +138,14 @@ async def test_restarted_coordinator_that_exits_early_stops_an_engine_that_ran_l
         async with start_engine(config(tiny_model), limits) as (supervisor, client):
             state = State(supervisor, client)
             await asyncio.sleep(limits.early)
-            killed.append(await state.kill_next("coordinator", 0, -1))
+            killed.append(await state.kill_next("coordinator", 0, -1, signal.SIGSEGV))
             async with Client.connect(supervisor.endpoint, timeout=RESTARTED):
-                killed.append(await state.kill_next("coordinator", 0, killed[-1]))
-            await state.kill_next("coordinator", 0, killed[-1])  # if it is restarted
+                killed.append(await state.kill_next("coordinator", 0, killed[-1], signal.SIGSEGV))
+            await state.kill_next("coordinator", 0, killed[-1], signal.SIGSEGV)  # if it is restarted
             killed.append(-1)
             await asyncio.sleep(LIMIT)
 
-    with pytest.raises(EngineFailed, match=r"^the coordinator was killed by SIGKILL, 2 times in a row"):
+    with pytest.raises(EngineFailed, match=r"^the coordinator was killed by SIGSEGV, 2 times in a row"):
         await run_and_kill()
     assert killed == [0, 1]
 

@@ -131,7 +131,9 @@ async def test_a_child_s_lines_are_passed_on_whole_and_its_last_ones_tell_of_mem
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     writer = os.dup(pipe[1])
-    child = Child(Identity("worker", 1, 0), cast(Any, ScriptedProcess()), -1, b"", ChildOutput(os.dup(pipe[0])))
+    child = Child(
+        Identity("worker", 1, 0), cast(Any, ScriptedProcess()), -1, b"", ChildOutput(os.dup(pipe[0]))
+    )
     assert child.output is not None
     monkeypatch.setattr(resource, "getrlimit", lambda which: (10**9, 10**9))
     perhaps = "the worker 1 was killed by SIGABRT; perhaps for want of memory: ulimit -v allows each process"
