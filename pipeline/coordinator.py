@@ -247,7 +247,8 @@ class Coordinator:
                 if not (self._inbox.put(client, message) or self._stopping.is_set()):
                     self._clients.cut_off(client, FLOODED)
             case Stats():
-                stats = self._status.stats() | {"clients": self._clients.counts()}
+                own = {"clients": self._clients.counts(), "text": self._text_link.stats()}
+                stats = self._status.stats() | own
                 self._clients.send(client, StatsReply(message.request, stats))
             case ExpertActivity():
                 self._clients.send(client, self._status.activity(message.request))

@@ -88,8 +88,8 @@ class Kills:
 
     def __str__(self) -> str:
         return (
-            f"{self.count} times in {self.seconds:.0f} s in which the engine did no work: perhaps the system is"
-            " short of memory"
+            f"{self.count} times in {self.seconds:.0f} s in which the engine did no work: perhaps the system"
+            " is short of memory"
         )
 
 

@@ -210,4 +210,4 @@ def chaos_parts(chaos: dict[str, Any]) -> Iterator[RenderableType]:
         )
     for role, deaths in chaos["respawns"].items():
         if deaths:
-            yield f"{role} restarted {count(deaths, 'time')}"
+            yield f"{role} restarted {count(deaths, 'time')}, as the last coordinator counted"

@@ -143,11 +143,11 @@ class EngineParts:
         ]
 
     def _detokenizer(self, text_up: threading.Event) -> Detokenizer | None:
-        """Returns the decoding half of the model's tokenizer, which the text process has loaded under
-        limits."""
+        """Returns the decoding half of the model's tokenizer, which a text process of this engine has loaded
+        under limits; to a restarted coordinator the present one may come later."""
         if not has_tokenizer(self.config.model):
             return None
-        if not text_up.wait(TEXT_LIMIT):
+        if not ((self.config.runtime / DECODER).exists() or text_up.wait(TEXT_LIMIT)):
             raise PeerLost(f"the text process was not ready after {TEXT_LIMIT:.0f} s")
         return Detokenizer.read(self.config.runtime / DECODER)
 
