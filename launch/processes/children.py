@@ -158,6 +158,8 @@ class Child:
         """Return why the child has exited, as one line."""
         if self.failed.done():
             return self.failed.result().text
+        if self.stopped:
+            return f"the {title(self.identity)} had been stopped from outside and was killed"
         if self.hung is not None:
             return f"the {title(self.identity)} made no progress{self.hung} and was killed"
         if reason := self._load_failure(code):

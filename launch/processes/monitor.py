@@ -54,6 +54,7 @@ class Limits:
     futile_kills: float = 120.0  # seconds of that many kills from outside, while the engine did no work
     first_pause: float = 0.1  # before the second restart in a row, doubled before each further one
     longest_pause: float = 5.0
+    kill_pause: float = 1.0  # the longest after a kill from outside, which says little about the next one
 
     def pause(self, early_exits: int) -> float:
         """Returns the seconds before the next restart: none before the first."""
@@ -84,7 +85,7 @@ class Kills:
 
     def pause(self, limits: Limits) -> float:
         """Returns the seconds before the next restart, which grow with the time that this takes already."""
-        return min(limits.longest_pause, self.seconds / 8)
+        return min(limits.kill_pause, self.seconds / 8)
 
     def __str__(self) -> str:
         return (

@@ -45,6 +45,7 @@ TARGETS = ("worker", "prefetcher", "text", "gateway", "coordinator")  # all but 
 RATE = 1.0
 STARTING_SHARE = 0.1  # of these faults, meet a process in its start: more would let none end its start
 COORDINATOR_SHARE = 0.02  # of the others: at each all processes are restarted, for seconds
+COORDINATOR_SECONDS = 10.0  # that it has answered before it is hit: or the engine would only start
 GATEWAY_SECONDS = 3.0  # after which it counts as started
 PATIENCE = 0.2  # seconds for the coordinator to answer
 BURST = 100  # hostile messages to each socket
@@ -130,6 +131,7 @@ class Injector:
         self._random = Random(chaos.seed)
         self._killed: set[int] = set()  # process ids
         self._asked: asyncio.Future[dict[str, Any]] | None = None  # a Stats without an answer so far
+        self._silent_at = 0.0  # monotonic seconds: when the coordinator did not answer
         self._stopped: dict[int, psutil.Process] = {}  # by this injector
         self._task: asyncio.Task[None] | None = None
 
@@ -184,6 +186,7 @@ class Injector:
             self._asked, patience = asyncio.ensure_future(self._stats()), PATIENCE
         await asyncio.wait((self._asked,), timeout=patience)
         if not self._asked.done():
+            self._silent_at = time.monotonic()
             return None
         answered, self._asked = self._asked, None
         return answered.result()
@@ -213,7 +216,7 @@ class Injector:
 
     def _targets(self, stats: dict[str, Any] | None, luck: float) -> list[tuple[str, psutil.Process]]:
         """Those that are up, or in STARTING_SHARE of all cases those that are not; or the coordinator, which
-        is left alone until it is up. None was stopped or killed here before."""
+        is left alone until it has answered for a while. None was stopped or killed here before."""
         peers = [] if stats is None else [*stats["peers"], stats["text"]]
         up = {peer["pid"] for peer in peers if peer["up"]}
         groups: dict[str, list[tuple[str, psutil.Process]]] = {"up": [], "starting": [], "coordinator": []}
@@ -221,7 +224,7 @@ class Injector:
             if role not in self.chaos.roles or process.pid in self._stopped or process.pid in self._killed:
                 continue
             if role == "coordinator":
-                if stats is not None:
+                if time.monotonic() > self._silent_at + COORDINATOR_SECONDS:
                     groups["coordinator"].append((role, process))
             elif role == "gateway":
                 old = time.time() - process.create_time() > GATEWAY_SECONDS
