@@ -131,7 +131,7 @@ class Injector:
         self._random = Random(chaos.seed)
         self._killed: set[int] = set()  # process ids
         self._asked: asyncio.Future[dict[str, Any]] | None = None  # a Stats without an answer so far
-        self._silent_at = 0.0  # monotonic seconds: when the coordinator did not answer
+        self._silent_at = time.monotonic()  # when the coordinator did not answer
         self._stopped: dict[int, psutil.Process] = {}  # by this injector
         self._task: asyncio.Task[None] | None = None
 

@@ -233,8 +233,8 @@ class ArenaCarrier(Carrier):
         for index, message in messages:
             match message:
                 case Ready():
-                    # While the engine starts, or sends, messages wait: this one may have exited meanwhile, and
-                    # its successor must not get the name of a lane that its WorkerDied removes.
+                    # Messages wait while the engine starts, or sends: this one may have exited, and its
+                    # successor must not get the name of a lane that its WorkerDied removes.
                     if message.generation == self._socket.generation(index):
                         self._make(index, message.generation)
                 case WorkerDied():
