@@ -100,7 +100,8 @@ class DroppingOutput(io.RawIOBase):
 
 def visible_stream(descriptor: int) -> VisibleStream:
     """Returns a stream of a child that writes there."""
-    return VisibleStream(DroppingOutput(descriptor), errors="replace", line_buffering=True)
+    output: Any = DroppingOutput(descriptor)
+    return VisibleStream(output, errors="replace", line_buffering=True)
 
 
 def pack_config(config: dict[str, Any]) -> bytes:

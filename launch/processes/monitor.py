@@ -51,7 +51,7 @@ class Limits:
     early: float = 30.0  # after Ready: a coordinator that exits before that has exited early
     coordinator_exits: int = 5  # number of early exits in a row that end the engine
     futile_exits: int = 8  # in a row, of one worker or prefetcher before it worked, while no worker did
-    futile_kills: float = 120.0  # seconds of that many kills from outside, while the engine did no work
+    futile_kills: float = 300.0  # seconds of that many kills from outside, while the engine did no work
     first_pause: float = 0.1  # before the second restart in a row, doubled before each further one
     longest_pause: float = 5.0
     kill_pause: float = 1.0  # the longest after a kill from outside, which says little about the next one
@@ -400,7 +400,7 @@ class ProcessMonitor:
 
 def _is_stopped(child: Child) -> bool:
     with suppress(psutil.NoSuchProcess):
-        return psutil.Process(child.process.pid).status() == psutil.STATUS_STOPPED
+        return bool(psutil.Process(child.process.pid).status() == psutil.STATUS_STOPPED)
     return False
 
 

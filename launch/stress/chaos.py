@@ -229,8 +229,10 @@ class Injector:
             elif role == "gateway":
                 old = time.time() - process.create_time() > GATEWAY_SECONDS
                 groups["up" if old else "starting"].append((role, process))
-            else:
-                groups["up" if process.pid in up else "starting"].append((role, process))
+            elif process.pid in up:
+                groups["up"].append((role, process))
+            elif role != "text":  # whose start takes seconds
+                groups["starting"].append((role, process))
         if luck < STARTING_SHARE:
             return groups["starting"]
         return groups["coordinator" if luck > 1 - COORDINATOR_SHARE else "up"]

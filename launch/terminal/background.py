@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections import deque
+from typing import Any
 
 MOST_QUEUED = 256 << 10  # bytes
 PATIENCE = 0.05  # seconds that a line waits to be written, so that streams of one terminal keep their order
@@ -92,10 +93,10 @@ class BackgroundOutput(io.RawIOBase):
 
 def unblock_stderr() -> None:
     """Let no process of this program wait for the reader of its stderr from now on."""
-    stderr = sys.stderr
+    stderr: Any = sys.stderr
     if stderr is not sys.__stderr__ or isinstance(stderr.buffer, BackgroundOutput):
         return  # a test's, or done
-    output = BackgroundOutput(stderr.fileno())
-    text = io.TextIOWrapper(output, stderr.encoding, stderr.errors, line_buffering=True)  # type: ignore[type-var]
+    output: Any = BackgroundOutput(stderr.fileno())
+    text: Any = io.TextIOWrapper(output, stderr.encoding, stderr.errors, line_buffering=True)
     sys.stderr = sys.__stderr__ = text  # type: ignore[misc]
     atexit.register(output.wait_written, LAST_SECONDS)
