@@ -11,7 +11,7 @@ from collections import deque
 from typing import Any
 
 MOST_QUEUED = 256 << 10  # bytes
-PATIENCE = 0.05  # seconds that a line waits to be written, so that streams of one terminal keep their order
+PATIENCE = 0.25  # seconds that a line waits to be written, so that streams of one terminal keep their order
 LAST_SECONDS = 0.5  # for what is still queued when the process ends
 
 

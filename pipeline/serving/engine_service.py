@@ -28,18 +28,7 @@ from pipeline.serving.engine_status import EngineStatus
 from pipeline.serving.policy_switch import PolicySwitch
 from pipeline.text.tokenizer import eos_ids
 from pipeline.traces.recorder import recorder_of
-from protocol.messages import (
-    Calibrate,
-    Cancel,
-    Done,
-    Error,
-    Generate,
-    PolicyChanged,
-    Score,
-    Scores,
-    SetPolicy,
-    Token,
-)
+from protocol.messages import Calibrate, Cancel, Done, Error, Generate, PolicyChanged, Score, SetPolicy
 from shm.errors import ShmError
 from workers.cuda import CudaError
 
@@ -65,7 +54,6 @@ class EngineService:
         self._parts = parts
         self._inbox = inbox
         self._post = post
-        self._line = parts.control.line("coordinator", 0)
         self._policies = PolicySwitch(parts)
         options, detokenizer = parts.config.options, parts.detokenizer
         jobs = JobFactory(
@@ -84,7 +72,7 @@ class EngineService:
             jobs,
             max_sequences=options.max_sequences,
             chunk=options.chunk or TRIAL_TOKENS,
-            send=self._answer,
+            send=lambda messages: self._post(ToClients(messages)),
             congested=congested,
             suspects=parts.suspects,
         )
@@ -204,10 +192,6 @@ class EngineService:
         if memory.idle:
             memory.audit()
         return not memory.idle or any(socket.behind for socket in self._parts.sockets.values())
-
-    def _answer(self, messages: list[tuple[bytes, object]]) -> None:
-        self._line.answered += sum(isinstance(message, Token | Scores) for _, message in messages)
-        self._post(ToClients(messages))
 
     def _send(self, client: bytes, message: object) -> None:
         self._post(ToClients([(client, message)]))
