@@ -201,7 +201,7 @@ def chaos_parts(chaos: dict[str, Any]) -> Iterator[RenderableType]:
     head = f"injected faults, seed {chaos['seed']}: {kinds or 'none'}"
     yield Text(f"{head}; {chaos['during_decode']} during requests", style="bold")
     if missed := chaos["missed"]:
-        yield f"of as many more as {missed} the process was not there, or still in its start"
+        yield f"{count(missed, 'more fault')} met no process: none was up, or none in its start"
     if sent := sum(chaos["hostile_messages"]["sent"].values()):
         yield f"hostile messages: {sent} sent"
     waits = chaos["kill_to_every_next_token_s"]

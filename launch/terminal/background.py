@@ -93,9 +93,11 @@ class BackgroundOutput(io.RawIOBase):
 
 def unblock_stderr() -> None:
     """Let no process of this program wait for the reader of its stderr from now on."""
+    if sys.stderr is not sys.__stderr__:
+        return  # a test's
     stderr: Any = sys.stderr
-    if stderr is not sys.__stderr__ or isinstance(stderr.buffer, BackgroundOutput):
-        return  # a test's, or done
+    if isinstance(stderr.buffer, BackgroundOutput):
+        return
     output: Any = BackgroundOutput(stderr.fileno())
     text: Any = io.TextIOWrapper(output, stderr.encoding, stderr.errors, line_buffering=True)
     sys.stderr = sys.__stderr__ = text  # type: ignore[misc]
