@@ -21,11 +21,12 @@ from launch.command_line.checks import (
     read_ids,
     read_text,
 )
-from launch.command_line.values import http_address, (
+from launch.command_line.values import (
     above,
     absolute,
     at_least,
     between,
+    http_address,
     model_path,
     not_empty,
     origins,
