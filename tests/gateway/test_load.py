@@ -101,6 +101,6 @@ async def test_no_other_program_gets_the_port_of_a_killed_gateway(served: Served
                     neighbour.bind((host, port))
     for host in ("127.0.0.1", "[::1]"):
         async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=60) as http:
-            while (await http.get("/health")).status_code != 200:  # it connects to the engine meanwhile
+            while (await http.get("/health")).status_code != 200:  # noqa: ASYNC110 - it connects to the engine
                 await asyncio.sleep(0.05)
             assert (await read(http, 1))[1] == "length"
