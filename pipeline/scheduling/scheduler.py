@@ -27,6 +27,7 @@ from pipeline.fairness import Held, Turns
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.jobs import Job
 from pipeline.scheduling.prefix_cache import PrefixCache
+from pipeline.scheduling.suspects import ALONE_STEPS, NO_KEY, Suspects
 from pipeline.scheduling.waiting_queue import WaitingQueue, to_preempt
 from protocol.messages import Generate, Score
 
@@ -46,6 +47,7 @@ class Scheduler:
         chunk: int,
         send: Send,
         congested: Callable[[bytes], bool],
+        suspects: Suspects,
     ) -> None:
         """`chunk`: prefill tokens of a step. `send` delivers messages to clients, those of a step
         together; while a client is `congested`, because it does not read its messages, its requests pause."""
@@ -57,6 +59,7 @@ class Scheduler:
         self._send = send
         self._step_answers: list[tuple[bytes, object]] | None = None  # during a step's end
         self._congested = congested
+        self._suspects = suspects
         self._waiting = WaitingQueue()
         self._running: list[Job] = []  # in the order of their latest admission
         self._live: dict[tuple[bytes, int], Job] = {}  # waiting and running, by client and request
@@ -71,13 +74,14 @@ class Scheduler:
     def idle(self) -> bool:
         return not self._waiting and not self._running
 
-    def enqueue(self, client: bytes, message: Generate | Score) -> None:
+    def enqueue(self, client: bytes, message: Generate | Score, key: int = NO_KEY) -> None:
         """Queue a request. Raises RequestError, one line, for one that can never be served, or not now."""
         if (client, message.request) in self._live:
             raise NumberInUse(f"request {message.request} is already being served")
         job = self._jobs.make(client, message, functools.partial(self._answer, client))
         if not self._held.take(client, job.size):
             raise RequestError("too many requests are already queued; try again later")
+        job.key, job.alone_steps = key, ALONE_STEPS if key in self._suspects else 0
         job.shares &= self.engine.backbone.chunks  # what goes on behind a prefix is a chunk
         self._live[client, message.request] = job
         self._waiting.add(job)
@@ -110,7 +114,8 @@ class Scheduler:
         ready = [job for job in self._running if job.ready and not self._congested(job.client)]
         self._step(self._with_capacity(self._next_prefill(ready)), "prefill")
         decoding = [job for job in ready if job.ready and not job.prefilling and job.reason is None]
-        self._step(self._with_capacity(decoding), "decode")
+        for jobs in _apart(self._with_capacity(decoding)):
+            self._step(jobs, "decode")
         return bool(ready)
 
     def _next_prefill(self, ready: list[Job]) -> list[Job]:
@@ -207,17 +212,26 @@ class Scheduler:
         # row's logits, which are large for a long chunk.
         alone = len(self._live) == 1 and jobs[0].grows
         inputs = [job.step_input(self.chunk_alone if alone else self.chunk) for job in jobs]
-        try:
-            # a preempted request is live too: it will go on
-            live = [job.sequence for job in self._live.values() if job.sequence is not None]
-            logits = self.engine.step(inputs, phase, live)
-        except StepFailed as e:
-            if len(jobs) == 1:
-                self._end(jobs[0], "error", e)
-            else:  # run each by itself, so that only the job that causes the failure ends
-                for job in jobs:
-                    self._step([job], phase)
-            return
+        failure: StepFailed | None = None
+        with self._suspects.computing([job.key for job in jobs]):
+            try:
+                # a preempted request is live too: it will go on
+                live = [job.sequence for job in self._live.values() if job.sequence is not None]
+                logits = self.engine.step(inputs, phase, live)
+            except StepFailed as e:
+                failure = e
+            else:
+                self._take_answers(jobs, inputs, logits, phase, started)
+        if failure is not None and len(jobs) == 1:
+            self._end(jobs[0], "error", failure)
+        elif failure is not None:  # run each by itself, so that only the job that causes the failure ends
+            for job in jobs:
+                self._step([job], phase)
+
+    def _take_answers(
+        self, jobs: list[Job], inputs: list[StepInput], logits: list[FloatArray], phase: Phase, started: float
+    ) -> None:
+        """End a step, and send the answers together."""
         answers: list[tuple[bytes, object]] = []
         self._step_answers = answers
         try:
@@ -242,6 +256,10 @@ class Scheduler:
         seconds = time.perf_counter() - started
         for job, step_input in zip(jobs, inputs, strict=True):
             job.count_step(phase, len(step_input.span.tokens), seconds)
+            if job.alone_steps and not job.prefilling:
+                job.alone_steps -= 1
+                if not job.alone_steps:
+                    self._suspects.clear(job.key)
             if job in failed:
                 self._end(job, "error", failed[job])
             elif job.reason is not None:
@@ -269,4 +287,11 @@ class Scheduler:
             self._running.remove(job)
             self.prefixes.end(job, job.kv, doubtful=isinstance(error, DOUBTFUL))
         self._ended += job.counted
+        if reason not in ("error", "cancelled"):
+            self._suspects.clear(job.key)
         job.finish(reason, stats, "" if error is None else str(error))
+
+
+def _apart(jobs: list[Job]) -> list[list[Job]]:
+    """Returns the jobs of each decode step: those that may crash the engine alone, all others together."""
+    return [[job for job in jobs if not job.alone_steps], *([job] for job in jobs if job.alone_steps)]

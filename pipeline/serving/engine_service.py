@@ -7,11 +7,12 @@ import logging
 import time
 from collections.abc import Callable
 
-from pipeline.errors import NumberInUse, PrefetcherLost, PromptTooLong, UsageError
+from pipeline.errors import NumberInUse, PrefetcherLost, PromptTooLong, RequestError, UsageError
 from pipeline.fairness import TimeShare
 from pipeline.policies.view import PolicyRequest
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.scheduler import Scheduler
+from pipeline.scheduling.suspects import key_of
 from pipeline.serving.calibration_service import CalibrationService
 from pipeline.serving.engine_inbox import (
     ClientGone,
@@ -73,6 +74,7 @@ class EngineService:
             chunk=options.chunk or TRIAL_TOKENS,
             send=lambda messages: self._post(ToClients(messages)),
             congested=congested,
+            suspects=parts.suspects,
         )
         self._calibrations = CalibrationService(
             parts, self._policies, self._scheduler, send=self._send, drain_inbox=self._drain_inbox
@@ -131,12 +133,8 @@ class EngineService:
 
     def _handle(self, client: bytes, message: EngineMessage) -> None:
         match message:
-            case Generate() | Score():
-                self._enqueue(client, message)
-            case Calibrate():
-                self._calibrations.serve(client, message)
-            case SetPolicy():
-                self._set_policy(client, message)
+            case Generate() | Score() | Calibrate() | SetPolicy():
+                self._begin(client, message)
             case Cancel():
                 self._calibrations.cancel(client, message.request)
                 self._scheduler.cancel(client, message.request)
@@ -144,9 +142,28 @@ class EngineService:
                 self._calibrations.forget(client)
                 self._scheduler.forget(client)
 
-    def _enqueue(self, client: bytes, message: Generate | Score) -> None:
+    def _begin(self, client: bytes, message: Generate | Score | Calibrate | SetPolicy) -> None:
+        key, suspects = key_of(message), self._parts.suspects
         try:
-            self._scheduler.enqueue(client, message)
+            suspects.check(key)
+        except RequestError as e:
+            done = Done(message.request, "error", str(e), usage=True)
+            self._send(client, Error(message.request, str(e)) if isinstance(message, SetPolicy) else done)
+            return
+        with suspects.computing([key]):
+            match message:
+                case Generate() | Score():
+                    self._enqueue(client, message, key)
+                case Calibrate():
+                    self._calibrations.serve(client, message)
+                case SetPolicy():
+                    self._set_policy(client, message)
+        if not isinstance(message, Generate | Score):  # those are only queued so far
+            suspects.clear(key)
+
+    def _enqueue(self, client: bytes, message: Generate | Score, key: int) -> None:
+        try:
+            self._scheduler.enqueue(client, message, key)
         except NumberInUse as e:  # an Error, because the Done of this number is the other request's
             self._send(client, Error(message.request, str(e)))
         except UsageError as e:

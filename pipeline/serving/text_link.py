@@ -81,10 +81,16 @@ class TextLink:
         self._on_up = on_up
         self._name = b""  # of the running process
         self.generation = -1
+        self._pid = 0
         self._up = asyncio.Event()
         self._asked: Encode | Follow | None = None
         self._answer: asyncio.Future[Any] | None = None  # to `_asked`
         self._log = SparseLog(log)
+
+    def stats(self) -> dict[str, Any]:
+        """The newest process, as the stats of workers describe one."""
+        up = self._name != b""
+        return {"role": ROLE, "index": 0, "generation": self.generation, "pid": self._pid, "up": up}
 
     async def wait_up(self) -> None:
         """Wait until a process has announced itself."""
@@ -146,7 +152,7 @@ class TextLink:
             if message.version != VERSION:
                 raise MalformedMessage("another version")
             self._drop(crashed=False)  # the one before, whose exit was not reported yet
-            self._name, self.generation = sender, identity.generation
+            self._name, self.generation, self._pid = sender, identity.generation, message.pid
             self._up.set()
             self._to_supervisor(WorkerUp(ROLE, 0, identity.generation))
             self._on_up()

@@ -9,7 +9,6 @@ the supervisor, and no others.
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import resource
@@ -17,7 +16,7 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from pipeline.text.grammar import Grammars, check_grammar
 from pipeline.text.tokenizer import LOAD_SECONDS, MEMORY, Tokenizer, one_line
 from protocol.messages import Encode, Encoded, Follow, Unfollow
 from workers.child_endpoint import ChildEndpoint
+from workers.lifetime import visible_stream
 
 NICENESS = 5  # of the threads that compute steps, each gets three times as much of a core
 ENDING = 64  # characters; the templates that begin an answer write a line or two
@@ -130,9 +130,7 @@ def _close_inherited(lifeline: int) -> None:
 def _silence_panics() -> None:
     """Drop what the library writes to descriptor 2, past `sys.stderr`: a report of each of its panics, of
     which a text can cause as many as it likes."""
-    # Of the same class, which may filter what is printed.
-    stream = io.BufferedWriter(io.FileIO(os.dup(2), "w"))
-    sys.stderr = cast(Any, type(sys.stderr))(stream, errors="replace", line_buffering=True)
+    sys.stderr = visible_stream(os.dup(2))
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(sys.stderr)
