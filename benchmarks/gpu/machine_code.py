@@ -1,4 +1,4 @@
-"""Cycles and bytes under way of the CUDA kernels' main loops, simulated from their machine code; needs no GPU.
+"""Cycles and bytes under way of the CUDA kernels' main loops, simulated from machine code; needs no GPU.
 
     python -m benchmarks.gpu.machine_code [--format int4]
 
@@ -73,7 +73,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Loop:
-    """A kernel's main loop: the smallest one that loads weights."""
+    """A kernel's main loop: of those without another in them the one that loads most weights."""
 
     kernel: str
     loaded: int  # bytes of weights that a pass loads for each lane
@@ -137,18 +137,28 @@ def _functions(text: str) -> dict[str, list[Instruction | str]]:
 
 def _main_loop(kernel: str, code: Sequence[Instruction | str]) -> Loop | None:
     labels = {label: at for at, label in enumerate(code) if isinstance(label, str)}
-    best: list[Instruction] = []
-    for at, one in enumerate(code):
+    spans = []  # of loops that load weights, the shortest first
+    for end, one in enumerate(code):
         if isinstance(one, str) or not one.operation.startswith("BRA"):
             continue
         target = re.search(r"\.L_x_\d+", one.operands)
-        start = labels.get(target[0], at) if target else at
-        body = [each for each in code[start : at + 1] if isinstance(each, Instruction)]
-        if any(each.loads_weights for each in body) and (not best or len(body) < len(best)):
-            best = body
-    if not best:
+        start = labels.get(target[0], end) if target else end
+        if any(isinstance(each, Instruction) and each.loads_weights for each in code[start:end]):
+            spans.append((end - start, start, end))
+    bodies: list[list[Instruction]] = []
+    inner: list[tuple[int, int]] = []
+    for _, start, end in sorted(spans):
+        if not any(start <= first and last <= end for first, last in inner):
+            inner.append((start, end))
+            bodies.append([each for each in code[start : end + 1] if isinstance(each, Instruction)])
+    if not bodies:
         return None
-    return Loop(kernel, sum(one.bytes for one in best if one.loads_weights), _cycles(best))
+    body = max(bodies, key=_loaded)
+    return Loop(kernel, _loaded(body), _cycles(body))
+
+
+def _loaded(body: Sequence[Instruction]) -> int:
+    return sum(one.bytes for one in body if one.loads_weights)
 
 
 def _cycles(body: Sequence[Instruction]) -> float:
