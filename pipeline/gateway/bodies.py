@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import re
-from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -233,6 +232,11 @@ MOST_NESTING = 200  # values in each other; schemas need some dozens
 MOST_VALUES = (
     1 << 20
 )  # of a body, told by its commas: each becomes an object, which takes far more than its bytes
+# Of JSON, one after the other; the group is half of a UTF-16 pair
+ESCAPES = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
 _PLACE = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$(.*)`)?$", re.DOTALL)
 _FIELD = re.compile(r"(required|unknown) field `(.{1,80})")
 
@@ -261,13 +265,15 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "typical_p": (1, 1.0),
     "mirostat": (0,),
 }
-MOST_NOTES = 1024  # different ones that are remembered; their words are of clients
+MOST_NOTES = 1024  # different ones; their words are of clients, so there could be any number
+_noted: set[str] = set()
 
 
-@lru_cache(maxsize=MOST_NOTES)
 def note_once(text: str, level: int = logging.INFO) -> None:
     """Write a line into the log, the first time: programs send what it is about with every request."""
-    log.log(level, "%s", text)
+    if text not in _noted and len(_noted) < MOST_NOTES:
+        _noted.add(text)
+        log.log(level, "%s", text)
 
 
 def decoded(raw: bytes, kind: type[T], endpoint: str) -> T:
@@ -293,7 +299,12 @@ def parse_json(text: str | bytes, name: str = "") -> dict[str, Any]:
     if raw.count(b",") > MOST_VALUES:
         raise ApiError(413, f"{name or 'the body'} has more than {MOST_VALUES} values")
     try:
-        value: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
+        try:
+            value: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
+        except msgspec.ValidationError:
+            raise
+        except msgspec.DecodeError:
+            value = msgspec.json.decode(ESCAPES.sub(_paired, raw), type=dict[str, Any])
         if raw.count(b"[") + raw.count(b"{") > MOST_NESTING and is_nested(value, MOST_NESTING):
             raise RecursionError
         return value
@@ -303,6 +314,11 @@ def parse_json(text: str | bytes, name: str = "") -> dict[str, Any]:
         reason = "nested too deeply" if isinstance(e, RecursionError) else str(e)[:200]
         error = f"is no valid JSON: {reason}"
         raise bad(name, error) if name else ApiError(400, f"the body {error}") from None
+
+
+def _paired(escape: re.Match[bytes]) -> bytes:
+    """Returns an escape of JSON; for half of a pair, by which a program has cut a text, the sign of that."""
+    return b"\\ufffd" if escape[1] else escape[0]
 
 
 def fitting(value: object, kind: type[T], name: str) -> T:
