@@ -12,8 +12,8 @@ A line is 64 bytes, so that no two writers share a cache line. Its numbers (int6
 
 Each number is written atomically, by one process. A reader of several may see them a moment apart.
 
-The numbers of the lines of requests are one sequence: how many requests there are, then of each its key, and of
-how many crashes it is suspected. They are read when the coordinator has exited.
+The numbers of the lines of requests are one sequence: how many requests there are, then of each its key, and
+of how many crashes it is suspected. They are read when the coordinator has exited.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shm.segment import Segment
 LINE = 8  # numbers
 IDLE = -1
 REQUEST_LINES = 33
-MOST_REQUESTS = (REQUEST_LINES * LINE - 1) // 2  # that are written; more are computed at once nowhere
+MOST_REQUESTS = (REQUEST_LINES * LINE - 1) // 2  # that are written down
 _ROWS = {"prefetcher": 0, "coordinator": 1, "worker": 2 + REQUEST_LINES}
 
 

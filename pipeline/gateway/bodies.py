@@ -230,9 +230,12 @@ class MessagesBody(CountBody, kw_only=True):
 # --- decoding -------------------------------------------------------------------------------------------
 
 MOST_NESTING = 200  # values in each other; schemas need some dozens
-MOST_VALUES = (
-    1 << 20
-)  # of a body, told by its commas: each becomes an object, which takes far more than its bytes
+# Of a body, told by single characters of it: nothing else runs in this process while a body becomes
+# objects, and they take far more memory than its bytes.
+MOST_VALUES = 1 << 18
+MOST_CONTAINERS = 1 << 16
+MOST_KEYS = 1 << 16
+MOST_LONG = 1 << 16  # numbers with a fraction or an exponent, which take long to read, and truth values
 _PLACE = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$(.*)`)?$", re.DOTALL)
 _FIELD = re.compile(r"(required|unknown) field `(.{1,80})")
 
@@ -290,8 +293,8 @@ def parse_json(text: str | bytes, name: str = "") -> dict[str, Any]:
     """Returns the object of a JSON text: a body, or a field of this name. Raises ApiError, also for what the
     engine's libraries cannot write, values nested too deeply, and for too many of them."""
     raw = text.encode("utf-8", "replace") if isinstance(text, str) else text
-    if raw.count(b",") > MOST_VALUES:
-        raise ApiError(413, f"{name or 'the body'} has more than {MOST_VALUES} values")
+    if too_many := _excess(raw) and _excess(_without_strings(raw)):
+        raise ApiError(413, f"{name or 'the body'} has more than {too_many}")
     try:
         value: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
         if raw.count(b"[") + raw.count(b"{") > MOST_NESTING and is_nested(value, MOST_NESTING):
@@ -303,6 +306,28 @@ def parse_json(text: str | bytes, name: str = "") -> dict[str, Any]:
         reason = "nested too deeply" if isinstance(e, RecursionError) else str(e)[:200]
         error = f"is no valid JSON: {reason}"
         raise bad(name, error) if name else ApiError(400, f"the body {error}") from None
+
+
+def _excess(raw: bytes) -> str:
+    """Returns of what a JSON text has too much, by the characters that tell; "" where it has not."""
+    containers = raw.count(b"[") + raw.count(b"{")
+    for found, most, what in (
+        (raw.count(b",") + containers, MOST_VALUES, "values"),
+        (containers, MOST_CONTAINERS, "objects and arrays"),
+        (raw.count(b":"), MOST_KEYS, "fields"),
+        (sum(map(raw.count, (b".", b"e", b"E"))), MOST_LONG, "numbers with fractions"),
+    ):
+        if found > most:
+            return f"{most} {what}"
+    return ""
+
+
+def _without_strings(raw: bytes) -> bytes:
+    """Returns a JSON text without what is in its strings; of more strings than a text may have, only the
+    beginning."""
+    bare = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+    parts = bare.split(b'"', 4 * MOST_VALUES)
+    return b"".join(parts[::2])
 
 
 def fitting(value: object, kind: type[T], name: str) -> T:

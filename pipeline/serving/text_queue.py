@@ -18,6 +18,7 @@ from pipeline.errors import PromptTooLong, RequestError
 from pipeline.fairness import MOST_WAITING, Held, Turns, held_bytes
 from pipeline.serving.text_link import TextLink, TextProcessExited, limit_of
 from pipeline.text.detokenizer import Detokenizer
+from pipeline.text.generation_defaults import check_size
 from pipeline.text.grammar import MaskDropped, MaskRequest
 from protocol.errors import MalformedMessage
 from protocol.messages import (
@@ -37,7 +38,6 @@ from protocol.messages import (
 
 MOST_EXITS = 8  # of the process during one job, by signals from outside: the system may lack memory
 ROLE_LIMIT = 256  # characters of a turn's role
-GRAMMAR_LIMIT = 1 << 18  # characters
 
 Request = Generate | Score | Calibrate  # what the engine's thread serves
 TextMessage = Request | Tokenize
@@ -61,8 +61,7 @@ class TextMessages:
         if (text is not None) + (ids is not None) + (messages is not None) != 1:
             raise RequestError(f"give exactly one of {GIVEN.get(type(message), 'text and token_ids')}")
         grammar = message.shaping.grammar if isinstance(message, Generate) else ""
-        if len(grammar) > GRAMMAR_LIMIT:
-            raise RequestError(f"a grammar has {GRAMMAR_LIMIT} characters at most")
+        check_size(grammar)
         if ids is not None and not grammar:
             return None
         if self._tokenizer is None:

@@ -13,8 +13,9 @@ from waiting import until
 from pipeline.errors import PromptTooLong, RequestError
 from pipeline.serving import text_queue
 from pipeline.serving.text_link import TextLink, TextProcessExited
-from pipeline.serving.text_queue import GRAMMAR_LIMIT, ROLE_LIMIT, TextMessages, TextQueue, with_ids
+from pipeline.serving.text_queue import ROLE_LIMIT, TextMessages, TextQueue, with_ids
 from pipeline.text.detokenizer import Detokenizer
+from pipeline.text.generation_defaults import GRAMMAR_LIMIT
 from pipeline.text.grammar import MaskRequest
 from protocol.messages import (
     Allowed,
