@@ -312,10 +312,10 @@ def _excess(raw: bytes) -> str:
     """Returns of what a JSON text has too much, by the characters that tell; "" where it has not."""
     containers = raw.count(b"[") + raw.count(b"{")
     for found, most, what in (
-        (raw.count(b",") + containers, MOST_VALUES, "values"),
         (containers, MOST_CONTAINERS, "objects and arrays"),
         (raw.count(b":"), MOST_KEYS, "fields"),
         (sum(map(raw.count, (b".", b"e", b"E"))), MOST_LONG, "numbers with fractions"),
+        (raw.count(b",") + containers, MOST_VALUES, "values"),
     ):
         if found > most:
             return f"{most} {what}"

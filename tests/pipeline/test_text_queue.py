@@ -34,7 +34,7 @@ from protocol.messages import (
 
 IDS = Generate(9, token_ids=(1, 2))
 CRASHED, KILLED = TextProcessExited(True), TextProcessExited(False)
-MASK = Allowed(np.ones(1, np.int32))
+MASK = Allowed(0, np.ones(1, np.int32))
 
 
 class Link:

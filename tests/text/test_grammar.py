@@ -81,7 +81,8 @@ class Answers:
         tokens = tuple(wanted.tokens[wanted.start + (known or 0) :])
         grammar = wanted.grammar if known is None else ""
         self._known[wanted.answer] = len(wanted.tokens) - wanted.start
-        wanted.allowed = self.grammars.follow(Follow(wanted.answer, wanted.vocabulary, tokens, grammar))
+        asked = Follow(wanted.answer, wanted.vocabulary, tokens, grammar)
+        wanted.allowed = (self.grammars.compile if grammar else self.grammars.follow)(asked)
         return None
 
 
