@@ -235,7 +235,7 @@ MOST_NESTING = 200  # values in each other; schemas need some dozens
 MOST_VALUES = 1 << 18
 MOST_CONTAINERS = 1 << 16
 MOST_KEYS = 1 << 16
-MOST_LONG = 1 << 16  # numbers with a fraction or an exponent, which take long to read, and truth values
+MOST_EXPONENTS = 1 << 12  # each may take msgspec 0.01 ms
 _PLACE = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$(.*)`)?$", re.DOTALL)
 _FIELD = re.compile(r"(required|unknown) field `(.{1,80})")
 
@@ -311,10 +311,11 @@ def parse_json(text: str | bytes, name: str = "") -> dict[str, Any]:
 def _excess(raw: bytes) -> str:
     """Returns of what a JSON text has too much, by the characters that tell; "" where it has not."""
     containers = raw.count(b"[") + raw.count(b"{")
+    exponents = raw.count(b"e") + raw.count(b"E") - raw.count(b"true") - raw.count(b"false")
     for found, most, what in (
         (containers, MOST_CONTAINERS, "objects and arrays"),
         (raw.count(b":"), MOST_KEYS, "fields"),
-        (sum(map(raw.count, (b".", b"e", b"E"))), MOST_LONG, "numbers with fractions"),
+        (exponents, MOST_EXPONENTS, "numbers with exponents"),
         (raw.count(b",") + containers, MOST_VALUES, "values"),
     ):
         if found > most:

@@ -94,7 +94,8 @@ class Grammars:
         """Advance an answer's grammar, which has been compiled, and say what may come next."""
         compiled = self._compiled.get(asked.answer)
         if compiled is None:
-            return _refused(asked, f"the grammars of all answers take more than {GRAMMAR_MEMORY >> 30} GB")
+            reason = f"all grammars take more than {GRAMMAR_MEMORY >> 30} GB, and it was the largest"
+            return _refused(asked, f"the grammar cannot be followed further: {reason}")
         try:
             return _advanced(compiled.matcher, asked)
         except (KeyboardInterrupt, SystemExit):

@@ -170,3 +170,18 @@ def test_a_grammar_that_nothing_can_follow_ends_with_a_line(
 def test_what_is_no_grammar_is_refused(tokenizer: Tokenizer, grammar: str) -> None:
     with pytest.raises(RequestError, match="grammar"):
         check_grammar(grammar)
+
+
+def test_the_largest_grammar_is_dropped_and_one_whose_answer_ended_is_not_kept(
+    tokenizer: Tokenizer, schema: str
+) -> None:
+    grammars = Grammars(tokenizer)
+    for answer, grammar in enumerate((schema, schema + " " * 99, schema)):
+        assert not grammars.compile(Follow(answer, VOCABULARY, (), grammar)).error
+    grammars.drop_largest()
+    errors = [grammars.follow(Follow(answer, VOCABULARY)).error for answer in range(3)]
+    assert errors[0] == errors[2] == ""
+    assert errors[1].startswith("the grammar cannot be followed further: all grammars take more than 2 GB")
+    grammars.drop(3)  # before its compilation has ended
+    grammars.compile(Follow(3, VOCABULARY, (), schema))
+    assert len(grammars) == 2
