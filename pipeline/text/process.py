@@ -21,6 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -111,12 +112,12 @@ def _serve(endpoint: ChildEndpoint, tokenizer: Tokenizer) -> None:
         for message in endpoint.receive(wait=True):
             match message:
                 case Encode():
-                    beside.start(lambda asked=message: encoded(tokenizer, asked))
+                    beside.start(partial(encoded, tokenizer, message))
                 case Follow() if message.grammar:
                     while len(grammars) and resident() > most:
                         grammars.drop_largest()
                         give_memory_back()
-                    beside.start(lambda asked=message: grammars.compile(asked))
+                    beside.start(partial(grammars.compile, message))
                 case Follow():
                     endpoint.send(grammars.follow(message))
                 case Unfollow():

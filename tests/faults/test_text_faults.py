@@ -165,14 +165,13 @@ async def test_death_during_a_mask_costs_its_answer_if_it_was_a_crash(
             state.send(signal.SIGCONT, "text")  # all masks had been made before: again
         for sent in (number, signal.SIGCONT):
             state.send(sent, "text")
-        waiting = asyncio.create_task(answer(other, grammar))
         if number == signal.SIGKILL:
             assert same(await dying, reference)
         else:
             reason = "^the grammar cannot be followed further: it ended the text process$"
             with pytest.raises(RequestFailed, match=reason):
                 await dying
-        assert same(await waiting, reference)
+        assert same(await answer(other, grammar), reference)
     await restarted(state, before)
 
 
