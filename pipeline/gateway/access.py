@@ -101,6 +101,16 @@ class Access:
             (b"vary", b"origin"),
         )
 
+    def check_site(self, scope: Scope, *, public: bool) -> None:
+        """Refuse what a page of another site loads without saying its origin, as browsers do for pictures,
+        scripts and frames. `public`: what is asked for may be opened by a link there. Raises ApiError."""
+        site = header_of(scope, b"sec-fetch-site")  # browsers alone send it; "none": the user has opened it
+        opened = header_of(scope, b"sec-fetch-dest") == "document"
+        if site in ("", "same-origin", "none") or (public and opened):
+            return
+        if not header_of(scope, b"origin") and "*" not in self._origins:
+            raise ApiError(403, "pages of other sites may not load this; see --allowed-origins")
+
     def client(self, scope: Scope) -> str:
         """Returns the name of the client whose key the request has, "" where none is needed. Raises
         ApiError."""

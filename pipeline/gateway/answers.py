@@ -19,6 +19,7 @@ from pipeline.gateway.errors import ApiError
 from pipeline.gateway.metrics import Meter
 from pipeline.gateway.settings import Settings, Tools
 from pipeline.gateway.steady import without_bookkeeping
+from pipeline.text.chat_format import TemplateKind
 from pipeline.text.chat_output import PARSER, ChatOutput, Part, ToolCall, opens_reasoning
 from pipeline.text.detokenizer import Detokenizer
 from protocol.answer import Answer
@@ -308,9 +309,11 @@ class ChatAnswer(ABC):
         thinking = await self._opens_thinking()
         if kind.thinks or (kind.calls and request.tools.schemas):
             await asyncio.to_thread(__import__, PARSER)
-        forced = bool(request.tools.wanted)  # a forced call is all of the answer
+        formed = bool(request.settings.shaping.grammar)  # what follows a grammar begins with no reasoning
+        # JSON is no reasoning and no call, whatever its texts say
+        shown = TemplateKind() if formed and not request.tools.schemas else kind
         outputs = [
-            ChatOutput(kind, request.tools.schemas, thinking=thinking and not forced)
+            ChatOutput(shown, request.tools.schemas, thinking=thinking and not formed)
             for _ in range(request.settings.choices)
         ]
         answers = (self._generate(index) for index in range(len(outputs)))
@@ -344,9 +347,9 @@ class ChatAnswer(ABC):
 
     async def _opens_thinking(self) -> bool:
         """Returns whether the template ends a prompt within reasoning. Rendered once for its variables."""
-        if not self.call.service.template.thinks:
-            return False
         openings, variables = self.call.service.openings, self.request.variables
+        if not self.call.service.template.thinks or "continue_final_message" in variables:
+            return False
         after_tool = self.request.messages[-1].role == "tool"
         name = hashed([variables, after_tool])
         if name not in openings:

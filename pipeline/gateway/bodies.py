@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import re
-from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -236,6 +235,11 @@ MOST_VALUES = 1 << 18
 MOST_CONTAINERS = 1 << 16
 MOST_KEYS = 1 << 16
 MOST_EXPONENTS = 1 << 12  # each may take msgspec 0.01 ms
+# Of JSON, one after the other; the group is half of a UTF-16 pair
+ESCAPES = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
 _PLACE = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$(.*)`)?$", re.DOTALL)
 _FIELD = re.compile(r"(required|unknown) field `(.{1,80})")
 
@@ -264,13 +268,15 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "typical_p": (1, 1.0),
     "mirostat": (0,),
 }
-MOST_NOTES = 1024  # different ones that are remembered; their words are of clients
+MOST_NOTES = 1024  # different ones; their words are of clients, so there could be any number
+_noted: set[str] = set()
 
 
-@lru_cache(maxsize=MOST_NOTES)
 def note_once(text: str, level: int = logging.INFO) -> None:
     """Write a line into the log, the first time: programs send what it is about with every request."""
-    log.log(level, "%s", text)
+    if text not in _noted and len(_noted) < MOST_NOTES:
+        _noted.add(text)
+        log.log(level, "%s", text)
 
 
 def decoded(raw: bytes, kind: type[T], endpoint: str) -> T:
@@ -296,7 +302,14 @@ def parse_json(text: str | bytes, name: str = "") -> dict[str, Any]:
     if too_many := _excess(raw) and _excess(_without_strings(raw)):
         raise ApiError(413, f"{name or 'the body'} has more than {too_many}")
     try:
-        value: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
+        try:
+            value: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
+        except msgspec.ValidationError:
+            raise
+        except msgspec.DecodeError:
+            if raw.count(b"\\") > MOST_VALUES:  # a piece of memory for each
+                raise
+            value = msgspec.json.decode(ESCAPES.sub(_paired, raw), type=dict[str, Any])
         if raw.count(b"[") + raw.count(b"{") > MOST_NESTING and is_nested(value, MOST_NESTING):
             raise RecursionError
         return value
@@ -329,6 +342,11 @@ def _without_strings(raw: bytes) -> bytes:
     bare = raw.replace(rb"\\", b"").replace(rb"\"", b"")
     parts = bare.split(b'"', 4 * MOST_VALUES)
     return b"".join(parts[::2])
+
+
+def _paired(escape: re.Match[bytes]) -> bytes:
+    """Returns an escape of JSON; for half of a pair, by which a program has cut a text, the sign of that."""
+    return b"\\ufffd" if escape[1] else escape[0]
 
 
 def fitting(value: object, kind: type[T], name: str) -> T:

@@ -77,7 +77,7 @@ def chat_request(body: ChatBody, welcome: Welcome, kind: TemplateKind) -> ChatRe
         body.max_completion_tokens or body.max_tokens,
         stop=body.stop,
         choices=body.n,
-        grammar=grammar_of(body.response_format, "response_format", tools.grammar()),
+        grammar=grammar_of(body.response_format, "response_format", tools),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     return ChatRequest(turns, settings, tools, _variables(body, kind))

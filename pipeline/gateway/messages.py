@@ -19,6 +19,8 @@ from pipeline.text.chat_format import TemplateKind
 from pipeline.text.chat_output import Part, ToolCall
 from protocol.messages import Welcome
 
+# Of the template, where the last message is the beginning of the answer
+BEGUN = {"add_generation_prompt": False, "continue_final_message": True}
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -45,9 +47,12 @@ def messages_request(
         max_tokens,
         stop=body.stop_sequences,
         stop_field="stop_sequences",
-        grammar=grammar_of(form, name, tools.grammar()),
+        grammar=grammar_of(form, name, tools),
     )
-    return ChatRequest(steady(conversation.turns), settings, tools, _variables(body, kind))
+    turns, variables = steady(conversation.turns), _variables(body, kind)
+    if turns and turns[-1].role == "assistant" and turns[-1].content.strip() and not turns[-1].extra:
+        variables = variables | BEGUN
+    return ChatRequest(turns, settings, tools, variables)
 
 
 def _variables(body: CountBody, kind: TemplateKind) -> Object:

@@ -51,11 +51,12 @@ class ResponsesBody(Common, kw_only=True):
 
 @dataclass(frozen=True)
 class ResponseRequest(ChatRequest):
-    """`given`: the tools as the client wrote them; `origins`: what those are to it that can be called, by the
-    model's names. `seals`: it wants reasoning in a form that it can send back. `compacts`: a summary is
-    wanted, no answer."""
+    """`given`: the tools as the client wrote them, `choice`: which of them it wants; `origins`: what those
+    are to it that can be called, by the model's names. `seals`: it wants reasoning in a form that it can
+    send back. `compacts`: a summary is wanted, no answer."""
 
     given: tuple[Object, ...] = ()
+    choice: str | Object = "auto"
     origins: dict[str, Origin] = field(default_factory=dict)
     seals: bool = False
     compacts: bool = False
@@ -86,7 +87,7 @@ def response_request(
         conversation.add_all(body.input)
     compacts = compacts or conversation.compacts
     tools = _tools(body, conversation, kind)
-    grammar = grammar_of(options.format, "text.format", tools.grammar())
+    grammar = grammar_of(options.format, "text.format", tools)
     most = body.max_output_tokens
     if compacts:  # the tools stay in the prompt: all before the last message is known from earlier requests
         conversation.say("user", SUMMARIZE)
@@ -98,6 +99,7 @@ def response_request(
         tools,
         reasoning_variables(reasoning.effort, kind),
         tuple(body.tools or ()),
+        body.tool_choice or "auto",
         {name: origin for name, (_, origin) in conversation.known.items()},
         "reasoning.encrypted_content" in include,
         compacts,

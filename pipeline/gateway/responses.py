@@ -121,7 +121,6 @@ class Response(ChatAnswer):
         yield f"response.{_status(whole)}", {"response": self.body([whole])}
 
     def _body(self, status: str, output: list[Object], usage: Object | None) -> Object:
-        tools = self.request.tools
         return {
             "id": f"resp_{self.call.id}",
             "object": "response",
@@ -131,8 +130,8 @@ class Response(ChatAnswer):
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self.model,
             "output": output,
-            "parallel_tool_calls": tools.parallel,
-            "tool_choice": "required" if tools.wanted else "auto",
+            "parallel_tool_calls": self.request.tools.parallel,
+            "tool_choice": self.request.choice,
             "tools": list(self.request.given),
             "store": False,
             "usage": usage,

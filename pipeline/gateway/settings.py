@@ -8,8 +8,9 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from pipeline.errors import RequestError
@@ -48,27 +49,41 @@ class Grammar:
         return bool(self.text)
 
 
+class Named(Struct):
+    name: str | None = None  # of a tool that can be called
+
+
+class AllowedTools(Struct):
+    mode: Literal["auto", "required"]
+    tools: list[Object]
+
+
 @dataclass(frozen=True)
 class Tools:
     """`given`: as the chat template reads them; `schemas`: of the parameters of all that can be called, by
-    name. `wanted`: the names that the answer has to call one of; empty where it may do without."""
+    name. `wanted`: the names that the answer has to call one of; empty where it may do without. `calls`: how
+    the model writes them, of FORMS."""
 
     given: tuple[Object, ...] = ()
     schemas: dict[str, Object] = field(default_factory=dict)
     wanted: tuple[str, ...] = ()
     parallel: bool = True
+    calls: str = ""
 
-    def grammar(self) -> Grammar:
-        """Returns that of an answer that calls a wanted tool; none where no tool has to be called."""
-        if not self.wanted:
-            return Grammar()
+    def grammar(self, schema: Object | None = None, param: str = "tools") -> Grammar:
+        """Returns that of an answer that calls a wanted tool; with a schema, of one that is JSON of it or
+        calls any tools. `param`: the field that asks for it."""
         calls, rules, form = [], [], FORMS["json"]
-        for place, name in enumerate(self.wanted):
-            schema = json.dumps((self.schemas[name] or {"type": "object"}) | {"x-guidance": COMPACT})
-            rules.append(f"arguments{place}: %json {schema}")
+        for place, name in enumerate(self.wanted or self.schemas):
+            rules.append(f"arguments{place}: {_json_rule(self.schemas[name] or {'type': 'object'})}")
             head = json.dumps(f'{form.open}\n{{"name": {json.dumps(name)}, "arguments": ')
             calls.append(f"{head} arguments{place} " + json.dumps(f"}}\n{form.close}"))
-        return _made("lark", "\n".join([f"start: {' | '.join(calls)}", *rules]), "tools")
+        rules.append(f"call: {' | '.join(calls)}")
+        start = "call"
+        if schema is not None:
+            rules.append(f"form: {_json_rule(schema)}")
+            start = 'form | call ("\\n" call)*' if self.parallel else "form | call"
+        return _made("lark", "\n".join([f"start: {start}", *rules]), param)
 
 
 def openai_tools(
@@ -97,8 +112,11 @@ def chosen_tools(
     kind: TemplateKind,
     parallel: bool,
 ) -> Tools:
-    """`choice`: none, auto, required, or an object that names a function. Raises ApiError."""
+    """`choice`: none, auto, required, or an object that names a function, or the functions that are allowed
+    now. Raises ApiError."""
     names: tuple[str, ...] = ()
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, schemas = _allowed(choice, schemas)  # the prompt has all of them: it stays as it was
     if isinstance(choice, dict):
         inner = choice.get("function", choice)
         wanted = inner.get("name") if isinstance(inner, dict) else None
@@ -120,27 +138,49 @@ def chosen_tools(
         return Tools(tuple(tools), parallel=parallel)
     if names and kind.calls != "json":
         raise bad("tool_choice", "calls of this model's form cannot be enforced; use auto")
-    return Tools(tuple(tools), schemas, names, parallel)
+    return Tools(tuple(tools), schemas, names, parallel, kind.calls)
 
 
-def grammar_of(wanted: Format | None, name: str, forced: Grammar = Grammar()) -> Grammar:
-    """Returns the grammar of a request. `name`: of the field with the wanted form; `forced`: that of a call
-    that has to be. Raises ApiError, also where both are asked for."""
-    formed = Grammar() if wanted is None else _of_format(wanted, name)
-    if forced and formed:
+def _allowed(choice: Object, schemas: dict[str, Object]) -> tuple[str, dict[str, Object]]:
+    """Returns the choice among the tools that are allowed, and their schemas. Raises ApiError."""
+    inner = fitting(choice.get("allowed_tools", choice), AllowedTools, "tool_choice")  # a chat's is nested
+    named = (fitting(tool.get("function", tool), Named, "tool_choice.tools").name for tool in inner.tools)
+    allowed = {name: schemas[name] for name in named if name in schemas}
+    if not allowed:
+        raise bad("tool_choice", "must allow one of the tools")
+    return inner.mode, allowed
+
+
+def grammar_of(wanted: Format | None, name: str, tools: Tools = Tools()) -> Grammar:
+    """Returns the grammar of a request. `name`: of the field with the wanted form; `tools`: those that the
+    answer may call instead, or has to. Raises ApiError, also where an answer has to do both."""
+    schema = None if wanted is None else _schema(wanted, name)
+    if schema is None:
+        return tools.grammar() if tools.wanted else Grammar()
+    if tools.wanted:
         raise bad("tool_choice", "an answer follows a form or calls a tool; give one of them")
-    return forced or formed
+    if not tools.schemas:
+        return json_schema(schema, name)
+    if tools.calls != "json":
+        text = "an answer of this model follows a form or may call tools; leave one out, or tool_choice: none"
+        raise bad(name, text)
+    return tools.grammar(schema, name)
 
 
-def _of_format(wanted: Format, name: str) -> Grammar:
+def _schema(wanted: Format, name: str) -> Object | None:
+    """Returns the schema of a form, None for any text. Raises ApiError."""
     if wanted.type == "text":
-        return Grammar()
+        return None
     if wanted.type == "json_object":
-        return json_schema({"type": "object"}, name)
+        return {"type": "object"}
     schema = wanted.schema if wanted.json_schema is None else wanted.json_schema.schema
     if schema is None:
         raise bad(f"{name}.schema", "is required")
-    return json_schema(schema, name)
+    return schema
+
+
+def _json_rule(schema: Object) -> str:
+    return "%json " + json.dumps(schema | {"x-guidance": COMPACT})
 
 
 def _made(kind: str, value: str, param: str, **options: Any) -> Grammar:

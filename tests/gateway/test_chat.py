@@ -20,7 +20,7 @@ from protocol.messages import ChatMessage
 
 openai = pytest.importorskip("openai")
 QUESTION = [{"role": "user", "content": "What is a list?"}]
-BROKEN_CALL = {"id": "1", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+BROKEN_CALL = {"id": "1", "function": {"name": "f", "arguments": '{"a": NaN}'}}
 WRONG_SCHEMA = {"type": "json_schema", "schema": {"type": "x"}}
 OBJECT = {"type": "json_schema", "schema": {"type": "object"}}
 CALLED = "messages[0].tool_calls[0].function"
@@ -134,7 +134,6 @@ def test_a_client_that_disconnects_cancels_its_answer(served: Served) -> None:
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, None),
         ({"messages": ["hello"]}, "messages[0]"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
@@ -164,7 +163,6 @@ def test_a_client_that_disconnects_cancels_its_answer(served: Served) -> None:
         ({"tool_choice": {"type": "function", "function": {"name": ["f"]}}}, "tool_choice"),
         ({"messages": [{"role": "assistant", "tool_calls": [BROKEN_CALL]}]}, f"{CALLED}.arguments"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"a": {"b": "\ud800"}}}, None),
         # By the engine: where the texts are read
         ({"messages": [{"role": "user", "content": "word " * 5000}]}, "messages"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),

@@ -128,7 +128,7 @@ async def said(dialect: type[Any]) -> tuple[list[Any], Any]:
         SimpleNamespace(welcome=None, tokenize=StyledEngine(KIMI).tokenize),
         SimpleNamespace(
             **{"tools": Tools(), "settings": settings, "messages": (), "template": ""},
-            **{"given": (), "seals": False, "origins": {"f": Origin("f")}},
+            **{"given": (), "choice": "auto", "seals": False, "origins": {"f": Origin("f")}},
         ),
     )
     events = [json.loads(event.partition(b"data: ")[2]) async for event in made.stream()]
@@ -195,6 +195,37 @@ class StyledEngine:
     async def tokenize(self, *, messages: Any, template: str) -> Any:
         self.probed.append(messages)
         return SimpleNamespace(ending=self.style.ending, ids=[])
+
+
+FORMED = Style(
+    "formed",
+    "{#- <think> </think> <tool_call> #}{%- if tools %}{% endif %}",
+    '{"a": "<think>x</think> <tool_call>"}',
+    "<think>\n",
+)
+
+
+@pytest.mark.parametrize("dialect", [Chat, Response, Messages])
+async def test_an_answer_in_a_form_is_content_where_the_prompt_opens_reasoning(dialect: type[Any]) -> None:
+    kind = TemplateKind.of_text(FORMED.template)
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    service: Any = Service(SimpleNamespace(), SimpleNamespace(), kind)  # type: ignore[arg-type]
+    call: Any = SimpleNamespace(service=service, id="x", created=1, key_name="")
+    if dialect is Chat:
+        asked = chat_request(
+            fitting({"messages": ASKED, "response_format": form}, ChatBody, ""), WELCOME, kind
+        )
+    elif dialect is Response:
+        asked = response_request(
+            fitting({"input": ASKED, "text": {"format": form}}, ResponsesBody, ""), WELCOME, kind
+        )
+    else:
+        given = {"messages": ASKED, "max_tokens": 9, "output_format": form}
+        asked = messages_request(fitting(given, MessagesBody, ""), WELCOME, kind)
+    events = [event async for _, event in dialect(call, StyledEngine(FORMED), asked).events()]
+    parts = [event for event in events if isinstance(event, Part)]
+    assert {part.kind for part in parts} == {"content"}
+    assert "".join(part.text for part in parts) == FORMED.answer
 
 
 def request_of(dialect: type[Any], turns: list[Any], kind: TemplateKind) -> ChatRequest:

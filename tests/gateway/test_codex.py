@@ -403,6 +403,19 @@ def test_efforts_and_verbosity_are_accepted_by_every_model() -> None:
         assert read(body, TemplateKind(thinks=True)).variables["reasoning_effort"] == effort
 
 
+def test_only_allowed_tools_are_called_and_all_are_given() -> None:
+    given = {"input": "a", "tools": [function("f", a="string"), function("g", a="string")]}
+    named = [{"type": "function", "name": "g"}, {"type": "web_search"}]
+    for mode, wanted in {"auto": (), "required": ("g",)}.items():
+        choice = {"type": "allowed_tools", "mode": mode, "tools": named}
+        request = read(given | {"tool_choice": choice}, TemplateKind(tools=True, calls="json"))
+        assert [tool["function"]["name"] for tool in request.tools.given] == ["f", "g"]
+        assert (list(request.tools.schemas), request.tools.wanted, request.choice) == (["g"], wanted, choice)
+    for wrong in ({"mode": "auto", "tools": [{"name": "h"}]}, {"mode": "any", "tools": named}, {"tools": 1}):
+        with pytest.raises(ApiError, match="tool_choice"):
+            read(given | {"tool_choice": {"type": "allowed_tools"} | wrong})
+
+
 def test_tools_of_one_name_are_one_and_those_before_the_conversation_are_given() -> None:
     added = {"type": "additional_tools", "role": "developer", "tools": [function("g", c="string")]}
     request = read({"input": [added, message("user", "a")], "tools": TOOLS[:1]})

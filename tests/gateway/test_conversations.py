@@ -60,6 +60,18 @@ def shared(before: Sequence[Any], now: Sequence[Any]) -> int:
     return next((place for place, (old, new) in pairs if old != new), min(len(before), len(now)))
 
 
+@pytest.mark.parametrize("style", STYLES, ids=lambda style: style.name)
+def test_an_answer_that_the_client_has_begun_goes_on(style: Style) -> None:
+    begun = {"role": "assistant", "content": [text('{"a":')]}
+    request = read(TemplateKind.of_text(style.template), messages=[user(text("JSON?")), begun])
+    written = [{"role": message.role, "content": message.content} for message in request.messages]
+    ((prompt,), _) = render_jinja_template([written], chat_template=style.template, **request.variables)
+    assert prompt.endswith('{"a":')
+    for block in (CALL, text(" ")):  # nothing to go on with
+        last = {"role": "assistant", "content": [block]}
+        assert read(messages=[user(text("JSON?")), last]).variables == {}
+
+
 def test_blocks_are_texts_or_named_or_left_out() -> None:
     found = {"type": "search_result", "title": "T", "source": "http://a", "content": [text("found")]}
     answer = [{"type": "server_tool_use", "id": "s"}, text("Yes."), {"type": "x_tool_result", "content": []}]

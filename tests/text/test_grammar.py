@@ -9,7 +9,9 @@ import pytest
 from embedded_tokenizer import embedded_tokenizer
 
 from pipeline.errors import PipelineError, RequestError
-from pipeline.gateway.settings import Tools, json_schema
+from pipeline.gateway.bodies import Format
+from pipeline.gateway.errors import ApiError
+from pipeline.gateway.settings import Tools, grammar_of, json_schema
 from pipeline.text.grammar import Grammar, Grammars, MaskDropped, MaskRequest, check_grammar
 from pipeline.text.sampler import Sampler, TokenChooser
 from pipeline.text.tokenizer import Tokenizer
@@ -58,6 +60,38 @@ def test_json_has_no_white_space_but_single_spaces_behind_separators(tokenizer: 
             matcher = LLMatcher(made, grammar, log_level=0)
             taken = matcher.consume_tokens(tokenizer.encode_prompt(before + text + behind))
             assert (taken and matcher.is_accepting()) is follows, text
+
+
+def test_a_form_leaves_room_for_calls(tokenizer: Tokenizer) -> None:
+    """An agent that wants its last answer in a form has tools for those before."""
+    from llguidance import LLMatcher
+
+    plain = {name: value for name, value in SCHEMA.items() if name != "x-guidance"}
+    schemas = {"f": plain, "g": {}}
+    made = tokenizer.for_grammars(VOCABULARY)
+    form = '{"a": 1, "b": "x"}'
+    call = f'<tool_call>\n{{"name": "f", "arguments": {form}}}\n</tool_call>'
+    other = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+    for parallel in (True, False):
+        grammar = grammar_of(
+            Format("json_schema", schema=plain), "x", Tools((), schemas, (), parallel, "json")
+        )
+        for text, follows in {
+            form: True,
+            call: True,
+            f"{call}\n{other}": parallel,
+            f"{form}{call}": False,
+            '{"c": 1}': False,
+            "I call f": False,
+        }.items():
+            matcher = LLMatcher(made, grammar.text, log_level=0)
+            taken = matcher.consume_tokens(tokenizer.encode_prompt(text))
+            assert (taken and matcher.is_accepting()) is follows, text
+
+
+def test_a_form_beside_tools_is_refused_where_calls_are_no_json() -> None:
+    with pytest.raises(ApiError, match="an answer of this model follows a form or may call tools"):
+        grammar_of(Format("json_object"), "response_format", Tools((), {"f": {}}, (), True, "xml"))
 
 
 class Answers:
