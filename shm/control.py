@@ -29,7 +29,7 @@ from shm.segment import Segment
 LINE = 8  # numbers
 IDLE = -1
 REQUEST_LINES = 33
-MOST_REQUESTS = (REQUEST_LINES * LINE - 1) // 2  # that are written; more are computed at once nowhere
+MOST_REQUESTS = (REQUEST_LINES * LINE - 1) // 2  # that are written down
 _ROWS = {"prefetcher": 0, "coordinator": 1, "worker": 2 + REQUEST_LINES}
 
 

@@ -109,7 +109,7 @@ def loops(cubin: bytes) -> list[Loop]:
     with TemporaryDirectory() as folder:
         file = Path(folder) / "kernels.cubin"
         file.write_bytes(cubin)
-        command = [disassembler(), "-c", "-hex", file]
+        command = [str(disassembler()), "-c", "-hex", str(file)]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     made = (_main_loop(kernel, code) for kernel, code in _functions(text).items())
     return [loop for loop in made if loop is not None]

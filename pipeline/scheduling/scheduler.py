@@ -27,7 +27,7 @@ from pipeline.fairness import Held, Turns
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.jobs import Job
 from pipeline.scheduling.prefix_cache import PrefixCache
-from pipeline.scheduling.suspects import ALONE_STEPS, NO_KEY, Suspects
+from pipeline.scheduling.suspects import Suspects
 from pipeline.scheduling.waiting_queue import WaitingQueue, to_preempt
 from protocol.messages import Generate, Score
 
@@ -74,14 +74,14 @@ class Scheduler:
     def idle(self) -> bool:
         return not self._waiting and not self._running
 
-    def enqueue(self, client: bytes, message: Generate | Score, key: int = NO_KEY) -> None:
+    def enqueue(self, client: bytes, message: Generate | Score) -> None:
         """Queue a request. Raises RequestError, one line, for one that can never be served, or not now."""
         if (client, message.request) in self._live:
             raise NumberInUse(f"request {message.request} is already being served")
         job = self._jobs.make(client, message, functools.partial(self._answer, client))
         if not self._held.take(client, job.size):
             raise RequestError("too many requests are already queued; try again later")
-        job.key, job.alone_steps = key, ALONE_STEPS if key in self._suspects else 0
+        self._suspects.add(job, message)
         job.shares &= self.engine.backbone.chunks  # what goes on behind a prefix is a chunk
         self._live[client, message.request] = job
         self._waiting.add(job)
@@ -114,7 +114,7 @@ class Scheduler:
         ready = [job for job in self._running if job.ready and not self._congested(job.client)]
         self._step(self._with_capacity(self._next_prefill(ready)), "prefill")
         decoding = [job for job in ready if job.ready and not job.prefilling and job.reason is None]
-        for jobs in _apart(self._with_capacity(decoding)):
+        for jobs in self._suspects.apart(self._with_capacity(decoding)):
             self._step(jobs, "decode")
         return bool(ready)
 
@@ -212,26 +212,19 @@ class Scheduler:
         # row's logits, which are large for a long chunk.
         alone = len(self._live) == 1 and jobs[0].grows
         inputs = [job.step_input(self.chunk_alone if alone else self.chunk) for job in jobs]
-        failure: StepFailed | None = None
-        with self._suspects.computing([job.key for job in jobs]):
-            try:
-                # a preempted request is live too: it will go on
-                live = [job.sequence for job in self._live.values() if job.sequence is not None]
-                logits = self.engine.step(inputs, phase, live)
-            except StepFailed as e:
-                failure = e
-            else:
-                self._take_answers(jobs, inputs, logits, phase, started)
-        if failure is not None and len(jobs) == 1:
-            self._end(jobs[0], "error", failure)
-        elif failure is not None:  # run each by itself, so that only the job that causes the failure ends
-            for job in jobs:
-                self._step([job], phase)
-
-    def _take_answers(
-        self, jobs: list[Job], inputs: list[StepInput], logits: list[FloatArray], phase: Phase, started: float
-    ) -> None:
-        """End a step, and send the answers together."""
+        self._suspects.begin_step(jobs)
+        try:
+            # a preempted request is live too: it will go on
+            live = [job.sequence for job in self._live.values() if job.sequence is not None]
+            logits = self.engine.step(inputs, phase, live)
+        except StepFailed as e:
+            self._suspects.end()
+            if len(jobs) == 1:
+                self._end(jobs[0], "error", e)
+            else:  # run each by itself, so that only the job that causes the failure ends
+                for job in jobs:
+                    self._step([job], phase)
+            return
         answers: list[tuple[bytes, object]] = []
         self._step_answers = answers
         try:
@@ -240,6 +233,7 @@ class Scheduler:
             self._step_answers = None
             if answers:
                 self._send(answers)
+        self._suspects.end()
 
     def _end_step(
         self, jobs: list[Job], inputs: list[StepInput], logits: list[FloatArray], phase: Phase, started: float
@@ -256,10 +250,7 @@ class Scheduler:
         seconds = time.perf_counter() - started
         for job, step_input in zip(jobs, inputs, strict=True):
             job.count_step(phase, len(step_input.span.tokens), seconds)
-            if job.alone_steps and not job.prefilling:
-                job.alone_steps -= 1
-                if not job.alone_steps:
-                    self._suspects.clear(job.key)
+            self._suspects.count_step(job)
             if job in failed:
                 self._end(job, "error", failed[job])
             elif job.reason is not None:
@@ -287,11 +278,4 @@ class Scheduler:
             self._running.remove(job)
             self.prefixes.end(job, job.kv, doubtful=isinstance(error, DOUBTFUL))
         self._ended += job.counted
-        if reason not in ("error", "cancelled"):
-            self._suspects.clear(job.key)
         job.finish(reason, stats, "" if error is None else str(error))
-
-
-def _apart(jobs: list[Job]) -> list[list[Job]]:
-    """Returns the jobs of each decode step: those that may crash the engine alone, all others together."""
-    return [[job for job in jobs if not job.alone_steps], *([job] for job in jobs if job.alone_steps)]

@@ -7,12 +7,11 @@ import logging
 import time
 from collections.abc import Callable
 
-from pipeline.errors import NumberInUse, PrefetcherLost, PromptTooLong, RequestError, UsageError
+from pipeline.errors import NumberInUse, PrefetcherLost, PromptTooLong, UsageError
 from pipeline.fairness import TimeShare
 from pipeline.policies.view import PolicyRequest
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.scheduler import Scheduler
-from pipeline.scheduling.suspects import key_of
 from pipeline.serving.calibration_service import CalibrationService
 from pipeline.serving.engine_inbox import (
     ClientGone,
@@ -125,7 +124,11 @@ class EngineService:
         while item is not None:
             self._parts.tick()
             began = time.perf_counter()
-            self._handle(*item)
+            if (refusal := self._parts.suspects.refusal(item[1])) is not None:
+                self._send(item[0], refusal)
+            else:
+                with self._parts.suspects.handling(item[1]):
+                    self._handle(*item)
             if not isinstance(item[1], SetPolicy | Calibrate):  # those are work, and no flood
                 self._share.spend(time.perf_counter() - began)
             item = self._inbox.get(0.0) if time.perf_counter() < until else None
@@ -133,8 +136,12 @@ class EngineService:
 
     def _handle(self, client: bytes, message: EngineMessage) -> None:
         match message:
-            case Generate() | Score() | Calibrate() | SetPolicy():
-                self._begin(client, message)
+            case Generate() | Score():
+                self._enqueue(client, message)
+            case Calibrate():
+                self._calibrations.serve(client, message)
+            case SetPolicy():
+                self._set_policy(client, message)
             case Cancel():
                 self._calibrations.cancel(client, message.request)
                 self._scheduler.cancel(client, message.request)
@@ -142,28 +149,9 @@ class EngineService:
                 self._calibrations.forget(client)
                 self._scheduler.forget(client)
 
-    def _begin(self, client: bytes, message: Generate | Score | Calibrate | SetPolicy) -> None:
-        key, suspects = key_of(message), self._parts.suspects
+    def _enqueue(self, client: bytes, message: Generate | Score) -> None:
         try:
-            suspects.check(key)
-        except RequestError as e:
-            done = Done(message.request, "error", str(e), usage=True)
-            self._send(client, Error(message.request, str(e)) if isinstance(message, SetPolicy) else done)
-            return
-        with suspects.computing([key]):
-            match message:
-                case Generate() | Score():
-                    self._enqueue(client, message, key)
-                case Calibrate():
-                    self._calibrations.serve(client, message)
-                case SetPolicy():
-                    self._set_policy(client, message)
-        if not isinstance(message, Generate | Score):  # those are only queued so far
-            suspects.clear(key)
-
-    def _enqueue(self, client: bytes, message: Generate | Score, key: int) -> None:
-        try:
-            self._scheduler.enqueue(client, message, key)
+            self._scheduler.enqueue(client, message)
         except NumberInUse as e:  # an Error, because the Done of this number is the other request's
             self._send(client, Error(message.request, str(e)))
         except UsageError as e:

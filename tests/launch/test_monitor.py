@@ -187,6 +187,25 @@ async def test_a_coordinator_that_exits_by_itself_ends_the_engine_also_between_k
             await asyncio.Future()
 
 
+async def test_next_coordinator_learns_what_was_computed_at_crashes_and_not_at_kills(play: Play) -> None:
+    limits = Limits(check_interval=1e6, first_pause=0.001, coordinator_exits=9)
+    async with supervisor(limits) as engine:
+        assert engine._monitor is not None
+        control = engine._monitor._control
+        known: dict[int, int] = {}
+        coordinator = play.child("coordinator")
+        for generation, (code, computed) in enumerate(
+            [(CRASHED, [5, -6]), (KILLED, [5, 7]), (-signal.SIGABRT, [5]), (CRASHED, [])], start=1
+        ):
+            control.requests = [(key, known.get(key, 0)) for key in computed]
+            coordinator.process.end(code)
+            coordinator = await play.spawned("coordinator", 0, generation)
+            known = dict(coordinator.config["suspects"])
+            assert control.requests == []
+            await until(lambda coordinator=coordinator: coordinator.child.ready.is_set())
+        assert known == {5: 2, -6: 1}
+
+
 def test_pauses_between_restarts_double_up_to_the_longest() -> None:
     pauses = [Limits(first_pause=0.1, longest_pause=1.0).pause(exits) for exits in range(8)]
     assert pauses == [0, 0, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
