@@ -159,7 +159,7 @@ def start_line(model: Path, plan: Plan, machine: Machine, backbone_dtype: str) -
     formats = f"experts {plan.needs.format}{again}, rest {backbone_dtype}{int8}"
     if plan.needs.kv_dtype == "int8":
         formats += ", KV cache int8 (an approximation)"
-    return f"{model_name(str(model))}: {formats}; {', '.join(needs)}"
+    return f"{model_name(str(model), article='')}: {formats}; {', '.join(needs)}"
 
 
 def memory_lines(plan: Plan, machine: Machine) -> list[str]:

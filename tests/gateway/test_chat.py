@@ -216,7 +216,7 @@ def test_refusals_have_the_status_that_fits(served: Served) -> None:
         assert http.post("/v1/chat/completions", content=b"{}").status_code == 415
         assert http.get("/health", headers={"host": "evil.example"}).status_code == 403
         assert http.get("/health", headers={"origin": "http://evil.example"}).status_code == 403
-        for wrong in (b"{", b"[]", b'{"a":NaN}', b"[" * 100000, b"\xff"):
+        for wrong in (b"{", b"[]", b'{"a":NaN}', b"[" * 50000, b"\xff"):
             assert http.post("/v1/chat/completions", content=wrong, headers=kind).status_code == 400
         for large in (b'{"a":"' + b"x" * (33 << 20) + b'"}', b'{"a":[' + b"1," * (1 << 20) + b"1,1]}"):
             assert http.post("/v1/chat/completions", content=large, headers=kind).status_code == 413
