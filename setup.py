@@ -10,7 +10,8 @@ EXACT = ["-O3", "-ffp-contract=off"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni")]
 AVX512 += ["-mfma", "-mprefer-vector-width=512"]
-VARIANTS = {"avx512": AVX512, "avx2": AVX2, "portable": []}
+AMX = ["-mamx-tile", "-mamx-int8", "-mamx-bf16"]
+VARIANTS = {"amx": AMX + AVX512, "avx512": AVX512, "avx2": AVX2, "portable": []}
 
 
 def library(name: str, source: str, *flags: str, **settings: list[str]) -> Extension:

@@ -75,7 +75,7 @@ def test_compiled_variants_are_used_best_first(monkeypatch: pytest.MonkeyPatch) 
         missing = "not compiled at installation"
         expected = f"this processor has no {VARIANTS[name]}" if f"_{name}" in compiled else missing
         assert isinstance(library, Library) or library == expected
-    order = ("avx512", "avx2", "portable")
+    order = ("amx", "avx512", "avx2", "portable")
     usable = [name for name in order if isinstance(found[name], Library)]
     for version in (native.VERSION - 1, native.VERSION + 1):
         monkeypatch.setattr(native, "VERSION", version)

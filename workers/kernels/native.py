@@ -42,6 +42,7 @@ from workers.kernels.c_types import (
 )
 
 VARIANTS = {  # best first
+    "amx": "AMX",
     "avx512": "AVX-512 VNNI",
     "avx2": "AVX2",
     "portable": "portable C",

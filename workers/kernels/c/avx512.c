@@ -117,6 +117,7 @@ INLINE __m512i numbers_of(__m512i codes, const int scales) {
     return is_e2m1(scales) ? _mm512_shuffle_epi8(numbers, codes) : codes;
 }
 
+#ifndef TANDEM_WITHOUT_PAIRS
 /* VDPBF16PS, which not all of these processors have, nor all compilers: sum += the products of the pairs' upper
  * numbers, then those of the lower ones, each rounded as a fused addition is. Denormal numbers count as 0. Not on
  * Intel's processors: on a Xeon of model 207 two fused additions are 1.5 times as fast with 128 rows, and as fast
@@ -127,6 +128,7 @@ INLINE __m512 with_pairs(__m512 sum, __m512i a, __m512i b) {
 }
 #define WITH_PAIRS(a, b, c) ((vector)with_pairs((__m512)(c), (__m512i)(a), (__m512i)(b)))
 #define HAS_PAIRS() (__builtin_cpu_supports("avx512bf16") > 0 && !__builtin_cpu_is("intel"))
+#endif
 
 INLINE __m512 grown(__m512 y, __m512i dot, __m512 scale, __m512 zero, const float *factors) {
     __m512 centred = _mm512_fnmadd_ps(zero, _mm512_set1_ps(factors[1]), _mm512_cvtepi32_ps(dot));

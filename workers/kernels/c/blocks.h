@@ -9,6 +9,16 @@
 
 #include <string.h>
 
+/* Rows of a chunk of packed activations: for matrix units, in a variant that has them, if there are many. */
+static int64_t chunk_rows(const struct weights *w, int64_t count) {
+#ifdef MATRIX_UNITS
+    if (count >= UNIT_ROWS && w->bits != INT2) return TALL_ROWS;
+#else
+    (void)w;
+#endif
+    return count > 0 ? ROWS : 1;
+}
+
 /* A part of scratch memory, from `at` on. */
 #define TAKE(part, size) ((part) = (void *)at, at += rounded_up((size), 64))
 
@@ -21,9 +31,9 @@ struct packed {
 
 static void pack(const struct weights *w, int64_t inputs, const struct activations *x, const int32_t *chosen,
                  int64_t count, struct packed to) {
-    int64_t groups = groups_of(w, inputs), padded = groups * w->group;
-    for (int64_t first = 0; first < count; first += ROWS) {
-        int64_t rows = least(ROWS, count - first);
+    int64_t groups = groups_of(w, inputs), padded = groups * w->group, chunk = chunk_rows(w, count);
+    for (int64_t first = 0; first < count; first += chunk) {
+        int64_t rows = least(chunk, count - first);
         for (int64_t r = 0; r < rows; r++) {
             int64_t row = chosen ? chosen[first + r] : first + r;
             const int8_t *codes = (const int8_t *)x->codes + row * padded;
@@ -112,9 +122,34 @@ static void take_outputs(const struct product *p, int64_t b, int64_t first, int6
     }
 }
 
+/* Products by matrix units, in variants that have them. */
+#ifdef MATRIX_UNITS
+static void strips(const struct product *p, int64_t lo, int64_t hi) {
+    int64_t size = block_bytes(p->w, p->inputs), group = p->w->group, groups = groups_of(p->w, p->inputs);
+    float y[STRIP * BLOCK] __attribute__((aligned(64)));
+    units_begin(p->w, p->count % TALL_ROWS);
+    for (int64_t first = 0; first < p->count; first += STRIP) {
+        int64_t rows = least(STRIP, p->count - first);
+        for (int64_t b = lo; b < hi; b++) {
+            strip_of(p->w, p->matrix + b * size, groups, p->x.codes + first * groups * group,
+                     p->x.factors + 2 * first * groups, rows, y);
+            scale_outputs(p, b, rows * BLOCK, y);
+            take_outputs(p, b, first, rows, y);
+        }
+    }
+    units_end();
+}
+#else
+static void strips(const struct product *p, int64_t lo, int64_t hi) { (void)p, (void)lo, (void)hi; }
+#endif
+
 static void blocks(void *context, int64_t lo, int64_t hi) {
     const struct product *p = context;
     int64_t size = block_bytes(p->w, p->inputs), group = p->w->group, groups = groups_of(p->w, p->inputs);
+    if (chunk_rows(p->w, p->count) > ROWS) {
+        strips(p, lo, hi);
+        return;
+    }
     float y[ROWS * BLOCK] __attribute__((aligned(64)));
     for (int64_t strip = 0; strip < p->count; strip += STRIP) {
         int64_t end = least(strip + STRIP, p->count);

@@ -10,6 +10,18 @@
  *
  * sum (ints) + the products of a register of bytes with as many codes in memory, four neighbours in each lane; the bytes
  * are codes of INT4 or INT8. A processor that looks 16 float32 numbers up by index also has LOOKED_UP(table, index).
+ *
+ * A variant with matrix units defines MATRIX_UNITS and
+ *
+ *     units_begin(w, rest), units_end()   before and after calls on one thread; `rest`: rows beyond whole chunks
+ *     strip_of(w, block, groups, codes, factors, count, y)
+ *
+ * which computes the same of `count` rows, at most STRIP, packed in chunks of TALL_ROWS, into y [count, 16], and
+ *
+ *     bf16_units_begin()                  instead of units_begin
+ *     multiply_units(product, across, add)
+ *
+ * for tiles of bf16, see amx.c.
  */
 #include "blocks.h"
 #include "attention.h"
@@ -71,7 +83,7 @@ static void activate(void *context, int64_t lo, int64_t hi) {
     const struct inner *inner = context;
     const struct scratch *s = inner->s;
     int64_t count = inner->count, channels = s->w->channels, group = s->w->group, groups = channels / group;
-    int64_t to_up = (wide_matrices(s->w) - 1) * channels * count;
+    int64_t chunk = chunk_rows(s->w, count), to_up = (wide_matrices(s->w) - 1) * channels * count;
     for (int64_t g = 0; g < groups; g++)
         for (int64_t r = lo; r < hi; r++) {
             float gate[MOST_GROUP], up[MOST_GROUP];
@@ -81,7 +93,7 @@ static void activate(void *context, int64_t lo, int64_t hi) {
                 memcpy(up + i, from + to_up, BLOCK * sizeof *from);
             }
             activate_channels(s->w, inner->tile, g * group, gate, up, group);
-            int64_t first = r / ROWS * ROWS, at = first * groups + g * least(ROWS, count - first) + r - first;
+            int64_t first = r / chunk * chunk, at = first * groups + g * least(chunk, count - first) + r - first;
             quantize_row(gate, group, group, group, s->inner.codes + at * group, s->inner.factors + 2 * at);
         }
 }

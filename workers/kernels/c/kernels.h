@@ -29,6 +29,12 @@ enum { KV_BLOCK = 64 };  /* tokens of a block of the KV cache */
 enum { KV_RUN = 128 };   /* numbers of a row of it in int8 that share a scale */
 enum { STRIP = 128 }; /* rows: their activations stay in a core's cache while all blocks are multiplied */
 
+/* Matrix units: rows of a tile. A tile takes about as long however many of its rows are used. */
+enum { TALL_ROWS = 16 };
+#ifndef UNIT_ROWS
+#define UNIT_ROWS 12 /* of one product, from which matrix units compute it, in variants that have them; a test has others */
+#endif
+
 enum { INT2 = 2, INT4 = 4, INT8 = 8, BF16 = 16, FLOAT32 = 32, FP8 = 64 }; /* which format: bits of a weight, FP8 has 8 */
 
 /* Scales of an integer format. OWN: bf16 beside zeros in bf16, or float32 of INT8. F16: binary16; F16_ZEROS: the same

@@ -1,5 +1,6 @@
 /* Tiles in bf16, float32 or FP8, row-major: gate rows [T, H], unless ungated, up rows [T, H], down's columns as rows [T,
- * H]; of FP8 then their scales, matrix after matrix. float32, a format for comparison, has a plain loop for down. Part of
+ * H]; of FP8 then their scales, matrix after matrix. float32, a format for comparison, has a plain loop for down. Matrix
+ * units, in variants that have them, compute bf16 and add in an order of their own: not the bits of vectors. Part of
  * body.h. */
 #pragma once
 
@@ -9,6 +10,66 @@
 #include "team.h"
 #include "vectors.h"
 
+/* The same size for both operands: 16 rows of A, 16 columns of B, products of 16 pairs of numbers. */
+enum { UNIT = 16, UNIT_LINE = 64 };
+enum { UNITS_ACROSS = 4 }; /* tiles of B for one of A */
+enum { STAGED = 512 };     /* numbers of a row of weights that are copied to pad them */
+
+#ifdef MATRIX_UNITS
+
+static int by_units(int64_t count) { return count >= UNIT_ROWS; }
+
+/* Bytes of x [rows, inputs] as tiles of B: for each UNIT rows their pairs, one of each row in a line. */
+static int64_t unit_bytes(int64_t inputs) { return rounded_up(inputs, 2 * UNIT) * UNIT * 2; }
+
+static void arrange_for_units(const float *x, int64_t inputs, const int32_t *chosen, int64_t count, char *to) {
+    memset(to, 0, (size_t)(rounded_up(count, UNIT) / UNIT * unit_bytes(inputs)));
+    for (int64_t r = 0; r < count; r++) {
+        uint16_t *tile = (uint16_t *)(to + r / UNIT * unit_bytes(inputs));
+        const float *row = x + chosen[r] * inputs;
+        for (int64_t h = 0; h < inputs; h++) tile[(h / 2 * UNIT + r % UNIT) * 2 + h % 2] = narrowed(row[h]);
+    }
+}
+
+/* y[r][i] = row i . x[r] for rows [lo, hi) of weights, all of `count` rows of x. */
+static void products_by_units(const uint16_t *weights, int64_t hidden, int64_t lo, int64_t hi, const char *x,
+                              int64_t count, float *y, int64_t stride) {
+    uint16_t staged[UNIT * STAGED] __attribute__((aligned(64)));
+    float out[UNITS_ACROSS * UNIT * UNIT] __attribute__((aligned(64)));
+    for (int64_t first = 0; first < count; first += UNITS_ACROSS * UNIT) {
+        const char *strip = x + first / UNIT * unit_bytes(hidden);
+        int64_t rows = least(UNITS_ACROSS * UNIT, count - first);
+        int across = (int)((rows + UNIT - 1) / UNIT);
+        for (int64_t i = lo; i < hi; i += UNIT) {
+            int64_t number = least(UNIT, hi - i);
+            struct unit_product p = {weights + i * hidden, 2 * hidden, strip, UNIT_LINE, unit_bytes(hidden),
+                                     UNIT * UNIT_LINE, hidden / (2 * UNIT), out, UNIT_LINE, UNIT * UNIT_LINE};
+            if (number == UNIT && hidden % (2 * UNIT) == 0) {
+                multiply_units(&p, across, 0);
+            } else {
+                p.a = staged, p.a_line = 2 * STAGED;
+                for (int64_t h = 0; h < hidden; h += STAGED) {
+                    int64_t n = least(STAGED, hidden - h);
+                    memset(staged, 0, sizeof staged);
+                    for (int64_t r = 0; r < number; r++)
+                        memcpy(staged + r * STAGED, weights + (i + r) * hidden + h, (size_t)n * sizeof *weights);
+                    p.b = strip + h / (2 * UNIT) * p.b_step, p.depth = (n + 2 * UNIT - 1) / (2 * UNIT);
+                    multiply_units(&p, across, h > 0);
+                }
+            }
+            for (int64_t r = 0; r < rows; r++)
+                for (int64_t k = 0; k < number; k++)
+                    y[(first + r) * stride + i + k] = out[(r / UNIT * UNIT + k) * UNIT + r % UNIT];
+        }
+    }
+}
+
+#else
+
+static int by_units(int64_t count) { return (void)count, 0; }
+
+#endif
+
 enum { TOGETHER = 8 };  /* channels: their rows of down are added in one pass for several rows of x */
 enum { COLUMNS = 64 };  /* of down, that are made a panel for many rows of x ... */
 enum { DEEP = 128 };    /* ... with so many channels, or pairs of them */
@@ -17,7 +78,7 @@ enum { FROM_ROWS = 12 }; /* the least that a panel is made for: two readings by 
 struct plain_tile {
     const struct weights *w;
     const uint8_t *tile;
-    const char *x; /* bf16: arranged [count, H]. Others: float32 */
+    const char *x; /* bf16: arranged [count, H]; by units: for them. Others: float32 */
     int64_t count;
     float *gate, *up; /* [count, T] */
     float *inner;     /* inner activations [count, T], of bf16 rounded to it; by pairs [count, pairs] */
@@ -25,21 +86,22 @@ struct plain_tile {
     float *y;         /* [count, H] */
     int add;          /* y += this tile's outputs, and not = */
     int pairs;        /* inner activations and down are taken in pairs of channels, the first one upper */
+    int units;        /* by matrix units */
 };
 
-/* Of an odd number of channels the last pair's second one is zero. */
-static int64_t pairs_of(int64_t channels) { return (channels + 1) / 2; }
+/* Numbers that matrix units take together: zero beyond `channels`. */
+static int64_t pairs_of(int64_t channels) { return rounded_up(channels, 2 * UNIT) / 2; }
 
-/* Bytes of `x`, `inner` and `part`. */
+/* Bytes of `x`, `inner` and `part`; matrix units take whole UNITs of rows. */
 static int64_t x_bytes(const struct weights *w, int64_t rows) {
     if (w->bits != BF16) return rows * w->inputs * 4;
-    return rows * arranged_bytes(w->inputs);
+    return rounded_up(rows, UNIT) * arranged_bytes(rounded_up(w->inputs, 2 * UNIT));
 }
 static int64_t inner_bytes(const struct weights *w, int64_t rows) {
-    return rows * 2 * pairs_of(w->channels) * 4;
+    return rounded_up(rows, UNIT) * 2 * pairs_of(w->channels) * 4;
 }
 static int64_t part_bytes(const struct weights *w, int64_t rows) {
-    return rows * rounded_up(w->outputs, COLUMNS) * 4;
+    return rounded_up(rows, UNIT) * rounded_up(w->outputs, COLUMNS) * 4;
 }
 
 /* A matrix of the tile: the last is down, up is before it. */
@@ -66,6 +128,33 @@ static void gate_and_up(void *context, int64_t lo, int64_t hi) {
     if (wide > 1) plain_products(p->w, p->tile, scales_in(p, 0), lo, hi, p->x, p->count, p->gate, channels);
     plain_products(p->w, matrix_of(p, wide - 1), scales_in(p, wide - 1), lo, hi, p->x, p->count, p->up, channels);
 }
+
+#ifdef MATRIX_UNITS
+/* Units [lo, hi) of UNIT channels. */
+static void gate_and_up_by_units(void *context, int64_t lo, int64_t hi) {
+    const struct plain_tile *p = context;
+    int64_t hidden = p->w->inputs, channels = p->w->channels, wide = wide_matrices(p->w);
+    lo *= UNIT, hi = least(hi * UNIT, channels);
+    bf16_units_begin();
+    if (wide > 1) products_by_units(matrix_of(p, 0), hidden, lo, hi, p->x, p->count, p->gate, channels);
+    products_by_units(matrix_of(p, wide - 1), hidden, lo, hi, p->x, p->count, p->up, channels);
+    units_end();
+}
+
+/* part [count, COLUMNS] = or += inner panel; the rows after `count` in its last unit are computed, too. */
+static void panel_by_units(const struct plain_tile *p, const float *inner, const float *panel, int64_t depth,
+                           float *part, int add) {
+    int64_t stride = pairs_of(p->w->channels);
+    bf16_units_begin();
+    for (int64_t first = 0; first < p->count; first += UNIT) {
+        struct unit_product product = {inner + first * stride, 4 * stride, panel, 4 * COLUMNS, UNIT_LINE,
+                                       4 * COLUMNS * UNIT, (depth + UNIT - 1) / UNIT, part + first * COLUMNS,
+                                       4 * COLUMNS, UNIT_LINE};
+        multiply_units(&product, UNITS_ACROSS, add);
+    }
+    units_end();
+}
+#endif
 
 static void activate_plain(void *context, int64_t lo, int64_t hi) {
     const struct plain_tile *p = context;
@@ -232,7 +321,7 @@ static void down_by_panels(void *context, int64_t lo, int64_t hi) {
     const struct plain_tile *p = context;
     int64_t hidden = p->w->inputs, channels = p->w->channels, each = p->pairs ? 2 : 1;
     int64_t stride = p->pairs ? pairs_of(channels) : channels;
-    float *parts = p->part + lo * p->count * COLUMNS; /* this thread's: it stays in its cache */
+    float *parts = p->part + lo * rounded_up(p->count, UNIT) * COLUMNS; /* this thread's: it stays in its cache */
     float panel[DEEP * COLUMNS] __attribute__((aligned(64)));
     for (int64_t unit = lo; unit < hi; unit++) {
         int64_t h = unit * COLUMNS, width = least(COLUMNS, hidden - h);
@@ -240,6 +329,15 @@ static void down_by_panels(void *context, int64_t lo, int64_t hi) {
             int64_t number = least(DEEP * each, channels - t), depth = (number + each - 1) / each;
             int last = t + number == channels, whole = last && width == COLUMNS;
             (p->w->bits == FP8 ? make_fp8_panel : make_panel)(p, t, number, h, panel);
+#ifdef MATRIX_UNITS
+            if (p->units) {
+                int64_t missing = rounded_up(depth, UNIT) - depth;
+                memset(panel + depth * COLUMNS, 0, (size_t)(missing * COLUMNS) * sizeof *panel);
+                panel_by_units(p, p->inner + t / each, panel, depth, parts, t > 0);
+                if (last) take_columns(p, h, width, 0, p->count, parts);
+                continue;
+            }
+#endif
             for (int64_t first = 0; first < p->count; first += MANY) {
                 int64_t rows = least(MANY, p->count - first);
                 const float *inner = p->inner + first * stride + t / each;
@@ -261,6 +359,12 @@ static void down_by_panels(void *context, int64_t lo, int64_t hi) {
 
 /* The rows chosen[0..count) of x [.., H] as products take them. */
 static void arrange_rows(const struct weights *w, const float *x, const int32_t *chosen, int64_t count, char *to) {
+#ifdef MATRIX_UNITS
+    if (w->bits == BF16 && by_units(count)) {
+        arrange_for_units(x, w->inputs, chosen, count, to);
+        return;
+    }
+#endif
     for (int64_t r = 0; r < count; r++)
         if (w->bits != BF16)
             memcpy(to + r * w->inputs * 4, x + chosen[r] * w->inputs, (size_t)w->inputs * sizeof *x);
@@ -272,11 +376,18 @@ static void arrange_rows(const struct weights *w, const float *x, const int32_t 
 static void plain_tiles(struct team *team, struct plain_tile tile, int64_t number) {
     int64_t count = tile.count, hidden = tile.w->inputs;
     int plain = tile.w->bits == FLOAT32, bf16 = tile.w->bits == BF16, many = !plain && count >= FROM_ROWS;
-    tile.pairs = bf16 && many && HAS_PAIRS();
+    tile.units = bf16 && by_units(count);
+    many |= tile.units;
+    tile.pairs = tile.units || (bf16 && many && HAS_PAIRS());
     for (int64_t n = 0; n < number; n++, tile.tile += tile.w->tile_bytes) {
         int64_t spin_ns = n + 1 < number ? WAKE_NS : 0;
         tile.add = n > 0;
-        parallel_for(team, gate_and_up, &tile, tile.w->channels, WAKE_NS);
+#ifdef MATRIX_UNITS
+        if (tile.units)
+            parallel_for(team, gate_and_up_by_units, &tile, (tile.w->channels + UNIT - 1) / UNIT, WAKE_NS);
+        else
+#endif
+            parallel_for(team, gate_and_up, &tile, tile.w->channels, WAKE_NS);
         parallel_for(count < ROWS ? NULL : team, activate_plain, &tile, count, WAKE_NS);
         if (many)
             parallel_for(team, down_by_panels, &tile, (hidden + COLUMNS - 1) / COLUMNS, spin_ns);
