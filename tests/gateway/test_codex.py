@@ -36,9 +36,9 @@ from gateway_engine import Served, serve
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from pipeline.assets import model_dir
-from pipeline.gateway import responses
+from pipeline.gateway import bodies, responses
 from pipeline.gateway.answers import ChatEvent
-from pipeline.gateway.bodies import fitting, note_once
+from pipeline.gateway.bodies import fitting
 from pipeline.gateway.call import MOST_BYTES
 from pipeline.gateway.content_coding import inflated
 from pipeline.gateway.errors import ApiError
@@ -317,7 +317,7 @@ async def refuse() -> None:
 
 
 def test_items_are_read_as_a_chat(caplog: pytest.LogCaptureFixture) -> None:
-    note_once.cache_clear()
+    bodies._noted.clear()
     with caplog.at_level(logging.INFO, logger="pipeline.gateway"):
         *_, body = requests()
         request = read(body)
