@@ -197,7 +197,7 @@ def segments(runtime: Path) -> list[Path]:
 
 
 def _segments(prefix: str) -> list[Path]:
-    """Returns the segments tandem-<name>-<hash>-<kind>-<generation>. The kind has no dash, so that engine
+    """Returns the segments tandem-<name>-<hash>-<kind>-<number>. The kind has no dash, so that engine
     `a` never claims what belongs to engine `a-b`."""
     own = re.compile(rf"{re.escape(prefix[1:])}[a-z]+-[0-9]+")
     return [path for name in sorted(shm_names(own)) if is_segment(path := SHM / name)]

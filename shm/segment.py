@@ -4,7 +4,7 @@ A segment is created whole: its name is new (O_CREX), its mode is 0600 whatever 
 is allocated before `create` returns. A page that does not exist is an error there and never a SIGBUS in
 the middle of a computation.
 
-Names begin with a slash and contain no other. All users can make files in /dev/shm, and the names here can be
+Names begin with a slash and contain no other. All users can make files in /dev/shm, and most names can be
 guessed: what is not a regular file that this user alone can write, under one name, does not count as a
 segment. This module knows nothing about what the bytes mean.
 """
@@ -17,6 +17,7 @@ import errno
 import hashlib
 import os
 import re
+import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,6 +41,11 @@ def engine_prefix(runtime: Path) -> str:
     hash."""
     place = hashlib.sha256(f"{os.geteuid()} {os.path.realpath(runtime)}".encode()).hexdigest()[:6]
     return f"/tandem-{runtime.name}-{place}-"
+
+
+def new_name(prefix: str, kind: str) -> str:
+    """A new segment's name. Nobody can foresee it: other users could take names that count up beforehand."""
+    return f"{prefix}{kind}-{secrets.randbelow(10**15)}"
 
 
 def is_segment(path: Path) -> bool:

@@ -21,7 +21,7 @@ from shm.descriptor import GENERATION, head_of
 from shm.errors import ShmError
 from shm.lane import CoordinatorLane, LaneShape, Library, Slot, x_areas
 from shm.mask import Tally
-from shm.segment import Segment, unlink
+from shm.segment import Segment, new_name, unlink
 
 # Seconds awake of each wait for an answer, a few times what waking a sleeping core takes: the last worker
 # ends soon after the first. The worker on this thread's core is given the core at once.
@@ -78,10 +78,9 @@ class ArenaCarrier(Carrier):
         self._socket = socket
         self._library = library
         self._prefix, self._shape = prefix, shape
-        self._hall = Segment.create(f"{prefix}hall-0", shape.hall_bytes)
+        self._hall = Segment.create(new_name(prefix, "hall"), shape.hall_bytes)
         self._areas = x_areas(self._hall.array, shape)
         self._users: list[Ticket | None] = [None] * len(self._areas)  # whose x each area has
-        self._made = 0
         self._lanes: dict[int, CoordinatorLane] = {}  # by the worker's index; the next to wait for is first
         self._waiting: dict[int, deque[Task]] = {}  # by index
         self._bells: dict[int, int] = {}  # by index: of workers that were not yet woken
@@ -246,9 +245,9 @@ class ArenaCarrier(Carrier):
     def _make(self, index: int, generation: int) -> None:
         """Make a worker's lane. One without a lane is reported as hung: it is restarted, and tried again."""
         self._drop(index)
-        self._made += 1
         try:
-            lane = CoordinatorLane(self._library, f"{self._prefix}lane-{self._made}", self._shape, generation)
+            name = new_name(self._prefix, "lane")
+            lane = CoordinatorLane(self._library, name, self._shape, generation)
         except (ShmError, OSError) as e:
             self._log.warning(f"worker {index} gets no work: {e}")
             self._socket.report_hung(index)

@@ -20,7 +20,7 @@ from pipeline.policies.presets import canonical, make_policy
 from pipeline.policies.view import Policy, PolicyRequest
 from pipeline.serving.engine_parts import CHILD_LIMIT, EngineParts
 from protocol.messages import Needed
-from shm.segment import byte_size, engine_prefix
+from shm.segment import byte_size, engine_prefix, new_name
 from workers.copiers import EmulatedLink
 from workers.cuda import CudaError
 
@@ -136,7 +136,7 @@ def _open(parts: EngineParts) -> Slab:
         device.check_memory(slots * layout.tile_bytes, parts.kv_bytes, beside)
 
     wait_for_room(check, ROOM_LIMIT if config.generation > 0 else 0.0, parts.tick)
-    name = f"{engine_prefix(config.runtime)}slab-{config.generation}"
+    name = new_name(engine_prefix(config.runtime), "slab")
     memory = device.open_slab(name, slots, layout.tile_bytes, parts.tick)
     parts.closing.callback(memory.close)
     own, prefetcher = parts.control.line("coordinator", 0), parts.control.line("prefetcher", 0)

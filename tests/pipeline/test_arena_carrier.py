@@ -91,7 +91,22 @@ def test_names_are_removed_when_a_worker_has_mapped_its_lane_or_exits_before(are
     arena.update_until(lambda: len(names(arena)) == 1)
     arena.carrier.close()
     assert names(arena) == []
-    assert not Path(f"{SHM_FOLDER}{arena.prefix}hall-0").exists()
+    assert list(Path(SHM_FOLDER).glob(f"{arena.prefix[1:]}hall-*")) == []
+
+
+def test_nobody_can_take_the_names_of_lanes_to_come(arena: PoolHarness) -> None:
+    """Any user can make files in /dev/shm."""
+    (first,) = arena.start(1)
+    taken = [Path(f"{SHM_FOLDER}{arena.prefix}lane-{number}") for number in range(1, 9)]
+    for path in taken:
+        path.touch()
+    try:
+        first.exit()
+        arena.worker(0, 1).warm_up()
+        assert Hung("worker", 0, 1) not in arena.reports
+    finally:
+        for path in taken:
+            path.unlink()
 
 
 def test_a_worker_without_memory_for_its_lane_is_started_again(
