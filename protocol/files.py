@@ -19,6 +19,7 @@ OTHERS_READ_OR_WRITE = 0o077
 
 MAX_SETTINGS = 1 << 22  # bytes of a file of settings; the largest known config.json has a fiftieth
 MAX_NESTING = 64  # levels of maps and lists
+MAX_VALUES = 1 << 20  # in a file of JSON: four times the tensors of the largest list of them
 
 Check = Callable[[os.stat_result], None]
 
@@ -137,10 +138,15 @@ def read_small(path: Path, limit: int, *, flags: int = 0, check: Check | None = 
 
 
 def read_json(path: Path, limit: int = MAX_SETTINGS) -> Any:
-    """The value in a JSON file, nested at most MAX_NESTING levels. Raises OSError as `read_small`, and
-    ValueError where it is no such value."""
+    """The value in a JSON file, nested at most MAX_NESTING levels, of at most MAX_VALUES values. Raises
+    OSError as `read_small`, and ValueError where it is no such value."""
+    content = read_small(path, limit)
+    # Before objects are made of them: an empty list is three bytes of the file and 80 of memory. Text counts
+    # too, which has some.
+    if sum(map(content.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise ValueError("it has too many values")
     try:
-        value = json.loads(read_small(path, limit))
+        value = json.loads(content)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if is_nested(value, MAX_NESTING):

@@ -7,7 +7,6 @@ initialisers and its reading of the config.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from pipeline.device import Device
 from pipeline.errors import ModelError
-from pipeline.models.config_keys import Config
+from pipeline.models.config_keys import Config, for_transformers
 from pipeline.models.registry import architecture_of
 from pipeline.models.spec import Rope
 from pipeline.models.transformers_log import to_own_log
@@ -92,8 +91,7 @@ def _frequencies(rope: Rope, config: Config, width: int, long: bool) -> tuple[Te
     name = architecture.known_as or architecture.model_type
     length = rope.switch + 1 if long and rope.switch is not None else None
     try:
-        # A deep copy, because `from_dict` modifies its argument.
-        parsed = CONFIG_MAPPING[name].from_dict(deepcopy(dict(config)))
+        parsed = CONFIG_MAPPING[name].from_dict(for_transformers(config))
         frequencies, scale = ROPE_INIT_FUNCTIONS[rope.kind](parsed, torch.device("cpu"), length)
         scale = float(scale)
     except Exception as e:  # transformers raises many types for wrong values

@@ -18,7 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto import modeling_auto
 
 from pipeline.errors import ModelError
-from pipeline.models.config_keys import MAX_COUNT, Config, shown
+from pipeline.models.config_keys import MAX_COUNT, Config, for_transformers, shown
 from pipeline.models.registry import ARCHITECTURES
 from pipeline.models.transformers_log import to_own_log
 
@@ -56,8 +56,9 @@ def decoder_of(config: Config) -> tuple[type[PreTrainedModel], PreTrainedConfig]
             f"config.json: model_type {shown(kind)} is unknown to transformers {transformers.__version__};"
             " a newer one may know it: pip install -U transformers"
         )
+    own = for_transformers(config)
     with in_one_line("read this config"):
-        made = CONFIG_MAPPING[kind].from_dict(PreTrainedConfig._decode_special_floats(deepcopy(dict(config))))
+        made = CONFIG_MAPPING[kind].from_dict(PreTrainedConfig._decode_special_floats(own))
     parts = [getattr(made, name, None) for name in made.sub_configs]
     # A model that also speaks has the one that reads and writes as a part.
     candidates = [part for part in parts if part is not None and "text_config" in part.sub_configs]

@@ -24,6 +24,7 @@ from protocol.files import open_regular
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 LFS_POINTER = b"version "  # the first bytes of the text file that git-lfs puts in place of a large one
 MAX_TENSORS = 1 << 18  # of a model; the largest known one has half
+COLONS = 5  # of each tensor in a header, and one more
 DTYPE_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
@@ -84,7 +85,8 @@ def read_shard(path: Path) -> Shard:
         raise ModelError(f"{path} cannot be read: {e.strerror}") from None
     if len(header) != length:
         raise ModelError(f"{path} changed while it was read")
-    if header.count(b'"data_offsets"') > MAX_TENSORS:  # before objects are made of them
+    # Before objects are made of them: of tensors, or of anything else that has a name.
+    if header.count(b'"data_offsets"') > MAX_TENSORS or header.count(b":") > COLONS * MAX_TENSORS:
         raise ModelError(f"{path} has more than {MAX_TENSORS} tensors, which makes no sense")
     try:
         fields = msgspec.json.decode(header, type=dict[str, msgspec.Raw])

@@ -5,7 +5,9 @@ fields of a ModelSpec."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any, Literal
 
 from pipeline.errors import ModelError
@@ -20,6 +22,8 @@ MAX_SHOWN = 80  # characters of a value in an error
 SCALED = ("linear", "dynamic", "yarn", "llama3")
 ROPE_KINDS = ("default", *SCALED, "longrope")
 MAX_COUNT = 10_000  # layers, or experts a layer
+LAYERS = re.compile(r"(^|_)layers?$")  # the end of a key that counts layers
+LABELS = ("num_labels", "id2label", "label2id")
 
 
 def required(config: Config, key: str, kind: type[int] | type[float], *, zero: bool = False) -> Any:
@@ -86,6 +90,18 @@ def common(config: Config) -> dict[str, Any]:
         "norm_eps": float(required(config, "rms_norm_eps", float)),
         "tied_embeddings": flag(config, "tie_word_embeddings", False),
     }
+
+
+def for_transformers(config: Config) -> dict[str, Any]:
+    """A copy that transformers may change. It makes a list of as many labels or layers as a config claims:
+    labels, which are a classifier's, are left out. Raises ModelError for more layers than make sense."""
+    copied: dict[str, Any] = {}
+    for key, value in config.items():
+        if LAYERS.search(key) and isinstance(value, int) and value > MAX_COUNT:
+            raise ModelError(f"config.json: {shown(value)} layers make no sense (at most {MAX_COUNT})")
+        if key not in LABELS:
+            copied[key] = for_transformers(value) if isinstance(value, dict) else deepcopy(value)
+    return copied
 
 
 def experts(config: Config, *keys: str) -> int:

@@ -120,14 +120,13 @@ def facts_of(config: Config) -> ModelFacts:
     """Raises ModelError for a model that cannot be run."""
     if is_own(config):
         return _facts_of_spec(ARCHITECTURES[config["model_type"]], model_spec(config))
-    return _described(msgspec.json.encode({"config": config}, order="sorted"))
+    return _described(_question(config))
 
 
 def check_headers(config: Config, headers: Headers) -> str:
     """Raises ModelError where these tensors of a checkpoint are not the model's, as transformers reads them;
     a line about those that are not read."""
-    question = {"config": config, "headers": headers}
-    return _described(msgspec.json.encode(question, order="sorted")).left_aside
+    return _described(_question(config, headers=headers)).left_aside
 
 
 def expert_shape(config: Config, tile: int | None, tile_format: TileFormat) -> ExpertShape:
@@ -204,6 +203,14 @@ def _unpack(answer: bytes) -> ModelFacts:
 
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _question(config: Config, **more: Headers) -> bytes:
+    """What the child is asked, as JSON. Raises ModelError."""
+    try:
+        return msgspec.json.encode({"config": config} | more, order="sorted")
+    except UnicodeEncodeError:  # halves of surrogate pairs, which JSON may hold as escapes
+        raise ModelError("config.json: a text in it is not valid Unicode") from None
 
 
 @lru_cache(maxsize=8)

@@ -14,11 +14,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from launch.command_line.checks import check_engine, check_reads_text
-from pipeline.checkpoint.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex
+from pipeline.checkpoint.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex, read_fields
 from pipeline.checkpoint.open import Checkpoint
 from pipeline.config import EngineConfig
 from pipeline.errors import ModelError, UsageError
-from pipeline.models.facts import expert_shape
+from pipeline.models.config_keys import for_transformers
+from pipeline.models.facts import expert_shape, facts_of
 from pipeline.policies.costs import Costs
 from pipeline.text.tokenizer import Tokenizer
 from shm.layout import format_named
@@ -156,6 +157,45 @@ def test_header_with_millions_of_tensors_is_refused(folder: Path) -> None:
     header = json.dumps({str(i): entry for i in range(300_000)}).encode()
     (folder / SINGLE_FILE).write_bytes(len(header).to_bytes(8, "little") + header)
     assert "has more than" in refusal(lambda: Checkpoint(folder))
+
+
+def test_header_of_millions_of_other_entries_is_refused_before_they_are_read(folder: Path) -> None:
+    header = b"{%s}" % b",".join(b'"%d":0' % i for i in range(1_500_000))
+    (folder / SINGLE_FILE).write_bytes(len(header).to_bytes(8, "little") + header)
+    tracemalloc.start()
+    try:
+        assert "has more than" in refusal(lambda: Checkpoint(folder))
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(header)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("value", ["[]", "{}", "1"])
+def test_settings_of_millions_of_values_are_refused_before_these_are_made(folder: Path, value: str) -> None:
+    """A file as large as it may be would take gigabytes."""
+    path = folder / "tokenizer_config.json"
+    path.write_text(f'{{"a": [{",".join([value] * 1_100_000)}]}}')
+    size = path.stat().st_size
+    tracemalloc.start()
+    try:
+        assert str(path) in refusal(lambda: read_fields(path, size))
+        assert tracemalloc.get_traced_memory()[1] < 3 * size
+    finally:
+        tracemalloc.stop()
+
+
+def test_transformers_makes_no_list_of_a_billion_labels() -> None:
+    config = {"num_labels": 10**9, "id2label": {"0": "a"}, "text_config": {"num_labels": 10**9, "a": [1]}}
+    assert for_transformers(config) == {"text_config": {"a": [1]}}
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer", "encoder_layers"])
+def test_a_billion_layers_are_refused_before_transformers_lists_them(key: str) -> None:
+    assert "make no sense" in refusal(lambda: for_transformers({"text_config": {key: 10**9}}))
+
+
+def test_text_that_is_no_unicode_is_one_line_for_a_family_of_transformers() -> None:
+    assert "not valid Unicode" in refusal(lambda: facts_of({"model_type": "granitemoe", "a": "\ud800"}))
 
 
 @pytest.mark.parametrize(
