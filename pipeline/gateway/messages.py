@@ -49,7 +49,7 @@ def messages_request(
         stop_field="stop_sequences",
         grammar=grammar_of(form, name, tools),
     )
-    turns, variables = steady(conversation.turns), _variables(body, kind)
+    turns, variables = steady(conversation.turns.all()), _variables(body, kind)
     if turns and turns[-1].role == "assistant" and turns[-1].content.strip() and not turns[-1].extra:
         variables = variables | BEGUN
     return ChatRequest(turns, settings, tools, variables)

@@ -94,7 +94,7 @@ def response_request(
         tools, grammar = Tools(tools.given), Grammar()
         most = min(most or welcome.context, welcome.context // SUMMARY_PART)
     return ResponseRequest(
-        steady(conversation.turns),
+        steady(conversation.turns.all()),
         settings_of(body, welcome, most, stop=body.stop, grammar=grammar),
         tools,
         reasoning_variables(reasoning.effort, kind),

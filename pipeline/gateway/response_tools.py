@@ -7,11 +7,14 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from pipeline.gateway.bodies import Function, Object, fitting, note_once
 from pipeline.gateway.errors import bad
+
+MOST_NAMESPACE = 256  # characters: each of its tools has them in its name
 
 
 class FlatTool(Struct):
@@ -35,7 +38,7 @@ class FreeTool(Struct):
 
 
 class Namespace(Struct):
-    name: str
+    name: Annotated[str, Meta(max_length=MOST_NAMESPACE)]
     tools: list[Object]
     description: str | None = None
 

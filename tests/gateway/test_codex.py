@@ -422,3 +422,10 @@ def test_tools_of_one_name_are_one_and_those_before_the_conversation_are_given()
     assert [tool["function"]["name"] for tool in request.tools.given] == ["g", "shell_command"]
     request = read({"input": "a", "tools": [function("f", a="string"), function("f", b="string")]})
     assert list(request.tools.schemas["f"]["properties"]) == ["a"]
+
+
+def test_a_namespace_is_no_longer_than_a_name() -> None:
+    """Each of its tools has it in its own."""
+    tools = [{"type": "function", "name": "f"}]
+    with pytest.raises(ApiError, match=r"tools\[0\].name"):
+        read({"input": "a", "tools": [{"type": "namespace", "name": "n" * 257, "tools": tools}]})
