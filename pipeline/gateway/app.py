@@ -65,6 +65,7 @@ class App:
         self._running += 1
         self.idle.clear()
         try:
+            await self._service.starts.wait(self._access.account(scope))
             await self._serve(call)
         except ConnectionError:
             meter.disconnects.inc()

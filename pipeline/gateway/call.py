@@ -22,7 +22,7 @@ from pipeline.gateway.engine_links import EngineLinks, model_name
 from pipeline.gateway.errors import ApiError, of_engine
 from pipeline.gateway.health import Health
 from pipeline.gateway.metrics import Meter
-from pipeline.gateway.shares import BUSY, Bodies, Places
+from pipeline.gateway.shares import BUSY, Bodies, Places, Starts
 from pipeline.gateway.shares import Body as HeldBody
 from pipeline.text.chat_format import TemplateKind
 from pipeline.text.detokenizer import Detokenizer
@@ -79,6 +79,7 @@ class Service:
     meter: Meter = field(default_factory=Meter)
     bodies: Bodies = field(default_factory=Bodies)
     places: Places = field(default_factory=Places)
+    starts: Starts = field(default_factory=Starts)
     openings: dict[str, bool] = field(default_factory=dict)  # does such a prompt open reasoning
     decoding: dict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))  # by key
     health: Health = field(init=False)

@@ -22,7 +22,7 @@ from pipeline.gateway.call import Call, Service
 from pipeline.gateway.connections import Connections, make_server
 from pipeline.gateway.engine_links import EngineLinks
 from pipeline.gateway.errors import ApiError
-from pipeline.gateway.shares import Bodies, Places
+from pipeline.gateway.shares import Bodies, Places, Starts
 from protocol.client import Client
 
 ANNA, BERT = "k" * 20, "b" * 20
@@ -323,3 +323,24 @@ def test_lines_about_what_clients_send_have_an_end(
     body = {"prompt": "x"} | {f"field-{number}": 1 for number in range(3000)}
     decoded(json.dumps(body).encode(), CompletionBody, "/v1/completions")
     assert 0 < len(caplog.records) <= 1024
+
+
+async def test_requests_begin_one_in_a_turn_of_the_loop_and_keys_in_turn() -> None:
+    starts, begun, turns = Starts(), [], 0
+
+    async def request(account: str) -> None:
+        await starts.wait(account)
+        begun.append((account, turns))
+
+    names = ["", "", "", "", "anna", "anna"]
+    tasks = [asyncio.create_task(request(name)) for name in names]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    while len(begun) < len(names) - 1:
+        turns += 1
+        await asyncio.sleep(0)
+    assert [name for name, _ in begun] == ["", "anna", "", "anna", ""]
+    assert len({turn for _, turn in begun}) == len(begun)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.sleep(0)
+    await starts.wait("")  # none waits: at once
