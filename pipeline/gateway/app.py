@@ -77,6 +77,7 @@ class App:
             self._running -= 1
             if not self._running:
                 self.idle.set()
+            call.kept.close()
             if call.placed:
                 self._service.places.leave(call.key_name)
             if call.status:  # by the table's paths, so that strangers cannot add any
@@ -99,7 +100,7 @@ class App:
         if method == "POST" and self._service.draining:
             raise ApiError(503, "the server is shutting down")
         if path == EVENTS:
-            await call.stream(self.feed.events())
+            await call.stream(self.feed.events(call.key_name))
         else:
             await endpoint.handler(call)
 

@@ -33,10 +33,11 @@ async def create(call: Call) -> None:
     """Answer a conversation."""
     client = await call.client()
     welcome, template = client.welcome, call.service.template
-    body, request = await call.body(
-        ResponsesBody, lambda body: (body, response_request(body, welcome, template))
+    said, request = await call.body(
+        ResponsesBody, lambda body: (bool(body.input), response_request(body, welcome, template))
     )
-    answer = Compaction if request.compacts else Response if body.input else Probed
+    call.keep(request.given)
+    answer = Compaction if request.compacts else Response if said else Probed
     await answer(call, client, request).send()
 
 
@@ -51,7 +52,9 @@ async def compact(call: Call) -> None:
         request = response_request(body, welcome, template, compacts=True)
         return request, _questions(items, welcome.context // 2)
 
-    await Compacted(call, client, *await call.body(ResponsesBody, made)).send()
+    request, questions = await call.body(ResponsesBody, made)
+    call.keep((request.given, questions))
+    await Compacted(call, client, request, questions).send()
 
 
 def _questions(items: list[Object], most: int) -> list[Object]:

@@ -20,6 +20,7 @@ from waiting import until
 from pipeline.gateway.bodies import CompletionBody, decoded
 from pipeline.gateway.call import Call, Service
 from pipeline.gateway.connections import Connections, make_server
+from pipeline.gateway.dashboard import MOST_BROWSERS, Feed
 from pipeline.gateway.engine_links import EngineLinks
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.shares import Bodies, Places, Starts
@@ -139,6 +140,18 @@ def test_neither_idle_connections_nor_unfinished_bodies_keep_others_out(served: 
                 assert connection.recv(13) == b"HTTP/1.1 200 "
             with served.http() as http:
                 assert http.get("/health").status_code == 200
+
+
+def test_what_follows_a_body_is_no_key(served: Served) -> None:
+    asked = (
+        b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n"
+    )
+    with connected(served.url) as connection:
+        connection.sendall(asked + f"\r\n0\r\nAuthorization: Bearer {ANNA}\r\n\r\n".encode())
+        assert received(connection).startswith(b"HTTP/1.1 401 ")
+    with connected(served.url) as connection:
+        sent(connection, asked + b"\r\n0\r\n" + b"a: b\r\n" * 257 + b"\r\n")
+        assert b"more than 256 fields" in received(connection)
 
 
 def test_events_are_not_loaded_by_pages_of_other_sites(served: Served) -> None:
@@ -344,3 +357,29 @@ async def test_requests_begin_one_in_a_turn_of_the_loop_and_keys_in_turn() -> No
     await asyncio.gather(*tasks, return_exceptions=True)
     await asyncio.sleep(0)
     await starts.wait("")  # none waits: at once
+
+
+async def test_what_an_answer_keeps_of_its_body_counts_until_its_end() -> None:
+    service = Service(EngineLinks("ipc:///x"), Path("/x"), bodies=Bodies(most=100_000, own=10))
+    first, second = (a_call(service, "anna", asyncio.Queue()) for _ in range(2))
+    first.keep(({"type": "web_search", "x": "y" * 60_000},))
+    with pytest.raises(ApiError, match="the memory"):
+        second.keep(({"type": "web_search", "x": list(range(2000))},))
+    first.kept.close()
+    second.kept.close()
+    second.keep(({"type": "web_search", "x": list(range(2000))},))
+
+
+async def test_a_key_with_all_dashboards_gives_one_of_them_to_another() -> None:
+    feed = Feed(EngineLinks("ipc:///x"))
+    crowd = [feed.events("anna") for _ in range(MOST_BROWSERS)]
+    for events in crowd:
+        assert b"away" in await anext(events)
+    with pytest.raises(ApiError, match="dashboards are open"):
+        await anext(feed.events("anna"))
+    one = feed.events("bert")
+    assert b"away" in await anext(one)
+    async with asyncio.timeout(AMPLE):
+        assert [event async for event in crowd[0]] == []  # the oldest
+    for events in (one, *crowd):
+        await events.aclose()
