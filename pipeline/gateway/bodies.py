@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from pipeline.fairness import RateLimiter
 from pipeline.gateway.errors import ApiError, bad
 from protocol.files import is_nested
 
@@ -268,13 +269,16 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "typical_p": (1, 1.0),
     "mirostat": (0,),
 }
+NOTES = 5  # a second
 MOST_NOTES = 1024  # different ones; their words are of clients, so there could be any number
 _noted: set[str] = set()
+_rate = RateLimiter(NOTES)
 
 
 def note_once(text: str, level: int = logging.INFO) -> None:
-    """Write a line into the log, the first time: programs send what it is about with every request."""
-    if text not in _noted and len(_noted) < MOST_NOTES:
+    """Write a line into the log, the first time: programs send what it is about with every request. Of many
+    at once, some are left to later requests."""
+    if text not in _noted and len(_noted) < MOST_NOTES and _rate.spend():
         _noted.add(text)
         log.log(level, "%s", text)
 

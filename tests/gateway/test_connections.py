@@ -17,6 +17,7 @@ import pytest
 from gateway_engine import Served, serve
 from waiting import until
 
+from pipeline.fairness import RateLimiter
 from pipeline.gateway.bodies import CompletionBody, decoded
 from pipeline.gateway.call import Call, Service
 from pipeline.gateway.connections import Connections, make_server
@@ -332,10 +333,14 @@ def test_lines_about_what_clients_send_have_an_end(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.gateway.bodies._noted", set())
+    monkeypatch.setattr("pipeline.gateway.bodies._rate", RateLimiter(5))
     caplog.set_level(logging.INFO, "pipeline.gateway.bodies")
     body = {"prompt": "x"} | {f"field-{number}": 1 for number in range(3000)}
     decoded(json.dumps(body).encode(), CompletionBody, "/v1/completions")
-    assert 0 < len(caplog.records) <= 1024
+    assert 0 < len(caplog.records) <= 2 * 5  # in two seconds at most
+    monkeypatch.setattr("pipeline.gateway.bodies._rate", RateLimiter(10_000))
+    decoded(json.dumps(body).encode(), CompletionBody, "/v1/completions")
+    assert len(caplog.records) == 1024
 
 
 async def test_requests_begin_one_in_a_turn_of_the_loop_and_keys_in_turn() -> None:
