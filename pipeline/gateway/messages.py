@@ -10,7 +10,7 @@ from contextlib import aclosing
 from pipeline.gateway.answers import ChatAnswer, ChatRequest, Whole, check_chats
 from pipeline.gateway.bodies import CountBody, MessagesBody, Object, note_once
 from pipeline.gateway.call import Call, event_of
-from pipeline.gateway.chat import THINKLESS, known_effort, thinking_variables
+from pipeline.gateway.chat import BEGUN, THINKLESS, known_effort, thinking_variables
 from pipeline.gateway.conversations import Catalogue, Conversation
 from pipeline.gateway.errors import bad
 from pipeline.gateway.settings import Tools, chosen_tools, flat_tools, grammar_of, settings_of
@@ -19,8 +19,6 @@ from pipeline.text.chat_format import TemplateKind
 from pipeline.text.chat_output import Part, ToolCall
 from protocol.messages import Welcome
 
-# Of the template, where the last message is the beginning of the answer
-BEGUN = {"add_generation_prompt": False, "continue_final_message": True}
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 

@@ -107,9 +107,6 @@ def response_request(
 
 
 def _tools(body: ResponsesBody, conversation: Conversation, kind: TemplateKind) -> Tools:
-    choice = body.tool_choice
-    if isinstance(choice, dict) and choice.get("type") == "custom":
-        choice = choice | {"type": "function"}
     given, _ = flat_tools(conversation.given)
     _, schemas = flat_tools(function for function, _ in conversation.known.values())
-    return chosen_tools(given, schemas, choice, kind, body.parallel_tool_calls is not False)
+    return chosen_tools(given, schemas, body.tool_choice, kind, body.parallel_tool_calls is not False)

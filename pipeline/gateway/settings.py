@@ -3,6 +3,7 @@ it ends, which tools it may call, and the grammar by which it has to call one or
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Iterable
@@ -18,12 +19,14 @@ from pipeline.gateway.bodies import (
     Common,
     Format,
     Function,
+    FunctionTool,
     Object,
-    Tool,
+    TextTool,
     fitting,
     note_once,
 )
 from pipeline.gateway.errors import bad
+from pipeline.gateway.response_tools import free_function
 from pipeline.text.chat_format import FORMS, TemplateKind
 from pipeline.text.detokenizer import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from protocol.messages import Sampling, Shaping, TokenBias, Welcome
@@ -31,6 +34,8 @@ from protocol.messages import Sampling, Shaping, TokenBias, Welcome
 # Of JSON, for llguidance: at most one space, behind a comma or a colon, where models have tokens with it. One
 # that is not sure may otherwise write white space only.
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+TOOL_KINDS = ("function", "custom")  # that can be called by name
+LEAST_TOP_P = 1e-9  # leaves the most probable token alone
 DEFAULT_PART = 4  # of the context, for an answer without a limit
 PLACELESS = "this model's chat template has no place for tools: they are written into the system message"
 
@@ -60,13 +65,15 @@ class AllowedTools(Struct):
 class Tools:
     """`given`: as the chat template reads them; `schemas`: of the parameters of all that can be called, by
     name. `wanted`: the names that the answer has to call one of; empty where it may do without. `calls`: how
-    the model writes them, of FORMS."""
+    the model writes them, of FORMS. `free`: the names of those in `schemas` whose input is a text to the
+    client."""
 
     given: tuple[Object, ...] = ()
     schemas: dict[str, Object] = field(default_factory=dict)
     wanted: tuple[str, ...] = ()
     parallel: bool = True
     calls: str = ""
+    free: frozenset[str] = frozenset()
 
     def grammar(self, schema: Object | None = None, param: str = "tools") -> Grammar:
         """Returns that of an answer that calls a wanted tool; with a schema, of one that is JSON of it or
@@ -87,10 +94,22 @@ class Tools:
 def openai_tools(
     given: list[Object] | None, choice: str | Object | None, parallel: bool | None, kind: TemplateKind
 ) -> Tools:
-    """Returns those of a chat, which the template reads as they were given. Raises ApiError."""
-    tools = fitting(given or [], list[Tool], "tools")
-    schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
-    return chosen_tools(given or [], schemas, choice, kind, parallel is not False)
+    """Returns those of a chat. The template reads functions as they were given. Raises ApiError."""
+    shown: list[Object] = []
+    schemas: dict[str, Object] = {}
+    free: set[str] = set()
+    for tool, value in zip(
+        fitting(given or [], list[FunctionTool | TextTool], "tools"), given or [], strict=True
+    ):
+        if isinstance(tool, TextTool):
+            (value,), schema = flat_tools([free_function(tool.custom)])
+            schemas |= schema
+            free.add(tool.custom.name)
+        else:
+            schemas[tool.function.name] = tool.function.parameters or {}
+        shown.append(value)
+    chosen = chosen_tools(shown, schemas, choice, kind, parallel is not False)
+    return dataclasses.replace(chosen, free=frozenset(free))
 
 
 def flat_tools(given: Iterable[Function]) -> tuple[list[Object], dict[str, Object]]:
@@ -116,10 +135,10 @@ def chosen_tools(
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         choice, schemas = _allowed(choice, schemas)  # the prompt has all of them: it stays as it was
     if isinstance(choice, dict):
-        inner = choice.get("function", choice)
+        inner = _inner(choice)
         wanted = inner.get("name") if isinstance(inner, dict) else None
         known = isinstance(wanted, str) and wanted in schemas
-        if choice.get("type", "function") != "function" or not known:
+        if choice.get("type", "function") not in TOOL_KINDS or not known:
             raise bad("tool_choice", "must name one of the tools")
         names = (str(wanted),)
     elif choice == "required":
@@ -139,10 +158,15 @@ def chosen_tools(
     return Tools(tuple(tools), schemas, names, parallel, kind.calls)
 
 
+def _inner(named: Object) -> Any:
+    """Returns the object with a tool's name, which chats have in a field of their own."""
+    return next((named[kind] for kind in TOOL_KINDS if kind in named), named)
+
+
 def _allowed(choice: Object, schemas: dict[str, Object]) -> tuple[str, dict[str, Object]]:
     """Returns the choice among the tools that are allowed, and their schemas. Raises ApiError."""
     inner = fitting(choice.get("allowed_tools", choice), AllowedTools, "tool_choice")  # a chat's is nested
-    named = (fitting(tool.get("function", tool), Named, "tool_choice.tools").name for tool in inner.tools)
+    named = (fitting(_inner(tool), Named, "tool_choice.tools").name for tool in inner.tools)
     allowed = {name: schemas[name] for name in named if name in schemas}
     if not allowed:
         raise bad("tool_choice", "must allow one of the tools")
@@ -280,6 +304,8 @@ def _sampling(body: Common, default: Sampling) -> Sampling:
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
     if body.top_k is not None:
         given["top_k"] = max(int(body.top_k), 0)  # -1: no limit, as other servers have it
+    if "top_p" in given:
+        given["top_p"] = max(given["top_p"], LEAST_TOP_P)
     return replace(default, **given, seed=None if body.seed is None else body.seed & MOST_SEED)
 
 
