@@ -11,7 +11,7 @@ from pipeline.gateway.bodies import ChatBody, ChatTurn, Object, note_once
 from pipeline.gateway.call import Call, event_of
 from pipeline.gateway.errors import bad
 from pipeline.gateway.response_tools import free_input
-from pipeline.gateway.settings import grammar_of, openai_tools, settings_of
+from pipeline.gateway.settings import grammar_of, openai_tools, settings_of, told
 from pipeline.gateway.steady import steady
 from pipeline.text.chat_format import TemplateKind
 from pipeline.text.chat_output import Part, ToolCall
@@ -78,6 +78,7 @@ def chat_request(body: ChatBody, welcome: Welcome, kind: TemplateKind) -> ChatRe
     check_chats(welcome)
     turns = steady(_turn(message, f"messages[{place}]") for place, message in enumerate(body.messages))
     tools = openai_tools(body.tools, body.tool_choice, body.parallel_tool_calls, kind)
+    grammar = grammar_of(body.response_format, "response_format", tools)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad("top_logprobs", "belongs to logprobs: true")
     settings = settings_of(
@@ -86,10 +87,10 @@ def chat_request(body: ChatBody, welcome: Welcome, kind: TemplateKind) -> ChatRe
         body.max_completion_tokens or body.max_tokens,
         stop=body.stop,
         choices=body.n,
-        grammar=grammar_of(body.response_format, "response_format", tools),
+        grammar=grammar,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    return ChatRequest(turns, settings, tools, _variables(body, kind))
+    return ChatRequest(told(turns, grammar), settings, tools, _variables(body, kind))
 
 
 async def create(call: Call) -> None:

@@ -29,11 +29,19 @@ from pipeline.gateway.errors import bad
 from pipeline.gateway.response_tools import free_function
 from pipeline.text.chat_format import FORMS, TemplateKind
 from pipeline.text.detokenizer import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
-from protocol.messages import Sampling, Shaping, TokenBias, Welcome
+from protocol.messages import ChatMessage, Sampling, Shaping, TokenBias, Welcome
 
 # Of JSON, for llguidance: at most one space, behind a comma or a colon, where models have tokens with it. One
 # that is not sure may otherwise write white space only.
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+UNENFORCED = "beside tools this model is told the form of its answer, which it may not follow"
+TOLD = """\
+When you answer without calling a tool, the answer is JSON and nothing else, and follows this schema:
+"""
+ANY_CALL = """\
+start: form | {1} REST
+form: {0}
+REST: /(.|\\n)*/"""
 TOOL_KINDS = ("function", "custom")  # that can be called by name
 LEAST_TOP_P = 1e-9  # leaves the most probable token alone
 DEFAULT_PART = 4  # of the context, for an answer without a limit
@@ -43,10 +51,11 @@ PLACELESS = "this model's chat template has no place for tools: they are written
 @dataclass(frozen=True)
 class Grammar:
     """Grammar that an answer follows; false where it follows none. `field`: of the request that asks for
-    it."""
+    it. `told`: what the model is told instead, where nothing can be enforced."""
 
     text: str = ""
     field: str | None = None
+    told: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.text)
@@ -77,8 +86,10 @@ class Tools:
 
     def grammar(self, schema: Object | None = None, param: str = "tools") -> Grammar:
         """Returns that of an answer that calls a wanted tool; with a schema, of one that is JSON of it or
-        calls any tools. `param`: the field that asks for it."""
-        calls, rules, form = [], [], FORMS["json"]
+        calls any tools, which are enforced only where they are JSON. `param`: the field that asks for it."""
+        calls, rules, form = [], [], FORMS[self.calls]
+        if self.calls != "json":
+            return _made("lark", ANY_CALL.format(_json_rule(schema or {}), json.dumps(form.open)), param)
         for place, name in enumerate(self.wanted or self.schemas):
             rules.append(f"arguments{place}: {_json_rule(self.schemas[name] or {'type': 'object'})}")
             head = json.dumps(f'{form.open}\n{{"name": {json.dumps(name)}, "arguments": ')
@@ -183,10 +194,20 @@ def grammar_of(wanted: Format | None, name: str, tools: Tools = Tools()) -> Gram
         raise bad("tool_choice", "an answer follows a form or calls a tool; give one of them")
     if not tools.schemas:
         return json_schema(schema, name)
-    if tools.calls != "json":
-        text = "an answer of this model follows a form or may call tools; leave one out, or tool_choice: none"
-        raise bad(name, text)
+    form = FORMS.get(tools.calls)
+    if form is None or form.marks:  # what is a special token is no text of a grammar
+        note_once(UNENFORCED, logging.WARNING)
+        return Grammar(told=TOLD + json.dumps(schema, ensure_ascii=False))
     return tools.grammar(schema, name)
+
+
+def told(turns: tuple[ChatMessage, ...], grammar: Grammar) -> tuple[ChatMessage, ...]:
+    """Returns a conversation with what the model is told of its answer's form, in the system message."""
+    if not grammar.told:
+        return turns
+    if turns and turns[0].role == "system":
+        return (replace(turns[0], content=f"{turns[0].content}\n\n{grammar.told}"), *turns[1:])
+    return (ChatMessage("system", grammar.told), *turns)
 
 
 def _schema(wanted: Format, name: str) -> Object | None:
