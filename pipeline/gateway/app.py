@@ -92,6 +92,11 @@ class App:
         if method == "OPTIONS" and header_of(call.scope, b"access-control-request-method"):
             await call.send_bytes(b"", "text/plain", headers=permission(call.scope, endpoint.method))
             return
+        if method == "OPTIONS":
+            methods = "GET, HEAD" if endpoint.method == "GET" else endpoint.method
+            allowed = (b"allow", f"{methods}, OPTIONS".encode())
+            await call.send_bytes(b"", "text/plain", headers=(allowed,))
+            return
         if endpoint.method != ("GET" if method == "HEAD" else method):
             raise ApiError(405, f"{method[:20]} is not served at {path[:80]}, but {endpoint.method}")
         call.prompt_field = endpoint.prompt

@@ -269,6 +269,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._tell_gone()
         super().connection_lost(exc)
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing of a request to speak another protocol, which is answered in HTTP: uvicorn's advice is
+        to install packages for WebSockets."""
+
     def _tell_gone(self) -> None:
         """Uvicorn tells only the request that came last."""
         self.pipeline.clear()

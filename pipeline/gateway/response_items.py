@@ -26,7 +26,7 @@ from pipeline.gateway.bodies import (
     note_once,
 )
 from pipeline.gateway.conversations import Turns, reminder
-from pipeline.gateway.errors import ApiError, bad
+from pipeline.gateway.errors import bad
 from pipeline.gateway.response_tools import Functions, functions_of, joined
 from pipeline.gateway.settings import flat_tools
 
@@ -141,10 +141,7 @@ def called(kind: str, value: Object, where: str) -> Object:
                 search.arguments if isinstance(search.arguments, dict) else {"query": search.arguments}
             )
             name, call_id = "tool_search", search.call_id or ""
-    try:
-        return rendered_call(CallPart(CalledFunction(name, arguments), call_id), where)
-    except ApiError:  # what a model has written badly stays in the conversation for ever
-        return rendered_call(CallPart(CalledFunction(name, {"arguments": arguments}), call_id), where)
+    return rendered_call(CallPart(CalledFunction(name, arguments), call_id), where)
 
 
 @dataclass

@@ -10,6 +10,8 @@ import logging
 import shutil
 import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise, takewhile
 from operator import eq
 from types import SimpleNamespace
@@ -34,11 +36,13 @@ from gateway_engine import Served, serve
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from pipeline.assets import model_dir
-from pipeline.gateway import responses
-from pipeline.gateway.answers import ChatEvent
-from pipeline.gateway.bodies import fitting, note_once
+from pipeline.fairness import RateLimiter
+from pipeline.gateway import bodies, responses
+from pipeline.gateway.answers import ChatEvent, Whole
+from pipeline.gateway.bodies import ChatBody, fitting
 from pipeline.gateway.call import MOST_BYTES
-from pipeline.gateway.content_coding import inflated
+from pipeline.gateway.chat import Chat, chat_request
+from pipeline.gateway.content_coding import MOST_MEMBERS, inflated
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.metrics import Meter
 from pipeline.gateway.response_items import SUMMARY, sealed, unsealed
@@ -46,10 +50,11 @@ from pipeline.gateway.response_request import SUMMARIZE, ResponseRequest, Respon
 from pipeline.gateway.responses import Response
 from pipeline.text.chat_format import TemplateKind
 from pipeline.text.chat_history import as_template_reads
-from pipeline.text.chat_output import Part
+from pipeline.text.chat_output import Part, ToolCall
 from protocol.messages import VERSION, Welcome
 
-openai = pytest.importorskip("openai")
+if find_spec("openai") is None:  # to import it takes a while, in each of several processes
+    pytest.skip("of the extra `dev`", allow_module_level=True)
 pydantic = pytest.importorskip("pydantic")
 zstandard = pytest.importorskip("zstandard")
 CONTEXT = 8192
@@ -63,7 +68,6 @@ CODINGS = {
     "deflate": zlib.compress,
     "identity": bytes,
 }
-EVENT = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent)
 WELCOME = Welcome(VERSION, "e", MODEL, "f", "cpu", "all-host", True, 9, CONTEXT, True, True)
 
 
@@ -87,18 +91,28 @@ def post(served: Served, body: dict[str, Any], path: str = "", coding: str = "id
         return http.post(f"/v1/responses{path}", content=content, headers=headers)
 
 
+@cache
+def event_type() -> Any:
+    """Reads JSON as strictly as the package's types have an event of a stream."""
+    from openai.types.responses import ResponseStreamEvent
+
+    return pydantic.TypeAdapter(ResponseStreamEvent)
+
+
 def streamed(answer: Any) -> list[Any]:
     """The events of an answer but later signs of life, each as strictly as the package's types have it."""
     assert answer.status_code == 200, answer.text
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
-    events = [EVENT.validate_json(line) for line in lines]
+    events = [event_type().validate_json(line) for line in lines]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     return [event for event in events if event.type != "response.in_progress" or event.sequence_number == 1]
 
 
 def whole(answer: Any) -> Any:
+    from openai.types.responses import Response
+
     assert answer.status_code == 200, answer.text
-    return openai.types.responses.Response.model_validate_json(answer.text)
+    return Response.model_validate_json(answer.text)
 
 
 def read(body: dict[str, Any], kind: TemplateKind = PLAIN_KIND) -> ResponseRequest:
@@ -163,6 +177,8 @@ def test_calls_come_back_as_the_client_knows_its_tools(
 
 
 def test_chats_have_tools_without_a_place_for_them(served: Served) -> None:
+    import openai
+
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": [{"a": 1}]}}}
         picture = {"type": "image_url", "image_url": {"url": IMAGE["image_url"]}}
@@ -178,12 +194,14 @@ def test_chats_have_tools_without_a_place_for_them(served: Served) -> None:
 
 
 def test_a_conversation_is_shortened_by_the_model(served: Served) -> None:
+    from openai.types.responses import CompactedResponse
+
     *_, body = requests()
     body["max_output_tokens"] = 24
     names = ("model", "instructions", "input", "tools", "parallel_tool_calls", "max_output_tokens")
     compact = {name: body[name] for name in names}
     answer = post(served, compact, "/compact", "zstd")
-    found = openai.types.responses.CompactedResponse.construct(**answer.json())
+    found = CompactedResponse.construct(**answer.json())
     *questions, summary = answer.json()["output"]
     assert questions == [item for item in body["input"] if item.get("role") == "user"]
     assert summary["type"] == "compaction"
@@ -257,7 +275,25 @@ def test_a_bomb_is_decoded_no_further_than_the_limit() -> None:
         assert refused.value.status == 413
 
 
+def test_a_gzip_body_has_several_members() -> None:
+    member = gzip.compress(b"x" * 10)
+    assert inflated(member * MOST_MEMBERS, "x-gzip", 10_000) == b"x" * 10 * MOST_MEMBERS
+    assert inflated(member * 10, "gzip", 100) == b"x" * 100
+    for raw, most, status in (
+        (member * 10, 99, 413),
+        (gzip.compress(b"") * (MOST_MEMBERS + 1), 100, 400),
+        (member + b"x", 100, 400),
+    ):
+        with pytest.raises(ApiError) as refused:
+            inflated(raw, "gzip", most)
+        assert refused.value.status == status
+
+
 # --- without an engine ----------------------------------------------------------------------------------
+
+
+SERVICE = SimpleNamespace(meter=Meter(), model_name=lambda welcome: MODEL)
+SIMPLE_CALL: Any = SimpleNamespace(service=SERVICE, id="x", created=1)
 
 
 class Slow(Response):
@@ -274,14 +310,13 @@ class Slow(Response):
 async def test_a_long_prompt_is_no_silence_and_a_late_error_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HEADERS_WITHIN", "PING_SECONDS"):
         monkeypatch.setattr(responses, name, 0.01)
-    service = SimpleNamespace(meter=Meter(), model_name=lambda welcome: MODEL)
-    call: Any = SimpleNamespace(service=service, id="x", created=1, status=200, refusal=lambda error: error)
+    call: Any = SimpleNamespace(**vars(SIMPLE_CALL), status=200, refusal=lambda error: error)
     client: Any = SimpleNamespace(welcome=WELCOME)
     answer = Slow(call, client, read({"input": "a"}))
     may, events = asyncio.Event(), []
     answer.begin = may.wait
     async for raw in answer.stream():
-        events.append(EVENT.validate_json(raw.partition(b"data: ")[2]))
+        events.append(event_type().validate_json(raw.partition(b"data: ")[2]))
         if len(events) == 5:
             may.set()
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -300,8 +335,9 @@ async def refuse() -> None:
     raise ApiError(400, "no")
 
 
-def test_items_are_read_as_a_chat(caplog: pytest.LogCaptureFixture) -> None:
-    note_once.cache_clear()
+def test_items_are_read_as_a_chat(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_noted", set())
+    monkeypatch.setattr(bodies, "_rate", RateLimiter(100))
     with caplog.at_level(logging.INFO, logger="pipeline.gateway"):
         *_, body = requests()
         request = read(body)
@@ -381,6 +417,42 @@ def test_the_systems_messages_in_the_middle_stay_there() -> None:
         ("tool", "b\n\n<system-reminder>\nc\n</system-reminder>"),
         ("user", "d"),
     ]
+
+
+def test_chats_call_the_same_tools_by_names_of_their_own() -> None:
+    free = {"name": "apply_patch", "description": "Edits."}
+    grammar = {"syntax": "lark", "definition": "start: x"}
+    of_chat = [
+        {"type": "custom", "custom": free | {"format": {"type": "grammar", "grammar": grammar}}},
+        {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}},
+    ]
+    flat = [
+        {"type": "custom", **free, "format": {"type": "grammar", **grammar}},
+        {"type": "function", "name": "f", "parameters": {"type": "object"}},
+    ]
+    patch, broken = {"name": "apply_patch", "input": PATCH}, {"name": "f", "arguments": '{"a": 1'}
+    called = [
+        {"id": "1", "type": "custom", "custom": patch},
+        {"id": "2", "type": "function", "function": broken},
+    ]
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": called}]
+    calls = [
+        {"type": "custom_tool_call", "call_id": "1"} | patch,
+        {"type": "function_call", "call_id": "2"} | broken,
+    ]
+    for chosen, wanted in (
+        ("auto", "auto"),
+        ({"type": "custom", "custom": {"name": "apply_patch"}}, {"type": "custom", "name": "apply_patch"}),
+    ):
+        chat = {"messages": turns, "tools": of_chat, "tool_choice": chosen}
+        own = chat_request(fitting(chat, ChatBody, ""), WELCOME, PLAIN_KIND)
+        items = {"input": [message("user", "a"), *calls], "tools": flat, "tool_choice": wanted}
+        other = read(items)
+        assert (own.messages, own.template) == (other.messages, other.template)
+        assert (own.settings.shaping, own.tools.schemas) == (other.settings.shaping, other.tools.schemas)
+    answer = Chat(SIMPLE_CALL, SimpleNamespace(welcome=WELCOME), own)  # type: ignore[arg-type]
+    whole = Whole([Part("call", call=ToolCall("1", "apply_patch", json.dumps({"input": PATCH})))])
+    assert answer.body([whole])["choices"][0]["message"]["tool_calls"] == called[:1]
 
 
 def test_reasoning_comes_back_sealed_and_summaries_open() -> None:

@@ -118,6 +118,13 @@ def test_lines_about_what_is_no_http_are_few(served: Served) -> None:
     assert 0 < sum("Invalid HTTP request" in line for line in lines) < 150
 
 
+def test_another_protocol_is_not_spoken_and_no_package_advised(served: Served) -> None:
+    with connected(served.url) as connection:
+        connection.sendall(GET[:-2] + b"Connection: close, Upgrade\r\nUpgrade: websocket\r\n\r\n")
+        assert received(connection).startswith(b"HTTP/1.1 401 ")
+    assert "pip install" not in Path(f"/proc/{served.process.pid}/fd/2").read_text()
+
+
 @pytest.fixture
 def many_files() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
