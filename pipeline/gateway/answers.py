@@ -34,6 +34,7 @@ AFTER_TOOL = (
     ChatMessage("assistant", "", json.dumps({"tool_calls": [CALLED]})),
     ChatMessage("tool", "x", json.dumps({"tool_call_id": CALLED["id"]})),
 )
+MOST_OPENINGS = 256  # different variables of templates whose openings are remembered
 
 Event = tuple[int, Token | Done]
 
@@ -372,5 +373,7 @@ class ChatAnswer(ABC):
             template = json.dumps(variables) if variables else ""
             messages = AFTER_TOOL if after_tool else AFTER_TOOL[:1]
             prompt = await self.client.tokenize(messages=messages, template=template)
-            openings[name] = opens_reasoning(prompt.ending)
+            while len(openings) >= MOST_OPENINGS:  # by clients' variables there could be any number
+                del openings[next(iter(openings))]
+            return openings.setdefault(name, opens_reasoning(prompt.ending))
         return openings[name]
