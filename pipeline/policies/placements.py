@@ -125,6 +125,30 @@ class Known(Placement):
         )
 
 
+def known_counts(view: View) -> Counts:
+    """The uses of each expert [L, E] as far as they are known: those of earlier starts and of this one,
+    without any those of the calibration."""
+    counts = view.popularity if view.heat is None else view.popularity + view.heat
+    if view.calibration is not None and not counts.any():
+        return view.calibration.decode_counts
+    return counts
+
+
+class Hot(Placement):
+    """Each layer's most used experts, in earlier starts and in this one; by the calibration where none has
+    been used. As many as the replacement's cache of that layer holds."""
+
+    name: ClassVar[str] = "hot"
+    help: ClassVar[str] = "each layer's most used experts, also those of earlier starts"
+    keeps_heat = True
+
+    def chosen(self, view: View, room: Room) -> Chosen:
+        counts = known_counts(view)
+        return (
+            evenly_counted(counts, room.experts) if room.sizes is None else most_counted(counts, room.sizes)
+        )
+
+
 class Random(Placement):
     """DALI's (section 4): in every layer the same number of experts, drawn at random."""
 

@@ -182,6 +182,7 @@ class View:
     prefetching: bool = True  # False: the prefetch meter pauses predictions
     staging: int = 0  # slots beside the capacity, through which a layer's step streams missing tiles
     seconds: float = 0.0  # that the step before took; 0 where costs do not follow what runs
+    heat: NDArray[np.int64] | None = None  # [L, E]: as popularity, of earlier starts; the later count more
     up: str = ""  # the format of up matrices that are apart, so that channels can be left out; "" without
 
 
@@ -196,6 +197,7 @@ class Policy(ABC):
     exact: bool = True
     needs_costs: bool = False
     needs_calibration: bool = False
+    keeps_heat: bool = False  # the view has the counts of earlier starts, and this one's are kept for later ones
     settles: int = 0  # decode steps after which what it has learnt depends little on where it began
     uses_device: bool = True  # False: no slab and no prefetcher are needed
     uses_host: bool = True  # False: the workers compute nothing
