@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.arrays import FloatArray, Phase
@@ -94,11 +95,13 @@ class Engine:
         costs: Costs | None,
         calibration: Calibration | None = None,
         *,
+        heat: NDArray[np.int64] | None = None,
         counted: bool = True,
         follow: bool = False,
     ) -> tuple[str, ...]:
         """Use a policy from the next step on. Its placement is resident when this returns. Without `counted`
-        its steps leave `popularity` unchanged. `follow`: correct the costs by what runs. Returns its notes.
+        its steps leave `popularity` unchanged. `heat`: as in View; `follow`: correct the costs by what runs.
+        Returns its notes.
         Raises PolicyError where the policy needs a slab or anything else that the engine does not have; the
         previous policy is kept then."""
         memory, decode = self.memory, self.counters.phases["decode"]
@@ -119,6 +122,7 @@ class Engine:
             router=self.backbone.router_math,
             calibration=calibration,
             staging=memory.staging,
+            heat=heat,
             up=self.up,
         )
         driver: PolicyDriver[Ticket] = PolicyDriver(policy, view, *decode.prefetched)

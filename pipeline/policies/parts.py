@@ -182,7 +182,7 @@ class Replacement(Part):
     does not see those that a prediction holds in the reserve."""
 
     settles: int = 0  # as `Policy.settles`
-    # where new experts come from: "fetched" ones, "swapped" for held ones, "admitted" in the background, or none
+    # where new experts come from: "fetched" ones, "swapped" for held ones, "admitted" in the background, none
     fills: ClassVar[str] = ""
     admits: ClassVar[bool] = False  # True: predicted experts enter the cache at once, and there is no reserve
 

@@ -197,7 +197,7 @@ class Policy(ABC):
     exact: bool = True
     needs_costs: bool = False
     needs_calibration: bool = False
-    keeps_heat: bool = False  # the view has the counts of earlier starts, and this one's are kept for later ones
+    keeps_heat: bool = False  # it begins with the counts of earlier starts, and this one's are kept
     settles: int = 0  # decode steps after which what it has learnt depends little on where it began
     uses_device: bool = True  # False: no slab and no prefetcher are needed
     uses_host: bool = True  # False: the workers compute nothing

@@ -110,6 +110,7 @@ class EngineService:
             if self._inbox.stopped:
                 self._drain_inbox(seconds=LAST_INBOX_SECONDS)
                 scheduler.cancel_all()
+                self._policies.keep_heat(least=1)
 
     def _drain_inbox(self, wait: float = 0.0, seconds: float = INBOX_SECONDS) -> bool:
         """Handle messages for up to `seconds`; wait for the first. False: the engine is stopped."""
@@ -169,8 +170,9 @@ class EngineService:
         self._post(ToOtherClients(client, PolicyChanged(-1, name, exact, notes)))
 
     def _on_idle(self) -> bool:
-        """Handle children's exits, fetch in the background, audit. True where such work remains."""
+        """Handle children's exits, fetch in the background, audit, keep counts. True while tiles move."""
         self._parts.engine.poll_children()
+        self._policies.keep_heat()
         memory = self._parts.engine.memory
         if memory.idle:
             memory.audit()
