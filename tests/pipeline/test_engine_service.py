@@ -18,6 +18,7 @@ from plain_calibration import plain_calibration
 from whole_engine import CONTEXT, OPTIONS, TEXT_UP, Inbox, WholeEngine, coordinator_map, whole_engine
 
 from pipeline.calibration.file import calibration_path, save
+from pipeline.calibration.heat import NAME
 from pipeline.config import CoordinatorConfig
 from pipeline.coordinator import run_engine
 from pipeline.device.cpu import CpuDevice
@@ -236,6 +237,29 @@ def test_policies_get_the_calibration_of_the_model(
     with pytest.raises(CalibrationError):
         policies.set(PolicyRequest("dali"))
     assert engine.policy.name == policies.current.name == "layerwise"
+
+
+def test_what_one_start_used_is_resident_at_the_next(whole: WholeEngine, costs_file: Path) -> None:
+    """Kept while the engine is idle and when it stops; under a policy that does not ask for it never."""
+    path = whole.config.cache / whole.config.fingerprint / NAME
+    whole.serve(ASKED)
+    assert not path.exists()
+    inbox = Inbox(lambda: whole.sent() != [])
+    service = whole.service(inbox, policy="cache", costs=costs_file)
+    inbox.put(b"c", ASKED)
+    service.serve()
+    used = whole.parts.engine.popularity.copy()
+    assert used.any()
+    assert path.exists()
+    whole.parts.engine.popularity[:] = 0  # as in another process
+    whole.policies(policy="cache", costs=costs_file)
+    view = whole.parts.engine.driver.view
+    assert view.heat is not None
+    assert np.array_equal(view.heat, used)
+    for layer, kept in enumerate(view.target > 0):
+        assert used[layer, kept].min() >= used[layer, ~kept].max(initial=0)
+    whole.policies(policy="fiddler", costs=costs_file)
+    assert whole.parts.engine.driver.view.heat is None
 
 
 # --- between requests -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from policy_machine import COSTS, Machine, make_routing, make_view, policy
 
 from pipeline.arrays import IntArray
 from pipeline.models.routing import Softmax
-from pipeline.policies.admission import LASTS, Prices, pays
+from pipeline.policies.admission import Prices, pays
 from pipeline.policies.costs import MACHINES, Costs, derived
 from pipeline.policies.view import ModelShape, Policy, Routing
 from pipeline.replay.machine import Replay
