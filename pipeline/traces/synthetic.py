@@ -10,7 +10,9 @@ another text takes away, and how often a prediction is right.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +44,8 @@ class Skew:
 EMBEDDED = Skew(spread=0.45, persistence=0.42, accuracy=0.79)
 
 # Of models as they were published, by the names of `pipeline/assets/shapes.json` where it has them. What was
-# published, and how near the draws come, is in tests/traces/test_profiles.py. Accuracies: DAOP for Mixtral,
-# DALI for Qwen3 and DeepSeek-V2-Lite, of which nothing else is known; the others' are not published.
+# published, and how near the draws come, is in tests/traces/test_profiles.py. The accuracies are DAOP's for
+# Mixtral and DALI's, with its correction, for Qwen3; no others are published.
 PROFILES = {
     "mixtral-8x7b": Skew(0.05, (0.0, 0.29, 0.08), 0.841, topic=0.1),
     "qwen3-30b-a3b": Skew(0.8, 0.3, 0.933, topic=1.0),
@@ -51,7 +53,6 @@ PROFILES = {
     "qwen3.8-flash-next-cold": Skew(0.25, 0.45, 0.85, topic=0.3),  # another run: one text of 300 tokens
     "gemma-4-26b-a4b": Skew(0.75, 0.35, 0.85, topic=0.9),
     "olmoe-1b-7b": Skew(0.35, 0.3, 0.85, topic=0.25),
-    "deepseek-v2-lite": Skew(EMBEDDED.spread, EMBEDDED.persistence, 0.795),
 }
 
 TEXT = 256  # tokens of each of the texts that experts are counted over, where texts differ
@@ -133,6 +134,21 @@ class SyntheticText:
 
     def _normal(self, *shape: int) -> FloatArray:
         return self._rng.standard_normal(shape, np.float32)
+
+
+@dataclass(frozen=True)
+class DrawnTrace:
+    """Routing in a `Trace`'s place that was drawn."""
+
+    path: Path  # what it is of, for a person
+    header: Header
+    drawn: Sequence[TracedStep]
+    counts: NDArray[np.int64]  # [L, E] rows that used each expert in other texts
+    cut_short = False
+
+    def steps(self) -> Iterator[TracedStep]:
+        """The steps in order."""
+        yield from self.drawn
 
 
 def _error_of(skew: Skew, experts: int, top_k: int) -> float:
