@@ -36,6 +36,7 @@ from pipeline.policies.replacements import Lru
 from pipeline.policies.view import Active, ModelShape, View
 
 LASTS = 64  # steps that a share of use is taken to last: a text goes on to something else
+QUEUED = 4  # layers in whose time all copies under way land: others may be worth more by then
 FRESH_PROMPT = 0.7  # weight of a prompt's step in the shares of use: it has many tokens
 
 
@@ -72,7 +73,7 @@ class Prices:
 class Admission(Lru):
     """Least recently used, layer by layer. What the device fetches anyway enters at once. What the host
     computes enters in the background, at its second miss within `window` steps, and only where the copy pays
-    by the rule above. As many copies are under way as land while a layer is computed, and at least one."""
+    by the rule above. As many copies are under way as land while a few layers are computed, and at least one."""
 
     name: ClassVar[str] = "admission"
     help: ClassVar[str] = "the most recently used, and what the host computes where its copy pays"
@@ -90,8 +91,8 @@ class Admission(Lru):
     def notes(self, view: View) -> tuple[str, ...]:
         assert view.costs is not None
         prices = Prices(view.costs, view.shape)
-        if prices.least == inf:
-            return ("no expert is admitted: by the costs the host computes it as soon as the device",)
+        if prices.least > LASTS:
+            return ("no expert is admitted: by the costs the device is hardly faster than the host",)
         if not pays(1.0, 0.0, LASTS, prices.soonest, prices.least):
             late = f"{prices.soonest:.0f} tokens late"
             return (f"no expert is admitted: by the costs the link brings it {late}, when it has no use",)
@@ -166,7 +167,7 @@ class Admission(Lru):
             while moving and view.residency[moving[0]] >= view.target[moving[0]]:  # landed, or left again
                 moving.popleft()
             copies = len(moving) + 1
-            if copies > 1 and copies * prices.copy > seconds:
+            if copies > 1 and copies * prices.copy > QUEUED * seconds:
                 break
             delay = copies * prices.copy / (view.shape.layers * seconds)
             stay, cold, oldest = float(LASTS), 0.0, None
