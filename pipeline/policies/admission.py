@@ -63,17 +63,22 @@ class Prices:
         host = there + missing * self._host if missing else 0.0
         return self.costs.other_at[1] + max(device, host)
 
+    def delay(self, copies: int, layer: float) -> float:
+        """Steps until the last of so many copies lands, with layers of so many seconds."""
+        step = self._shape.layers * layer
+        return copies * self.copy / step if step > 0 else inf
+
     @property
     def soonest(self) -> float:
         """Steps that a copy takes at least: steps are longest where everything is missing."""
-        step = self._shape.layers * self.layer(self._shape.top_k, self._shape.top_k)
-        return self.copy / step if step else inf
+        return self.delay(1, self.layer(self._shape.top_k, self._shape.top_k))
 
 
 class Admission(Lru):
     """Least recently used, layer by layer. What the device fetches anyway enters at once. What the host
     computes enters in the background, at its second miss within `window` steps, and only where the copy pays
-    by the rule above. As many copies are under way as land while a few layers are computed, and at least one."""
+    by the rule above. As many copies are under way as land while a few layers are computed, and at least
+    one."""
 
     name: ClassVar[str] = "admission"
     help: ClassVar[str] = "the most recently used, and what the host computes where its copy pays"
@@ -169,7 +174,7 @@ class Admission(Lru):
             copies = len(moving) + 1
             if copies > 1 and copies * prices.copy > QUEUED * seconds:
                 break
-            delay = copies * prices.copy / (view.shape.layers * seconds)
+            delay = prices.delay(copies, seconds)
             stay, cold, oldest = float(LASTS), 0.0, None
             if len(order) == self._sizes[layer]:
                 oldest = next(iter(order))

@@ -55,6 +55,8 @@ def test_the_costs_say_what_a_copy_takes_and_saves() -> None:
     assert prices.layer(3, 3) == 7 + 1 + 3 * 20
     assert prices.soonest == pytest.approx(13 / (4 * prices.layer(3, 3)))
     assert Prices(replace(costs, device=(10.0,)), shape).least == inf
+    nothing = Prices(Costs((1,), (0.0,), (0.0,), 0.0, 0.0), shape)  # a file may say so
+    assert nothing.least == nothing.soonest == inf
 
 
 class Course:
