@@ -4,7 +4,7 @@
 
 Each setting reads a text, which warms its cache, and then other texts, which count. The routing has the
 locality that was published for the model (`pipeline/traces/synthetic.py`), the machine is 4090-pcie4 with the
-given links (`pipeline/policies/costs.py`), and a few layers stand for all. `cache` with its misses on the
+given links (`pipeline/policies/costs.py`). `cache` with its misses on the
 device is llama.cpp's rule: a cache by recency for each layer, each miss uploaded and computed there.
 `--speed`: what planning takes, the median of each call.
 """
@@ -29,7 +29,7 @@ from pipeline.replay.machine import Replay
 from pipeline.traces.synthetic import PROFILES, SyntheticText
 from pipeline.traces.trace import Header
 
-LAYERS, TEXTS, TOKENS, WARM, HISTORY = 8, 4, 100, 64, 4000
+TEXTS, TOKENS, WARM, HISTORY = 4, 100, 64, 4000
 MACHINE = "4090-pcie4"
 PROFILE = {"mixtral": "mixtral-8x7b", "qwen3": "qwen3-30b-a3b"}
 SHARES = {"mixtral": (0.125, 0.25, 0.5, 0.75), "qwen3": (0.06, 0.12, 0.25, 0.4)}
@@ -49,7 +49,7 @@ class Drawn:
 
     def __init__(self, name: str, seed: int) -> None:
         self.model = MODELS[name]
-        shape = ModelShape(LAYERS, self.model.experts, self.model.tiles, self.model.top_k)
+        shape = ModelShape(self.model.layers, self.model.experts, self.model.tiles, self.model.top_k)
         self.header = Header(name, "", "", shape, 1, Softmax(shape.top_k, rescaled=True), 1)
         text = SyntheticText(self.header, PROFILES[PROFILE[name]], seed)
         self.counts = text.counts(HISTORY)  # of earlier requests
@@ -75,7 +75,7 @@ def figures(drawn: Drawn, request: PolicyRequest, link_gbps: float, share: float
     began, before = replay.now, replay.outcome.counters.snapshot()
     counters = replay.run(drawn.steps).counters
     profile = PhaseProfile(difference(counters.snapshot(), before)["decode"], 1)
-    seconds = (replay.now - began) / len(drawn.steps) * drawn.model.layers / LAYERS
+    seconds = (replay.now - began) / len(drawn.steps)
     shape = drawn.header.shape
     moved = profile.copied_per_token / (shape.tiles * shape.layers)
     return [seconds, profile.hit_rate or 0.0, moved, profile.link_busy]
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--model", nargs="*", choices=list(PROFILE), default=list(PROFILE))
     parser.add_argument("--link", nargs="*", type=float, default=[25.0, 12.0], help="GB/s")
-    parser.add_argument("--seed", nargs="*", type=int, default=[3, 5, 7], help="of which the mean is shown")
+    parser.add_argument("--seed", nargs="*", type=int, default=[3, 5], help="of which the mean is shown")
     parser.add_argument("--speed", action="store_true")
     given = parser.parse_args(arguments)
     for name in given.model:

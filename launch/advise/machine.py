@@ -19,7 +19,7 @@ from launch.bench.measure import make_prompts, read_other_texts, warm_up
 from launch.command_line.options import Options
 from launch.connect import connected
 from launch.errors import WrongUsage
-from launch.forecast import Priced, RecordedText, Sizes, calibration_of, sizes_of
+from launch.forecast import Priced, RecordedText, Sizes, calibration_of, costs_there, sizes_of
 from launch.planning import make_plan, situation
 from launch.processes.cores import Cores
 from launch.terminal.format import model_name
@@ -31,7 +31,7 @@ from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import DeviceName, EngineConfig
 from pipeline.memory.plan import Machine
 from pipeline.models.shapes import is_shape
-from pipeline.policies.costs import MACHINES, Costs, Rates, derived
+from pipeline.policies.costs import MACHINES, Costs, Rates
 from pipeline.policies.options import did_you_mean
 from pipeline.policies.view import PolicyRequest
 from pipeline.replay.steps import summarize
@@ -100,11 +100,8 @@ def elsewhere(written: Mapping[str, Any]) -> Hardware | None:
     )
 
     def priced(sizes: Sizes, context: int) -> Priced:
-        other = sizes.other + context * sizes.kv_token
-        costs = derived(rates, sizes.expert, sizes.expert_weights, other, sizes.other_weights)
-        costs = replace(costs, link=costs.link * sizes.header.tile_bytes / sizes.tile)
         rest = BESIDE_STEP + sizes.head / (rates.device_gbps * GIGABYTE)
-        return Priced(costs.for_tiles(sizes.header.shape.tiles), rest)
+        return Priced(costs_there(rates, sizes, context), rest)
 
     return Hardware(words, memory, priced)
 

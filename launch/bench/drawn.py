@@ -1,21 +1,19 @@
 """Routing for `bench --replay shape:NAME`, which no engine has recorded: of a model whose locality was
-published; and costs of machines that are not here."""
+published."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
-from launch.advise.machine import elsewhere
 from launch.errors import WrongUsage
 from launch.forecast import Sizes, sizes_of
 from pipeline.checkpoint.open import open_model
-from pipeline.config import EngineConfig
+from pipeline.config import EngineConfig, FormatName
 from pipeline.models.shapes import PREFIX, SHAPES
-from pipeline.policies.costs import MACHINES, Costs
 from pipeline.traces.synthetic import PROFILES, DrawnTrace, SyntheticText
 
-FORMAT = "int4"
+FORMAT: FormatName = "int4"
 HISTORY = 4000  # tokens of other texts, from which it is known which experts are popular
 TEXTS, PROMPT, TOKENS = 3, 128, 64  # one after the other, each with a prompt
 KNOWN = ", ".join(PREFIX + name for name in PROFILES if name in SHAPES)
@@ -32,11 +30,3 @@ def drawn_trace(shape: Path, seed: int) -> tuple[DrawnTrace, Sizes]:
     counts = text.counts(HISTORY)
     steps = [step for _ in range(TEXTS) for step in text.steps(PROMPT, PROMPT, TOKENS)]
     return DrawnTrace(shape, header, steps, counts), sizes
-
-
-def costs_there(machine: str, sizes: Sizes) -> Costs:
-    """Returns the costs of a tile on a machine of this name, one of MACHINES."""
-    assert machine in MACHINES
-    there = elsewhere({"machine": machine})
-    assert there is not None
-    return there.priced(sizes, PROMPT).costs

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 from rich.console import RenderableType
 
-from launch.bench.drawn import costs_there, drawn_trace
+from launch.bench.drawn import PROMPT, drawn_trace
 from launch.bench.plan import requested_policies
 from launch.bench.report import Figures, compared, policy_tables, routing_notes, show_tables
 from launch.bench.sweep import Point, SweepReport, combinations
 from launch.command_line.options import Options, axes
 from launch.errors import LaunchError, WrongUsage
-from launch.forecast import Sizes, calibration_of
+from launch.forecast import Sizes, calibration_of, costs_there
 from launch.profile import PhaseProfile
 from launch.terminal.format import count, merged_notes, model_name
 from launch.terminal.interrupts import Interrupts
@@ -294,7 +294,7 @@ def _costs(header: Header, asked: Path | None, sizes: Sizes | None) -> tuple[Cos
     """The costs, and their origin in words. Raises PolicyError, WrongUsage."""
     if asked is not None:
         if sizes is not None and str(asked) in MACHINES and not asked.exists():
-            return costs_there(str(asked), sizes), f"derived from the rates of {asked}"
+            return costs_there(MACHINES[str(asked)], sizes, PROMPT), f"derived from the rates of {asked}"
         return Costs.load(asked), str(asked)
     for _, record in measured_here(user_folder("CACHE")):
         if record.setting.store == header.store and record.tiles == header.shape.tiles:

@@ -19,8 +19,8 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
+from pipeline.arrays import Counts
 from pipeline.policies.view import ModelShape
 from protocol.errors import NotPrivate
 from protocol.files import check_private, make_folders, read_small
@@ -32,7 +32,6 @@ MAX_BYTES = 1 << 24
 LASTING_TOKENS = 16384  # of earlier starts, that count at most: what is used changes
 ENOUGH_TOKENS = 256  # new ones that are worth writing the file while the engine goes on
 
-Counts = NDArray[np.int64]  # [L, E] rows routed to each expert
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 
 log = logging.getLogger(__name__)
@@ -52,9 +51,9 @@ class Heat:
         self._written = 0  # tokens of this start that the file has
         self.earlier = self._read()  # of earlier starts; None without any
 
-    def keep(self, counted: Counts, least: int = ENOUGH_TOKENS) -> None:
-        """Write the file where it lacks `least` tokens of this start, whose counts are given. A failure is
-        logged."""
+    def keep(self, counted: Counts, least: int) -> None:
+        """Write the file where it lacks `least` tokens of this start, whose counts [L, E] are given. A
+        failure is logged."""
         tokens = int(counted[0].sum()) // self._shape.top_k
         if tokens - self._written < least:
             return

@@ -8,16 +8,16 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.arrays import Counts
 from pipeline.policies.options import SEED
 from pipeline.policies.parts import Chosen, Placement, Room, whole_experts
 from pipeline.policies.view import View
 from protocol.program import COMMAND
 
-Counts = NDArray[np.int64]  # [L, E] rows routed to each expert
 ENOUGH_TOKENS = 256  # that were counted, for a comparison of counts
 
 
-def most_counted(counts: NDArray[np.int64], sizes: Sequence[int]) -> NDArray[np.bool_]:
+def most_counted(counts: Counts, sizes: Sequence[int]) -> NDArray[np.bool_]:
     """The sizes[l] most counted experts of each layer, of counts [L, E]. Ties go to the smaller index."""
     # a stable sort of the negated counts keeps equal ones in index order
     order = np.argsort(-counts, axis=1, kind="stable")
@@ -27,7 +27,7 @@ def most_counted(counts: NDArray[np.int64], sizes: Sequence[int]) -> NDArray[np.
     return chosen
 
 
-def evenly_counted(counts: NDArray[np.int64], budget: int) -> NDArray[np.bool_]:
+def evenly_counted(counts: Counts, budget: int) -> NDArray[np.bool_]:
     """`budget` experts of counts [L, E]: the same number in every layer, the most counted ones; the remainder
     (fewer than L) goes to the next most counted anywhere. Ties go to the first layer and expert."""
     layers = len(counts)

@@ -110,7 +110,6 @@ class EngineService:
             if self._inbox.stopped:
                 self._drain_inbox(seconds=LAST_INBOX_SECONDS)
                 scheduler.cancel_all()
-                self._policies.keep_heat(least=1)
 
     def _drain_inbox(self, wait: float = 0.0, seconds: float = INBOX_SECONDS) -> bool:
         """Handle messages for up to `seconds`; wait for the first. False: the engine is stopped."""

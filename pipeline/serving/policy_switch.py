@@ -7,9 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 
-import numpy as np
-from numpy.typing import NDArray
-
+from pipeline.arrays import Counts
 from pipeline.calibration.cost_probe import costs_for
 from pipeline.calibration.file import calibration_path, load
 from pipeline.calibration.heat import ENOUGH_TOKENS, Heat
@@ -77,14 +75,14 @@ class PolicySwitch:
         """Make the policy in use anew: without state of earlier steps, with the present inputs."""
         self.set(self.current, self._counted)
 
-    def keep_heat(self, least: int = ENOUGH_TOKENS) -> None:
-        """Keep how often experts were used for later starts, where the policy in use begins with that, and
-        `least` tokens were counted since."""
+    def keep_heat(self, least: int | None = None) -> None:
+        """Keep how often experts were used for later starts, where the policy in use begins with that and
+        `least` tokens were counted since; by default as many as are worth it."""
         engine = self._parts.engine
         if self._heat is not None and engine.policy.keeps_heat:
-            self._heat.keep(engine.popularity, least)
+            self._heat.keep(engine.popularity, ENOUGH_TOKENS if least is None else least)
 
-    def _heat_for(self, policy: Policy) -> NDArray[np.int64] | None:
+    def _heat_for(self, policy: Policy) -> Counts | None:
         """Returns the counts of earlier starts, None without any and where they are not needed."""
         if not policy.keeps_heat:
             return None
@@ -92,6 +90,7 @@ class PolicySwitch:
             config, engine = self._parts.config, self._parts.engine
             record = CacheRecord("store", self._parts.source.name, config.options.format)
             self._heat = Heat(config.cache / config.fingerprint, record, engine.shape)
+            self._parts.closing.callback(self.keep_heat, least=1)
         return self._heat.earlier
 
     def _costs_for(self, policy: Policy) -> Costs | None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.calibration.heat import LASTING_TOKENS, NAME, Counts, Heat
+from pipeline.arrays import Counts
+from pipeline.calibration.heat import ENOUGH_TOKENS, LASTING_TOKENS, NAME, Heat
 from pipeline.policies.view import ModelShape
 from shm.disk_cache import CacheRecord, read_record
 
@@ -29,18 +30,18 @@ def counts(tokens: int) -> Counts:
 def test_each_start_adds_its_counts_and_the_latest_ones_weigh_most(tmp_path: Path) -> None:
     first = heat(tmp_path)
     assert first.earlier is None
-    first.keep(counts(100))
+    first.keep(counts(100), ENOUGH_TOKENS)
     assert not (tmp_path / "f").exists()  # too few to be worth it
     first.keep(counts(100), least=1)
-    first.keep(counts(400))
+    first.keep(counts(400), ENOUGH_TOKENS)
     (tmp_path / "f" / NAME).unlink()
-    first.keep(counts(600))
+    first.keep(counts(600), ENOUGH_TOKENS)
     assert not (tmp_path / "f" / NAME).exists()  # few more than were written
-    first.keep(counts(1000))
+    first.keep(counts(1000), ENOUGH_TOKENS)
     second = heat(tmp_path)
     assert second.earlier is not None
     assert np.array_equal(second.earlier, counts(1000))
-    second.keep(counts(10 * LASTING_TOKENS))
+    second.keep(counts(10 * LASTING_TOKENS), ENOUGH_TOKENS)
     third = heat(tmp_path)
     assert third.earlier is not None
     assert np.allclose(third.earlier, counts(LASTING_TOKENS), atol=1)
@@ -77,22 +78,22 @@ def changed(counts: object, **more: object) -> Callable[[Path], object]:
 def test_a_damaged_file_is_removed_with_a_message_and_written_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object]
 ) -> None:
-    heat(tmp_path).keep(counts(1000))
+    heat(tmp_path).keep(counts(1000), ENOUGH_TOKENS)
     damage(tmp_path / "f" / NAME)
     again = heat(tmp_path)
     assert again.earlier is None
     assert not (tmp_path / "f" / NAME).exists()
     (line,) = caplog.messages
     assert line.startswith(f"{tmp_path / 'f' / NAME} is not used, experts are counted anew: ")
-    again.keep(counts(1000))
+    again.keep(counts(1000), ENOUGH_TOKENS)
     assert heat(tmp_path).earlier is not None
 
 
 def test_a_file_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "f").write_text("a file in the folder's place")
     one = heat(tmp_path)
-    one.keep(counts(1000))
-    one.keep(counts(1001))  # not again at once
+    one.keep(counts(1000), ENOUGH_TOKENS)
+    one.keep(counts(1001), ENOUGH_TOKENS)  # not again at once
     assert [line.split(":")[0] for line in caplog.messages[1:]] == [
         f"the use of experts could not be kept in {tmp_path / 'f' / NAME}"
     ]

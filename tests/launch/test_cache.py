@@ -153,7 +153,7 @@ def test_names_of_files_and_models_cannot_control_the_terminal(folder: Path) -> 
 
 def test_the_use_of_experts_is_listed_with_its_model_and_format(folder: Path) -> None:
     shape = ModelShape(layers=1, experts=2, tiles=1, top_k=1)
-    Heat(folder / STORE, CacheRecord("store", "/models/mixtral", "int4"), shape).keep(np.array([[300, 9]]))
+    Heat(folder / STORE, CacheRecord("store", "/models/mixtral", "int4"), shape).keep(np.array([[300, 9]]), 1)
     (found,) = (entry for entry in scan(folder) if entry.on_disk)
     assert (found.kind, found.model, found.format) == ("heat", "mixtral", "int4")
     assert kinds(run_json("--prune", "--to", "0")["removed"]) == ["heat"]
