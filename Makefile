@@ -67,7 +67,7 @@ $(READY): pyproject.toml setup.py $(wildcard workers/kernels/c/*) $(wildcard shm
 	echo "make: setting up $(VENV); the first time takes some minutes" >&2
 	$(STEP) "making $(VENV)" $(PYTHON) -m venv $(VENV)
 	if [ $(TORCH) = cpu ]; then \
-	  echo "make: no NVIDIA GPU found: torch's CPU build, about 200 MB (TORCH=cuda takes the other)" >&2; \
+	  echo "make: no NVIDIA GPU found: torch's CPU build, 200 MB (TORCH=cuda: the other)" >&2; \
 	  $(STEP) "installing torch" $(PIP) --no-deps --retries 1 --index-url $(CPU_BUILDS) $(call required,torch) || \
 	  echo "make: taking torch's usual build instead" >&2; \
 	fi

@@ -159,7 +159,7 @@ def start_line(model: Path, plan: Plan, machine: Machine, backbone_dtype: str) -
     formats = f"experts {plan.needs.format}{again}, rest {backbone_dtype}{int8}"
     if plan.needs.kv_dtype == "int8":
         formats += ", KV cache int8 (an approximation)"
-    return f"{model_name(str(model))}: {formats}; {', '.join(needs)}"
+    return f"{model_name(str(model), article='')}: {formats}; {', '.join(needs)}"
 
 
 def memory_lines(plan: Plan, machine: Machine) -> list[str]:
@@ -212,25 +212,6 @@ def second_rounding(needs: Needs) -> str:
         else ""
     )
     return f"the experts are {needs.rounded} in the file, kept as {needs.format}: a second rounding{cost}"
-
-
-def longer_context(source: ModelSource, now: Situation, plan: Plan) -> list[str]:
-    """A line for each option of SMALLER by which the context becomes longer than the plan's: with the most
-    exact of the formats that make it longest."""
-    lines = []
-    for name, option in SMALLER.items():
-        plans = [
-            (other, getattr(config, name))
-            for config in _smaller(now.config, name)
-            for other in [now.plan(config, every_format(source, config, (plan.needs.format,)))]
-            if other is not None and other.context > plan.context
-        ]
-        if plans:
-            best, dtype = max(
-                plans, key=lambda of: (of[0].context, of[0].needs.backbone, of[0].needs.kv_token)
-            )
-            lines.append(f"{option} {dtype}: a context of {best.context} tokens instead of {plan.context}")
-    return lines
 
 
 def _smaller(asked: EngineConfig, name: str) -> Iterator[EngineConfig]:

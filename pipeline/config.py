@@ -11,7 +11,7 @@ KV_CONTEXTS = 4  # full contexts that the KV cache holds, where they fit
 DEFAULT_CACHE = 0.25  # share of all expert tiles, where it fits; a GPU takes as many as it can hold
 
 # Sizes that the memory plan and the code it plans for have in common.
-KV_BLOCK = 64  # tokens of a block of the KV cache; as in workers/kernels/c/spans.h
+KV_BLOCK = 64  # tokens of a block of the KV cache; as in workers/kernels/c/kernels.h
 KV_RUN = 128  # numbers that share a scale, in a KV cache of int8
 SNAPSHOTS = 2  # of recurrent states that are kept, for each sequence that has present and pending ones
 STATE_TOKENS = 2048  # of the KV cache's tokens, for each sequence whose recurrent states it has room for
@@ -134,6 +134,7 @@ class CoordinatorConfig:
     workers: WorkerCores
     slab: bool  # the first policy keeps experts on the device, and the prefetcher is being started
     options: ResolvedConfig
+    suspects: dict[int, int] = field(default_factory=dict)  # crashes at which a request was being computed
 
     @classmethod
     def from_map(cls, config: dict[str, Any]) -> Self:
@@ -142,7 +143,7 @@ class CoordinatorConfig:
         return cls(
             **{name: value for name, value in config.items() if name in names}
             | {name: Path(config[name]) for name in ("runtime", "model")}
-            | {"cache": Path(config["cache_dir"])}
+            | {"cache": Path(config["cache_dir"]), "suspects": dict(config["suspects"])}
             | {"workers": WorkerCores(tuple(config["workers"]), config["nodes"])}
             | {"options": ResolvedConfig.from_map(config["config"])}
         )

@@ -126,7 +126,8 @@ def _engine(stats: dict[str, Any], welcome: Welcome) -> Iterator[tuple[str, str]
 
 def _work(profile: PhaseProfile) -> str:
     """Describes the steps of a phase since the engine started."""
-    words = f"{count(profile.rows, 'token')} in {count(profile.steps, 'step')} and {profile.seconds:.1f} s"
+    took = f"{profile.seconds:.{1 if profile.seconds >= 1 else 2}f} s"
+    words = f"{count(profile.rows, 'token')} in {count(profile.steps, 'step')} and {took}"
     if not profile.tiles:
         return words
     places = [

@@ -135,6 +135,8 @@ def _changes(
             and 0 < stats.get("cache", {}).get("capacity_tiles", 0) < stats["cache"]["all_tiles"]
         ):
             yield "--expert-cache", "a larger one keeps more experts resident, if the device has the memory"
+        if cause in ("workers", "messages") and welcome.device == "cpu" and "exchange" in stats:
+            yield "--workers 0", "computes experts without other processes to wait for"
         if cause == "workers" and welcome.format in LARGER:
             yield "--format int4", f"fewer bytes than {welcome.format} to read; {cost}"
         if cause == "attention" and welcome.device == "cpu" and welcome.backbone_dtype in LARGER:

@@ -75,7 +75,8 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     scales = []
     for to, run in zip(torch.split(numbers, KV_RUN, -1), torch.split(x, KV_RUN, -1), strict=True):
         scale = run.abs().amax(-1, keepdim=True) / 127
-        to.copy_((run / scale.masked_fill(scale == 0, 1)).round_())
+        # Of numbers near the smallest ones the scale is so coarse that they would be beyond int8.
+        to.copy_((run / scale.masked_fill(scale == 0, 1)).round_().clamp_(-127, 127))
         scales.append(scale)
     return numbers, torch.cat(scales, -1)
 

@@ -64,6 +64,7 @@ class SequenceKV:
         self.states = states
         self.pending: States = [tuple(map(torch.zeros_like, layer)) for layer in states]
         self.length = 0
+        self.begun = 0  # of the first tokens, those that other sequences have computed
         self.long = False  # which of the two rotary embeddings the cached tokens have, see Rope
         self._switch = switch
         self._table: Blocks = np.empty(16, np.int32)
@@ -106,7 +107,7 @@ class SequenceKV:
         """Go on behind the first `length` tokens of these blocks, whose references become this sequence's,
         which has none yet; `states`: of a recurrent model at that length."""
         self.append(blocks)
-        self.length = length
+        self.length = self.begun = length
         if states is not None:
             _copy(states, self.states)
 

@@ -8,7 +8,6 @@ import hmac
 import ipaddress
 import logging
 import re
-import socket
 from collections.abc import Collection, MutableMapping
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,6 @@ Headers = tuple[tuple[bytes, bytes], ...]
 LEAST_KEY, MOST_KEY = 16, 256  # characters
 LARGEST = 1 << 20  # bytes of the file
 OTHERS = 0o077
-BACKLOG = 512  # connections that wait to be accepted
 FIELDS = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,1000}")  # names of a request's headers
 ASKED_SECONDS = 600  # that a browser remembers what a page may send
 LINE = re.compile(r"([A-Za-z0-9._-]{1,64})[ \t]+([\x21-\x7e]+)")
@@ -101,6 +99,16 @@ class Access:
             (b"vary", b"origin"),
         )
 
+    def check_site(self, scope: Scope, *, public: bool) -> None:
+        """Refuse what a page of another site loads without saying its origin, as browsers do for pictures,
+        scripts and frames. `public`: what is asked for may be opened by a link there. Raises ApiError."""
+        site = header_of(scope, b"sec-fetch-site")  # browsers alone send it; "none": the user has opened it
+        opened = header_of(scope, b"sec-fetch-dest") == "document"
+        if site in ("", "same-origin", "none") or (public and opened):
+            return
+        if not header_of(scope, b"origin") and "*" not in self._origins:
+            raise ApiError(403, "pages of other sites may not load this; see --allowed-origins")
+
     def client(self, scope: Scope) -> str:
         """Returns the name of the client whose key the request has, "" where none is needed. Raises
         ApiError."""
@@ -163,22 +171,6 @@ def _host_name(host: str) -> str:
     """Returns a host without the port and an IPv6 address's brackets."""
     match = re.fullmatch(r"\[([0-9a-fA-F:.]+)\](?::\d+)?|([^:\[\]]+)(?::\d+)?", host)
     return "" if match is None else (match[1] or match[2]).lower()
-
-
-def bind(address: str) -> socket.socket:
-    """Returns a socket that listens at HOST:PORT; port 0 is any free one. Raises ProtocolError."""
-    host, port = split_address(address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-        bound.listen(BACKLOG)
-        bound.setblocking(False)
-    except OSError as e:
-        bound.close()
-        raise ProtocolError(f"--http {address}: cannot be bound: {e.strerror}") from None
-    return bound
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -22,7 +22,6 @@ from pipeline.gateway.model_catalog import codex_entry
 from protocol.errors import ProtocolError
 from protocol.messages import Welcome
 
-MOST_CALLS = 1024  # requests at once; the engine itself decides which of them run
 PAGES = {"/": "chat.html", "/dashboard": "dashboard.html", "/dashboard/": "dashboard.html"}
 FILES = "/web/"  # before the names of the pages' files
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -77,6 +76,8 @@ class App:
             self._running -= 1
             if not self._running:
                 self.idle.set()
+            if call.placed:
+                self._service.places.leave(call.key_name)
             if call.status:  # by the table's paths, so that strangers cannot add any
                 known = scope["path"] if scope["path"] in ENDPOINTS else "other"
                 meter.requests.labels(known, call.status).inc()
@@ -85,6 +86,7 @@ class App:
         method, path = call.scope["method"], call.scope["path"]
         call.page_headers = self._access.check_page(call.scope)
         endpoint = _endpoint(path)
+        self._access.check_site(call.scope, public=endpoint.public)
         if method == "OPTIONS" and header_of(call.scope, b"access-control-request-method"):
             await call.send_bytes(b"", "text/plain", headers=permission(call.scope, endpoint.method))
             return
@@ -93,11 +95,8 @@ class App:
         call.prompt_field = endpoint.prompt
         if not endpoint.public:
             call.key_name = self._access.client(call.scope)
-        if method == "POST":
-            if self._service.draining:
-                raise ApiError(503, "the server is shutting down")
-            if self._running > MOST_CALLS:
-                raise ApiError(429, f"{MOST_CALLS} requests are running; try again later")
+        if method == "POST" and self._service.draining:
+            raise ApiError(503, "the server is shutting down")
         if path == EVENTS:
             await call.stream(self.feed.events())
         else:

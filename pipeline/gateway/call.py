@@ -8,6 +8,7 @@ import json
 import logging
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from pipeline.gateway.engine_links import EngineLinks, model_name
 from pipeline.gateway.errors import ApiError, of_engine
 from pipeline.gateway.health import Health
 from pipeline.gateway.metrics import Meter
+from pipeline.gateway.shares import BUSY, Bodies, Places
+from pipeline.gateway.shares import Body as HeldBody
 from pipeline.text.chat_format import TemplateKind
 from pipeline.text.detokenizer import Detokenizer
 from protocol.client import Client
@@ -37,6 +40,7 @@ T = TypeVar("T")
 
 MOST_BYTES = 32 << 20  # of a body, most of it pictures, which are left out: a message to the engine has 4 MB
 BODY_SECONDS = 60.0  # for the whole body; a slow network sends 32 MB in less
+PART_SECONDS = 15.0  # for the next part of it
 HEADERS_WITHIN = 1.0  # seconds: until then a refusal is an HTTP error, later an event of the stream
 PING_SECONDS = 10.0  # between signs of life in a stream, so that no proxy and no client closes the connection
 PING = b": waiting\n\n"
@@ -73,7 +77,10 @@ class Service:
     started: float = field(default_factory=time.time)
     draining: bool = False
     meter: Meter = field(default_factory=Meter)
+    bodies: Bodies = field(default_factory=Bodies)
+    places: Places = field(default_factory=Places)
     openings: dict[str, bool] = field(default_factory=dict)  # does such a prompt open reasoning
+    decoding: dict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))  # by key
     health: Health = field(init=False)
     _detokenizer: Detokenizer | None = None
 
@@ -113,6 +120,7 @@ class Call:
     prompt_field: str | None = None
     grammar_field: str | None = None
     status: int = 0  # of the answer, once it has begun
+    placed: bool = False  # it has one of the places of requests
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -129,38 +137,56 @@ class Call:
         """Returns the API key's connection to the engine. Raises ApiError."""
         return await self.service.links.client(self.key_name)
 
-    async def body(self, kind: type[Body]) -> Body:
-        """Returns the body as a struct. Raises ApiError, and ConnectionError where the client has gone."""
+    async def body(self, kind: type[Body], make: Callable[[Body], T]) -> T:
+        """Returns what `make` makes of the body. It is decoded and made in a thread, one body of each key at
+        a time. Raises ApiError, and ConnectionError where the client has gone."""
         media = header_of(self.scope, b"content-type").partition(";")[0].strip().lower()
         if (
             media != "application/json"
         ):  # a page of another site can send any other type without asking (CORS)
             media = media[:80] or "without a Content-Type"
             raise ApiError(415, f"the body must be application/json, not {media}")
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                raw = await self._read()
-        except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} s") from None
+        with self.service.bodies.one(self.key_name) as held:
+            raw = await self._read(held)
+            self.service.places.take(self.key_name)
+            self.placed = True
+            async with self.service.decoding[self.key_name]:
+                return await asyncio.to_thread(self._made, raw, kind, make)
+
+    def _made(self, raw: bytes, kind: type[Body], make: Callable[[Body], T]) -> T:
         coding = header_of(self.scope, b"content-encoding").strip().lower()
         if coding not in ("", "identity"):
-            raw = await asyncio.to_thread(inflated, raw, coding, MOST_BYTES)
+            raw = inflated(raw, coding, MOST_BYTES)
         body = decoded(raw, kind, self.scope["path"])
         self.service.check_model(body.model)
-        return body
+        return make(body)
 
-    async def _read(self) -> bytes:
+    async def _read(self, held: HeldBody) -> bytes:
+        """Returns the body, which has BODY_SECONDS to arrive, and PART_SECONDS for each part."""
         length = header_of(self.scope, b"content-length")
         raw = bytearray()
         more = True
-        while more:
-            if max(len(raw), int(length[:20]) if length.isdecimal() else 0) > MOST_BYTES:
-                raise ApiError(413, f"the body has more than {MOST_BYTES >> 20} MB")
-            message = await self.receive()
-            if message["type"] == "http.disconnect":
-                raise ConnectionResetError
-            raw += message.get("body", b"")
-            more = message.get("more_body", False)
+        clock = asyncio.get_running_loop().time
+        end = clock() + BODY_SECONDS
+        try:
+            async with asyncio.timeout_at(end) as held.limit:
+                while more:
+                    if max(len(raw), int(length[:20]) if length.isdecimal() else 0) > MOST_BYTES:
+                        raise ApiError(413, f"the body has more than {MOST_BYTES >> 20} MB")
+                    held.limit.reschedule(min(end, clock() + PART_SECONDS))
+                    message = await self.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ConnectionResetError
+                    part = message.get("body", b"")
+                    self.service.bodies.grow(held, len(part))
+                    raw += part
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            if held.ended:
+                raise ApiError(429, BUSY) from None
+            text = f"the body did not arrive within {BODY_SECONDS:.0f} s, or its next part within"
+            raise ApiError(408, f"{text} {PART_SECONDS:.0f} s") from None
+        held.limit = None
         return bytes(raw)
 
     async def send_bytes(self, body: bytes, media: str, status: int = 200, headers: Headers = ()) -> None:

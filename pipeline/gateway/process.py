@@ -1,26 +1,27 @@
-"""Process entry: the gateway, and uvicorn with limits of its own: on connections, on the time and size of a
-request's head."""
+"""Process entry: the gateway."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
+import resource
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 import uvloop
 import zmq.asyncio
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from pipeline.gateway.access import Access, bind, split_address
+from pipeline.fairness import SparseLog
+from pipeline.gateway.access import Access
 from pipeline.gateway.app import App
-from pipeline.gateway.call import Service, dumps
+from pipeline.gateway.call import Service
+from pipeline.gateway.connections import MOST_CONNECTIONS, Connections, make_server
 from pipeline.gateway.engine_links import EngineLinks
-from pipeline.gateway.errors import ApiError
 from pipeline.text.detokenizer import DECODER
 from pipeline.text.tokenizer import read_template
 from protocol.codec import decode, encode
@@ -33,90 +34,23 @@ log = logging.getLogger(__name__)
 
 NICENESS = 5  # a thread that computes gets three times as much of a core
 DRAIN_SECONDS = 3.0  # for answers that run when the engine is stopped
+M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+LEAST_MAPPED = (
+    128 << 10
+)  # bytes: glibc would raise it as large blocks are freed, and keep the memory of bodies
+OTHER_FILES = 256  # beside those of connections
 LAST_SECONDS = 1.0  # for the error that ends the others
-HEAD_SECONDS = 15.0  # from a connection, or the end of an answer, to the next request's complete head
-MOST_HEAD = 64 << 10  # bytes
-MOST_CONNECTIONS = 2048
-KEEP_SECONDS = 75  # that an idle connection is kept
 
 
-class LimitedProtocol(HttpToolsProtocol):
-    """A connection, with limits on the time and size of a request's head."""
+class SparseHandler(logging.Handler):
+    """Passes another library's lines on, up to as many a second as ours that clients cause."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
-        self._head = 0  # bytes of the head that is being received
-        self._in_body = False
-        self._timer: asyncio.TimerHandle | None = None
-        if len(self.connections) > MOST_CONNECTIONS:
-            transport.abort()
-        else:
-            self._watch()
+    def __init__(self) -> None:
+        super().__init__()
+        self._log = SparseLog(log)
 
-    def _watch(self) -> None:
-        self._unwatch()
-        self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
-
-    def _unwatch(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def data_received(self, data: bytes) -> None:
-        between = self.cycle is None or self.cycle.response_complete
-        if between and self._in_body:
-            # Of a request that is refused already. It is read and dropped, since most clients read no answer
-            # before they have sent all; what takes longer than a head may is cut off.
-            if self._timer is None:
-                self._watch()
-        elif between:
-            if self._head == 0:
-                self._watch()
-            self._head += len(data)
-        super().data_received(data)
-        if between and self._head > MOST_HEAD and (self.cycle is None or self.cycle.response_complete):
-            self.transport.abort()
-
-    def on_headers_complete(self) -> None:
-        self._head = 0
-        self._in_body = True
-        self._unwatch()
-        super().on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        self._in_body = False
-        self._unwatch()
-        super().on_message_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP; uvicorn's answer is plain text."""
-        body = dumps(ApiError(400, msg).body())
-        head = (
-            f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        )
-        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
-        self.transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._unwatch()
-        super().connection_lost(exc)
-
-
-def make_server(app: App) -> uvicorn.Server:
-    """Returns uvicorn's server of the application."""
-    config: Any = uvicorn.Config(
-        app,
-        http=LimitedProtocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        date_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=KEEP_SECONDS,
-    )
-    return uvicorn.Server(config)
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log.warning(record.getMessage(), failed=record.exc_info is not None)
 
 
 async def _run(config: dict[str, Any]) -> int:
@@ -124,20 +58,18 @@ async def _run(config: dict[str, Any]) -> int:
     context = zmq.asyncio.Context()
     supervisor = connect_dealer(context, ipc_endpoint(runtime, "control.sock"), identity=config["identity"])
     try:
-        host, _ = split_address(config["http"])
         keys = config["http_keys"]
-        access = Access(None if keys is None else Path(keys), host, config["allowed_origins"])
-        bound = bind(config["http"])
+        access = Access(None if keys is None else Path(keys), config["host"], config["allowed_origins"])
+        listeners = [socket.socket(fileno=fd) for fd in config["listeners"]]
         links = EngineLinks(ipc_endpoint(runtime, "client.sock"))
         template = read_template(Path(config["model"]))
         service = Service(links, runtime / DECODER, template, tuple(config["served_model_name"]))
         app = App(service, access)
-        server = make_server(app)
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        server = make_server(app, Connections(min(MOST_CONNECTIONS, files - OTHER_FILES)))
         links.start()
-        serving = asyncio.create_task(server.serve(sockets=[bound]))
-        where = f"[{host}]" if ":" in host else host
-        notes = (f"{where}:{bound.getsockname()[1]}",)
-        ready = Ready(VERSION, "gateway", 0, config["generation"], os.getpid(), config["fingerprint"], notes)
+        serving = asyncio.create_task(server.serve(sockets=listeners))
+        ready = Ready(VERSION, "gateway", 0, config["generation"], os.getpid(), config["fingerprint"])
         await supervisor.send_multipart(encode(ready))
         heart = asyncio.create_task(_send_heartbeats(supervisor))
         stop = asyncio.create_task(_wait_for_shutdown(supervisor))
@@ -151,7 +83,7 @@ async def _run(config: dict[str, Any]) -> int:
         for task in (heart, stop):
             task.cancel()
         await asyncio.gather(serving, heart, stop, return_exceptions=True)
-    except ProtocolError as e:  # for example, the port is in use
+    except ProtocolError as e:  # of the file of API keys
         await supervisor.send_multipart(encode(Failed("gateway", str(e), usage=True)))
         return 2
     finally:
@@ -186,6 +118,12 @@ async def _wait_for_shutdown(supervisor: zmq.asyncio.Socket) -> None:
 def main(config: dict[str, Any]) -> int:
     """Serve until Shutdown. Returns the exit code."""
     os.nice(NICENESS)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LEAST_MAPPED)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # a connection is one
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    library = logging.getLogger("uvicorn")
+    library.setLevel(logging.WARNING)
+    library.addHandler(SparseHandler())
+    library.propagate = False
     code: int = uvloop.run(_run(config))
     return code

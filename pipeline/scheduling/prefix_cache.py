@@ -1,8 +1,8 @@
 """Gives requests their sequences in the KV cache, which begin with what is computed already of their prompts.
 
-What a running request has computed, and what ended ones have left, is in a `PrefixTree`, separate for each
-client. Where blocks are needed, those that no running sequence holds are evicted. Used by the engine's thread
-alone."""
+What a running request has prefilled, in whole blocks, and what ended ones have left, is in a `PrefixTree`,
+separate for each client. Where blocks are needed, those that no running sequence holds are evicted. Used by
+the engine's thread alone."""
 
 from __future__ import annotations
 
@@ -147,10 +147,11 @@ class PrefixCache:
 
     def end(self, job: Job, kv: SequenceKV, *, doubtful: bool = False) -> None:
         """Take back a job's sequence. Its tokens are kept as long as there is room; where its numbers may be
-        wrong, whoever computed them, all is forgotten that begins as they do."""
+        wrong, whoever computed them, all is forgotten that begins as they do, with those that it has from
+        others."""
         account, tokens = (job.client, kv.long), job.ids[: kv.length]
         if job.shares and doubtful:
-            self._tree.discard(account, tokens, 0)
+            self._tree.discard(account, tokens, kv.begun)
         elif job.shares and kv.length:
             node = self._tree.insert(account, tokens, kv.blocks, partial=True)
             if node is not None and self._tree.wants_states(node):

@@ -186,15 +186,14 @@ class PrefixTree(Generic[States]):
                 if not left:
                     return
 
-    def discard(self, account: Account, tokens: Tokens, start: int) -> None:
-        """Remove the path of these tokens, of its whole blocks, from that of token `start` on, and all
-        behind."""
-        node = self._roots.get(account)
-        for first in range(0, len(tokens) - self._size + 1, self._size):
-            node = None if node is None else node.children.get(tokens[first : first + self._size].tobytes())
-            if node is not None and first + self._size > start:
-                self._remove_all(node)
-                return
+    def discard(self, account: Account, tokens: Tokens, begun: int) -> None:
+        """Remove the first block of these tokens, of which the first `begun` are from others; where these are
+        fewer than a block, all first blocks that begin with them; and what is behind."""
+        shared = min(begun, self._size) or self._size
+        root = self._roots.get(account)
+        for child in [] if root is None else list(root.children.values()):
+            if common_prefix(child.tokens, tokens) >= shared:
+                self._remove_all(child)
 
     def forget(self, client: bytes | None = None) -> None:
         """Remove all of a client, or of all."""

@@ -72,7 +72,7 @@ class CalibrationService:
         except _Cancelled:
             answer = Done(message.request, "cancelled")
         except OSError as e:
-            answer = Done(message.request, "error", f"the calibration cannot be written: {e}")
+            answer = Done(message.request, "error", f"the calibration cannot be written: {e.strerror or e}")
         except PipelineError as e:
             answer = Done(message.request, "error", str(e), usage=isinstance(e, UsageError))
         finally:

@@ -186,6 +186,31 @@ def test_a_refusal_is_shown_and_tried_again_with_a_key(page: Any) -> None:
     assert page.locator(".answer").count() == page.locator(".question").count() == 1
 
 
+SHOWN = """async (texts) => {
+    const { show } = await import('/web/blocks.js');
+    const element = document.createElement('div');
+    texts.forEach((text) => show(element, text));
+    const text = (e) => (e.querySelector('pre') ?? e).textContent;
+    return [...element.children].map((e) => [e.tagName, e.className, text(e)]);
+}"""
+
+
+@pytest.mark.parametrize(
+    ("texts", "blocks"),
+    [
+        # As tokens come, a line may look like a fence and be none.
+        (["Use\n```", "Use\n```pip x", "Use\n```pip x```"], [["P", "", "Use\npip x"]]),
+        (["# Head\nbelow"], [["P", "heading", "Head"], ["P", "", "below"]]),
+        (
+            ["10. run\n    ```sh\n    if a; then\n      b\n  fi\n\n    ```\nend"],
+            [["P", "", "10. run"], ["FIGURE", "", "if a; then\n  b\nfi\n"], ["P", "", "end"]],
+        ),
+    ],
+)
+def test_blocks_of_markdown(page: Any, texts: list[str], blocks: list[list[str]]) -> None:
+    assert page.evaluate(SHOWN, texts) == blocks
+
+
 # --- the dashboard --------------------------------------------------------------------------------------
 
 

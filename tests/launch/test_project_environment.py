@@ -103,3 +103,15 @@ def test_step_of_make_says_what_it_does_and_where_its_output_is(tmp_path: Path, 
             assert [*before, last] == ["make: doing it ...", *[failure] * (code > 0)]
     os.close(ours)
     os.close(theirs)
+
+
+def test_step_of_make_names_the_file_that_is_compiled_and_no_warning(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    output = "echo '  cc -O3 -Wall -Iinclude -c c/avx2.c -o /tmp/avx2.o -pthread'; echo WARNING: old; sleep 1"
+    command = [ROOT / ".ci/step", tmp_path / "log", "compiling", "sh", "-c", output]
+    subprocess.run(command, stderr=theirs, env={**os.environ, "TERM": "xterm"}, check=True)
+    said = os.read(ours, 1 << 16).decode()
+    assert re.search(r"make: compiling, \d+ s  c/avx2\.c\r", said)
+    assert "WARNING" not in said
+    os.close(ours)
+    os.close(theirs)

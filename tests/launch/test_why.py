@@ -86,11 +86,14 @@ def test_why_needs_an_answer_of_several_tokens() -> None:
         why_text(Reply("", 0, None, Done(0, "cancelled", stats={})), {}, WELCOME)
 
 
-def advised(tree: dict[str, Any], policy: str = "mixtral-offloading", **welcome: Any) -> list[str]:
+def advised(
+    tree: dict[str, Any], policy: str = "mixtral-offloading", workers: bool = False, **welcome: Any
+) -> list[str]:
     """The settings, those for the largest share of the time first."""
     about = replace(WELCOME, **{"format": "bf16", "backbone_dtype": "bf16"} | welcome)
-    text = shown(why_text(reply(tree, policy=policy), STATS | {"tile_bytes": TILE}, about))
-    return re.findall(r"^(/policy \w+|--[a-z-]+(?: int4)?) ", text, re.M)
+    stats = STATS | {"tile_bytes": TILE} | ({"exchange": {"name": "shm"}} if workers else {})
+    text = shown(why_text(reply(tree, policy=policy), stats, about))
+    return re.findall(r"^(/policy \w+|--[a-z-]+(?: int4| 0)?) ", text, re.M)
 
 
 def test_advice_is_about_what_took_the_time() -> None:
@@ -101,6 +104,9 @@ def test_advice_is_about_what_took_the_time() -> None:
     on_host = decode(link=0.0, device=0.0, wait=0.2, submit=0.3, attention=0.5, head=0.0)
     formats = ["--backbone-dtype int4", "--format int4"]
     assert advised(on_host, "all-host", device="cpu") == formats
+    both = [formats[0], "--workers 0", formats[1]]
+    assert advised(on_host, "all-host", workers=True, device="cpu") == both
+    assert advised(on_host, "all-host", workers=True) == ["/policy tandem", "--format int4"]
     assert advised(on_host, "all-host", device="cpu", format="int4", backbone_dtype="int8") == formats[:1]
     assert advised(decode(link=0.0, wait=0.0, device=0.9, attention=0.0), "dali") == []
 

@@ -290,3 +290,4 @@ def test_calibration_that_cannot_be_written_is_an_error_of_the_engine(whole: Who
     done = answer_of(whole)
     assert (done.request, done.reason, done.usage) == (1, "error", False)
     assert done.error.startswith("the calibration cannot be written: ")
+    assert "Errno" not in done.error

@@ -163,6 +163,13 @@ def test_int8_is_within_half_a_step_of_each_run(width: int) -> None:
         assert (error <= step * 0.5001).all()
 
 
+def test_int8_of_denormal_numbers_keeps_their_signs() -> None:
+    x = torch.linspace(-1, 1, 64) * 2.5e-43  # 127 is 1.4 steps of the smallest number
+    numbers, _ = quantized(x)
+    assert torch.equal(numbers.sign().float(), x.sign())
+    assert numbers.abs().max() == 127
+
+
 def test_int8_is_read_as_it_is_written() -> None:
     cache = KVCache(model_spec(GOOD), torch.int8, torch.device("cpu"), budget=200)
     (rows,) = random_rows((70,))

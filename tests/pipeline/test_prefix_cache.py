@@ -174,6 +174,19 @@ def test_a_failed_request_takes_all_that_begins_as_it_does(requests) -> None:
     assert found == [0, 2 * KV_BLOCK]
 
 
+@pytest.mark.parametrize("before", [text(0.5), text(2)], ids=["a short prompt", "part of a block"])
+def test_a_failed_request_takes_also_what_it_has_copied_its_first_tokens_from(requests, before) -> None:
+    """Else each further try would begin with the same numbers, and fail."""
+    requests.run(before)
+    requests.run(text(2, first=1000))
+    failed = requests.begin(text(0.5, 7, 8))
+    assert failed.filled == KV_BLOCK // 2
+    requests.compute(failed)
+    requests.end(failed, doubtful=True)
+    found = [requests.begin(tokens).filled for tokens in (before, text(2, 9, first=1000))]
+    assert found == [0, 2 * KV_BLOCK]
+
+
 def test_a_recurrent_request_begins_where_the_states_are_known(recurrent) -> None:
     """At its stops, of which one is where others have gone on otherwise, and at the ends of others."""
     cache, tokens = recurrent.cache, text(3, 7)

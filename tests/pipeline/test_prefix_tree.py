@@ -110,10 +110,14 @@ class Machine:
     def fail(self, sequence: Running) -> None:
         tokens = np.array(sequence.tokens, np.int32)
         self.tree.discard(sequence.account, tokens, sequence.begun)
-        first = sequence.begun // SIZE * SIZE
-        gone = tuple(sequence.tokens[: first + SIZE])
-        if first + SIZE <= len(sequence.tokens):
-            self._forget([p for p in self.kept if p[0] == sequence.account and p[1][: len(gone)] == gone])
+        shared = min(sequence.begun, SIZE) or SIZE
+        self._forget(
+            [
+                prefix
+                for prefix in self.kept
+                if prefix[0] == sequence.account and _common(prefix[1][:SIZE], sequence.tokens) >= shared
+            ]
+        )
         self.end(sequence, keep=False)
 
     def forget(self, client: bytes) -> None:

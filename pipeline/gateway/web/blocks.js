@@ -1,26 +1,30 @@
 // An answer's Markdown as elements, as far as it helps reading: code, paragraphs, headings, bold. All texts are put in as
 // texts, so nothing in an answer is ever read as HTML.
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([^\s`]*)[^`]*$/;
+const FENCE = /^( *)(`{3,}|~{3,})[ \t]*([^\s`]*)[^`]*$/; // at any depth: code stands in items of lists, too
+const HEADING = /^#{1,6} /;
 
 // The blocks of a text, each { kind: "code" or "text", text, language }. The last one may be unfinished.
 export function blocksOf(text) {
   const blocks = [];
   let block = null;
   let fence = "";
+  let depth = 0; // the fence's, which its lines have, too
   for (const line of text.split("\n")) {
     const mark = FENCE.exec(line);
     if (fence) {
-      if (mark && mark[1].startsWith(fence) && !mark[2]) [block, fence] = [null, ""];
-      else block.lines.push(line);
+      if (mark && mark[2].startsWith(fence) && !mark[3]) [block, fence] = [null, ""];
+      else block.lines.push(line.slice(Math.min(depth, line.search(/[^ ]|$/))));
     } else if (mark) {
-      fence = mark[1];
-      blocks.push((block = { kind: "code", lines: [], language: mark[2] }));
+      [depth, fence] = [mark[1].length, mark[2]];
+      blocks.push((block = { kind: "code", lines: [], language: mark[3] }));
     } else if (!line.trim()) {
       block = null;
     } else {
-      if (!block) blocks.push((block = { kind: "text", lines: [], language: "" }));
+      const heading = HEADING.test(line);
+      if (!block || heading) blocks.push((block = { kind: "text", lines: [], language: "" }));
       block.lines.push(line);
+      if (heading) block = null;
     }
   }
   return blocks.map(({ kind, lines, language }) => ({ kind, language, text: lines.join("\n") }));
@@ -64,7 +68,10 @@ function codeElement(language) {
 // Shows a text in an element. Of a text that grows, only the blocks that have changed are made again.
 export function show(element, text) {
   const shown = (element.blocks ??= []);
-  blocksOf(text).forEach((block, at) => {
+  const blocks = blocksOf(text);
+  // Less than before where a line turns out to be no fence: "```" has become "```x```".
+  for (; shown.length > blocks.length; shown.pop()) element.lastElementChild.remove();
+  blocks.forEach((block, at) => {
     const before = shown[at];
     if (before && before.text === block.text && before.kind === block.kind && before.language === block.language) return;
     let child = element.children[at];

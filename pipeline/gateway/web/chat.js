@@ -93,7 +93,7 @@ function setRunning(controller) {
 
 // --- asking
 
-const seconds = (ms) => `${(ms / 1e3).toFixed(ms < 9950 ? 1 : 0)} s`;
+const seconds = (ms) => `${(ms / 1e3).toFixed(ms < 995 ? 2 : ms < 9950 ? 1 : 0)} s`;
 
 // What is said below an answer. `usage`: the server's count, which a stopped answer lacks.
 function noteOf({ usage, began, first, last, reason }) {

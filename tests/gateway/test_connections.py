@@ -1,0 +1,325 @@
+"""What clients without a key, or with one, can do with connections and unfinished requests to others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from gateway_engine import Served, serve
+from waiting import until
+
+from pipeline.gateway.bodies import CompletionBody, decoded
+from pipeline.gateway.call import Call, Service
+from pipeline.gateway.connections import Connections, make_server
+from pipeline.gateway.engine_links import EngineLinks
+from pipeline.gateway.errors import ApiError
+from pipeline.gateway.shares import Bodies, Places
+from protocol.client import Client
+
+ANNA, BERT = "k" * 20, "b" * 20
+AMPLE = 60.0  # seconds
+GET = b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+CROWD = 2060  # connections, more than there may be
+LONG = {"prompt": [5, 6], "max_tokens": 1000, "ignore_eos": True, "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    keys = tmp_path_factory.mktemp("keys") / "http.keys"
+    keys.touch(mode=0o600)
+    keys.write_text(f"anna {ANNA}\nbert {BERT}\n")
+    with serve("--http-keys", str(keys)) as running:
+        yield running
+
+
+def connected(url: str) -> socket.socket:
+    address = urlsplit(url)
+    return socket.create_connection((address.hostname, address.port), timeout=AMPLE)
+
+
+def head(key: str, *fields: str) -> bytes:
+    lines = ("POST /v1/completions HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json", *fields)
+    return "\r\n".join((*lines, f"Authorization: Bearer {key}", "", "")).encode()
+
+
+def post(key: str, **body: Any) -> bytes:
+    raw = json.dumps(body).encode()
+    return head(key, f"Content-Length: {len(raw)}") + raw
+
+
+def received(connection: socket.socket) -> bytes:
+    """All that comes before the connection's end."""
+    parts = []
+    try:
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    except ConnectionError:
+        pass
+    return b"".join(parts)
+
+
+def sent(connection: socket.socket, data: bytes) -> bool:
+    """Whether all was taken before the connection's end."""
+    try:
+        connection.sendall(data)
+    except ConnectionError:
+        return False
+    return True
+
+
+def test_what_comes_before_an_answer_is_limited(served: Served) -> None:
+    """A head without an end, behind a request that is being answered; more requests than may wait there; the
+    fields behind a body, which are no part of it."""
+    for ahead in (b"GET / HTTP/1.1\r\na: " + b"x" * (1 << 20), GET * 3):
+        with connected(served.url) as connection:
+            connection.sendall(post(ANNA, **LONG, stream=True))
+            assert connection.recv(10) == b"HTTP/1.1 2"
+            sent(connection, ahead)
+            assert b"[DONE]" not in received(connection)
+    with connected(served.url) as connection:
+        sent(connection, head(ANNA, "Transfer-Encoding: chunked") + b"1\r\n{\r\n0\r\n")
+        assert not sent(connection, b"a:b\r\n" * (1 << 20)) or b" 400 " in received(connection)
+
+
+async def until_running(own: Client, wanted: bool) -> None:
+    """Wait until the engine computes something, or nothing."""
+    while bool((await own.stats())["scheduler"]["running"]) != wanted:  # noqa: ASYNC110 - of another process
+        await asyncio.sleep(0.01)
+
+
+async def test_a_request_that_waits_hides_no_disconnect(served: Served) -> None:
+    async with Client.connect(served.endpoint) as own:
+        before = (await own.stats())["counted_tokens"]
+        with connected(served.url) as connection:
+            connection.sendall(post(ANNA, **LONG, n=2))
+            await until_running(own, True)
+            connection.sendall(GET)
+        await until_running(own, False)
+        assert (await own.stats())["counted_tokens"] - before < 2 * LONG["max_tokens"]
+
+
+def test_lines_about_what_is_no_http_are_few(served: Served) -> None:
+    for _ in range(300):
+        with connected(served.url) as connection:
+            connection.sendall(b"\x00\xff\r\n\r\n")
+            assert b" 400 " in received(connection)
+    lines = Path(f"/proc/{served.process.pid}/fd/2").read_text().splitlines()
+    assert 0 < sum("Invalid HTTP request" in line for line in lines) < 150
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] < 2 * CROWD:
+        pytest.skip(f"a process may have {before[1]} open files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2 * CROWD, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("many_files")
+def test_neither_idle_connections_nor_unfinished_bodies_keep_others_out(served: Served) -> None:
+    unfinished = head(ANNA, "Content-Length: 100") + b"{"
+    for beginning in (b"GET /vers", unfinished):
+        with ExitStack() as opened:
+            crowd = [opened.enter_context(connected(served.url)) for _ in range(CROWD)]
+            for connection in crowd:
+                sent(connection, beginning)
+            with connected(served.url) as connection:
+                connection.sendall(post(BERT, prompt=[5, 6], max_tokens=2))
+                assert connection.recv(13) == b"HTTP/1.1 200 "
+            with served.http() as http:
+                assert http.get("/health").status_code == 200
+
+
+def test_events_are_not_loaded_by_pages_of_other_sites(served: Served) -> None:
+    own = {"authorization": f"Bearer {ANNA}"}
+    with served.http() as http:
+        for site, mode, path, status in (
+            ("cross-site", "no-cors", "/dashboard/events", 403),
+            ("same-site", "no-cors", "/dashboard/events", 403),  # another port of this machine
+            ("cross-site", "navigate", "/dashboard/events", 403),
+            ("cross-site", "no-cors", "/health", 403),
+            ("cross-site", "navigate", "/dashboard", 200),
+            ("none", "navigate", "/v1/models", 200),
+            ("same-origin", "cors", "/v1/models", 200),
+        ):
+            dest = "document" if mode == "navigate" else "empty"
+            told = {"sec-fetch-site": site, "sec-fetch-mode": mode, "sec-fetch-dest": dest}
+            with http.stream("GET", path, headers=own | told) as answer:
+                assert answer.status_code == status, (site, mode, path)
+
+
+# --- the parts, in this process -------------------------------------------------------------------------
+
+
+class Endless:
+    """An application whose answers have no end but their clients'."""
+
+    def __init__(self) -> None:
+        self.running = self.ended = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.running += 1
+        start = {"type": "http.response.start", "status": 200, "headers": []}
+        await send(start)
+        gone = asyncio.create_task(self._gone(receive))
+        while not gone.done():
+            part = b"x" * (1 << 16) if scope["path"] == "/much" else b"x"
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            await asyncio.sleep(0.001)
+        await gone
+        self.ended += 1
+
+    async def _gone(self, receive: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+
+@asynccontextmanager
+async def a_server(app: Any, connections: Connections) -> AsyncIterator[tuple[Any, str]]:
+    """Uvicorn's state of a server of this application, and its address."""
+    server = make_server(app, connections)
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        serving = asyncio.create_task(server.serve(sockets=[bound]))
+        try:
+            yield server.server_state, f"http://127.0.0.1:{bound.getsockname()[1]}"
+        finally:
+            server.should_exit = server.force_exit = True
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()
+            await serving
+
+
+def is_open(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1 << 16, socket.MSG_PEEK) != b""
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        return False
+
+
+async def test_the_longest_idle_connection_gives_way_and_never_one_that_is_answered() -> None:
+    app = Endless()
+    async with a_server(app, Connections(most=4, most_of_address=3)) as (state, url):
+        with ExitStack() as opened:
+
+            async def another(data: bytes = b"") -> socket.socket:
+                connection: socket.socket = opened.enter_context(connected(url))
+                connection.sendall(data)
+                await until(lambda: any(c.client == connection.getsockname() for c in state.connections))
+                return connection
+
+            slow = await another(b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n")
+            await until(lambda: app.running == 1)
+            busy = await another(b"GET / HTTP/1.1\r\n\r\n")
+            await until(lambda: app.running == 2)
+            idle = await another()
+            younger = await another()
+            await until(lambda: not is_open(idle))
+            assert is_open(slow)
+            assert is_open(younger)
+            younger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            await until(lambda: app.running == 3)
+            last = await another(b"GET / HTTP/1.1\r\n\r\n")
+            await until(lambda: app.running == 4)
+            await until(lambda: app.ended == 1)  # the slow one's, whose body had not come
+            assert is_open(busy)
+            assert is_open(last)
+            refused = opened.enter_context(connected(url))
+            await until(lambda: not is_open(refused))
+            assert len(state.connections) == 3
+
+
+async def test_a_client_that_reads_nothing_is_cut_off_and_a_slow_one_is_not() -> None:
+    app = Endless()
+    async with a_server(app, Connections()) as (state, url):
+        with connected(url) as connection:
+            connection.sendall(b"GET /much HTTP/1.1\r\n\r\n")
+            await until(lambda: any(c.flow.write_paused for c in state.connections))
+            (protocol,) = state.connections
+            protocol._watch_reader()
+            await asyncio.to_thread(take, connection, 32 << 20)  # more than buffers hold
+            await until(lambda: protocol.flow.write_paused)
+            protocol._watch_reader()
+            assert not protocol.transport.is_closing()
+            while not protocol.transport.is_closing():  # once the client's buffers are full
+                await asyncio.sleep(0.05)
+                protocol._watch_reader()
+            await until(lambda: app.ended == 1)
+
+
+def take(connection: socket.socket, size: int) -> None:
+    while size > 0:
+        part = connection.recv(1 << 16)
+        assert part
+        size -= len(part)
+
+
+def a_call(service: Service, key: str, parts: asyncio.Queue[bytes]) -> Call:
+    """A request whose body has these parts; the empty one ends it."""
+
+    async def receive() -> dict[str, Any]:
+        part = await parts.get()
+        return {"type": "http.request", "body": part, "more_body": part != b""}
+
+    async def send(message: Any) -> None:
+        raise AssertionError(message)
+
+    scope = {"path": "/v1/completions", "headers": [(b"content-type", b"application/json")]}
+    return Call(service, scope, receive, send, key)
+
+
+async def test_the_key_with_most_bytes_loses_its_oldest_unfinished_body(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = Service(EngineLinks("ipc:///x"), Path("/x"), bodies=Bodies(most=100, own=20))
+    service.places = Places(most=1, own=1)
+    parts: list[asyncio.Queue[bytes]] = []
+    reading: list[asyncio.Task[CompletionBody]] = []
+    for key, size in (("bert", 15), ("anna", 50), ("anna", 30), ("anna", 20)):
+        parts.append(asyncio.Queue())
+        reading.append(
+            asyncio.create_task(a_call(service, key, parts[-1]).body(CompletionBody, lambda body: body))
+        )
+        parts[-1].put_nowait(b'{"prompt":"x"}' + b" " * (size - 14))
+        await until(parts[-1].empty)
+        await asyncio.sleep(0)
+    with pytest.raises(ApiError, match="the memory") as ended:
+        await reading[1]
+    assert ended.value.status == 429
+    for queue in parts:
+        queue.put_nowait(b"")
+    bert, _, first, second = await asyncio.gather(*reading, return_exceptions=True)
+    assert isinstance(bert, CompletionBody)  # and takes the only place, but each key has one of its own
+    assert isinstance(first, CompletionBody)
+    assert isinstance(second, ApiError)
+    assert "1 requests are running" in str(second)
+
+    monkeypatch.setattr("pipeline.gateway.call.PART_SECONDS", 0.01)
+    parts.append(asyncio.Queue())
+    parts[-1].put_nowait(b"{")
+    with pytest.raises(ApiError, match="did not arrive") as late:
+        await a_call(service, "bert", parts[-1]).body(CompletionBody, lambda body: body)
+    assert late.value.status == 408
+
+
+def test_lines_about_what_clients_send_have_an_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.gateway.bodies._noted", set())
+    caplog.set_level(logging.INFO, "pipeline.gateway.bodies")
+    body = {"prompt": "x"} | {f"field-{number}": 1 for number in range(3000)}
+    decoded(json.dumps(body).encode(), CompletionBody, "/v1/completions")
+    assert 0 < len(caplog.records) <= 1024
