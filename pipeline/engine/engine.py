@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.arrays import FloatArray, Phase
+from pipeline.arrays import Counts, FloatArray, Phase
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import StepInput
 from pipeline.backbone.protocol import AnyBackbone, LayerCall
@@ -94,31 +94,29 @@ class Engine:
         costs: Costs | None,
         calibration: Calibration | None = None,
         *,
+        heat: Counts | None = None,
         counted: bool = True,
         follow: bool = False,
     ) -> tuple[str, ...]:
         """Use a policy from the next step on. Its placement is resident when this returns. Without `counted`
-        its steps leave `popularity` unchanged. `follow`: correct the costs by what runs. Returns its notes.
-        Raises PolicyError where the policy needs a slab or anything else that the engine does not have; the
-        previous policy is kept then."""
+        its steps leave `popularity` unchanged; `heat`: as in View; `follow`: correct the costs by what runs.
+        Returns its notes. Raises PolicyError where the policy needs a slab or anything else that the engine
+        does not have; the previous policy is kept then."""
         memory, decode = self.memory, self.counters.phases["decode"]
         if policy.uses_device and memory.slab is None:
             raise PolicyError(f"policy {policy.name} keeps experts on the device, and the engine has no slab")
         if costs is not None and (self.corrections is None or self.corrections.measured != costs):
             self.corrections = Corrections(costs)
         timing = Timing(memory, self.device, costs, self.corrections if follow else None)
+        popularity = self.popularity if counted else self.popularity.copy()
         view = View(
-            shape=self.shape,
-            phase="decode",
-            capacity=memory.capacity,
-            residency=memory.residency,
-            target=memory.target,
-            popularity=self.popularity if counted else self.popularity.copy(),
+            *(self.shape, "decode", memory.capacity, memory.residency, memory.target, popularity),
             step=0,
             costs=timing.costs,
             router=self.backbone.router_math,
             calibration=calibration,
             staging=memory.staging,
+            heat=heat,
             up=self.up,
         )
         driver: PolicyDriver[Ticket] = PolicyDriver(policy, view, *decode.prefetched)
