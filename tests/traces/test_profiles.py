@@ -82,6 +82,7 @@ def test_caches_of_qwen38_flash_next_hit_as_often_as_it_was_measured() -> None:
     assert found == pytest.approx([0.67, 0.81], abs=0.04)
 
 
+@pytest.mark.slow
 def test_caches_of_qwen38_flash_next_fill_as_it_was_measured_in_another_run() -> None:
     every = used(drawn("qwen3.8-flash-next-cold", 512, 10, layers=2), 300)
     found = [lru(every, slots, warm=0) for slots in (93, 186, 279, 372, 512)]
