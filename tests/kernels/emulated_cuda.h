@@ -161,7 +161,7 @@ static std::map<std::string, kernel> &kernels() {
 
 template <class... A, size_t... I>
 static std::function<void(void **)> unpacked(void (*f)(A...), std::index_sequence<I...>) {
-    static_assert(((sizeof(A) == 8) && ...), "every argument has 8 bytes");
+    static_assert(((sizeof(A) == 8 || sizeof(A) == 3840) && ...), "an argument has 8 bytes, or is tables");
     return [f](void **arguments) { f(*static_cast<A *>(arguments[I])...); };
 }
 
