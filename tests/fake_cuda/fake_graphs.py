@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from workers.kernels.cuda.launcher import Tables
 
 READS = ("_local_scalar_dense", "item", "nonzero", "unique2", "_unique2", "equal", "is_nonzero")
 
@@ -133,7 +136,7 @@ CAPTURE_UNSUPPORTED = 900  # cudaErrorStreamCaptureUnsupported
 
 
 def function(runtime: FakeRuntime, name: str) -> Any:
-    """Of the runtime, for any thread; one that captures may only enqueue copies to the host."""
+    """Of the runtime, for any thread; one that captures may only enqueue copies of page-locked memory."""
     found = getattr(runtime, name)
     if runtime.capturing is None or not callable(found) or not name.startswith("cuda"):
         return found
@@ -146,7 +149,8 @@ def function(runtime: FakeRuntime, name: str) -> Any:
         return CAPTURE_UNSUPPORTED, None
 
     def recorded(to: int, source: int, size: int, kind: int, stream: int) -> tuple[int]:
-        if kind != runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost or to not in runtime.pinned:
+        there = kind == runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        if not runtime.page_locked(to if there else source, size):
             runtime.capture_failed = True
             return (CAPTURE_UNSUPPORTED,)
         entries.append(lambda: _copied(found(to, source, size, kind, stream)))
@@ -172,12 +176,15 @@ class RecordedLauncher(EmulatedLauncher):
         uploaded: Tensor = self._device.from_host(data)
         return uploaded
 
-    def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
+    def launch(
+        self, kernel: str, blocks: int, threads: int, *arguments: int, tables: Tables | None = None
+    ) -> None:
+        again = functools.partial(super().launch, kernel, blocks, threads, *arguments, tables=tables)
         if self._runtime.capturing is None:
-            super().launch(kernel, blocks, threads, *arguments)
+            self._runtime.calls["launches"] += 1
+            again()
         else:
-            again = super().launch
-            self._runtime.capturing[1].append(lambda: again(kernel, blocks, threads, *arguments))
+            self._runtime.capturing[1].append(again)
 
 
 class _Stream:

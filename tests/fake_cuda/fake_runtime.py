@@ -252,6 +252,11 @@ class FakeRuntime:
         with self._lock:
             return any(lo <= start and start + size <= hi for lo, hi in self.registered.items())
 
+    def page_locked(self, start: int, size: int) -> bool:
+        """Whether copies from and to this memory of the host wait for nothing."""
+        parts = [(at, at + len(memory)) for at, memory in self.pinned.items()]
+        return self.is_registered(start, size) or any(a <= start and start + size <= b for a, b in parts)
+
     def kernels_read(self, start: int, size: int) -> bool:
         """Whether kernels may read this memory: it lies in an allocation."""
         return any(

@@ -12,7 +12,7 @@ from kernel_runs import quick
 
 from pipeline.device.base import sum_on_host
 from workers.kernels.cuda.compiler import Program
-from workers.kernels.cuda.sums import HEADER, TERM, OutputSums, Weighted, table, table_room
+from workers.kernels.cuda.sums import HEADER_BYTES, TERM, OutputSums, Weighted, sums_table, table_room
 
 SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, 3e38, -3e38], np.float32)
 
@@ -43,17 +43,19 @@ def test_parts_are_added_in_their_order(number, rows, hidden, special, seed) -> 
         sums.total(y, [], [part.ctypes.data for part in parts])
         same(y.numpy(), expected)
         # Behind other outputs, in their order, all of them added to what was there.
-        shared, biases = (torch.from_numpy(random.standard_normal((rows, hidden)).astype(np.float32)) for _ in range(2))
+        shared, biases = (
+            torch.from_numpy(random.standard_normal((rows, hidden)).astype(np.float32)) for _ in range(2)
+        )
         terms = np.zeros(rows, TERM)
         terms["first"], terms["parts"], terms["weight"] = np.arange(rows)[::-1], 1, 0.5
         of_biases = Weighted(biases.data_ptr(), terms, np.arange(rows + 1, dtype=np.int32))
         made = np.zeros(table_room(rows, rows, number), np.uint8)
-        told = table(rows, [shared, of_biases], [part.ctypes.data for part in parts])
+        told = sums_table(rows, [shared, of_biases], [part.ctypes.data for part in parts])
         made[: len(told)] = told
         before = y.clone()
         sums.add(made.ctypes.data, y)
         total = (shared + 0.5 * biases.flip(0)).numpy() + expected
         same(y.numpy(), before.numpy() + total)
-        made[: HEADER * 8] = 0  # nothing to add
+        made[:HEADER_BYTES] = 0  # nothing to add
         sums.add(made.ctypes.data, y)
         same(y.numpy(), before.numpy() + total)

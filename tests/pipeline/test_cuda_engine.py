@@ -3,6 +3,7 @@ copies land late and prefetchers exit, and what it does not do for every expert.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emulated_cuda import EmulatedLauncher, library
 from fake_gpu import fake_device
 from fake_runtime import FakeRuntime
 from mover_parts import random_store
@@ -28,7 +28,6 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from shm.layout import format_named
-from workers.kernels.cuda.compiler import Program
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
@@ -110,13 +109,20 @@ def test_partial_sums_are_read_where_the_worker_has_written_them(tiny_model, tmp
     for arena in (False, True):
         folder = tmp_path / str(arena)
         folder.mkdir()
-        with fake_device() as (device, _), random_store(shape, "partial_sums") as store:
-            launcher = EmulatedLauncher(library(Program.of_sums()))
-            monkeypatch.setattr(device, "launcher", lambda program: launcher)  # noqa: B023
+        with fake_device() as (device, runtime), random_store(shape, "partial_sums") as store:
+            read_there, places = Counter[bool](), device.places
+
+            def noted(*given: Any) -> list[int]:
+                made = places(*given)  # noqa: B023
+                read_there.update(runtime.is_registered(address, 4) for address in made)  # noqa: B023
+                return made
+
+            monkeypatch.setattr(device, "places", noted)
             made = engine_in_threads(tiny_model, folder, store=store, device=device, arena=arena)
             with made as (engine, _):
                 found.append([texts(engine, preset) for preset in ("all-host", "layerwise", "random")])
-            assert launcher.launched["add_parts"] >= len(TOKENS) * LAYERS * arena
+            assert set(read_there) == {arena}
+            assert read_there[arena] >= len(TOKENS) * LAYERS
     for ours, expected in zip(*found, strict=True):
         np.testing.assert_array_equal(ours, expected)
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from operator import itemgetter
+
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 

@@ -132,8 +132,8 @@ class BlockProducts(Products):
         wide = -(-self.hidden // DOWN_OUTPUTS)
         self.launcher.launch(
             f"down_{limit}", number * wide, DOWN_THREADS,
-            *tables.addresses[:2], self._skipped, inner.codes, inner.factors, inner.units, self.hidden, wide, out,
-            self._of_down, tables=tables,
+            *tables.addresses[:2], self._skipped, inner.codes, inner.factors, inner.units, self.hidden, wide,
+            out, self._of_down, tables=tables,
         )  # fmt: skip
 
 

@@ -13,14 +13,14 @@ from workers.kernels.cuda.launcher import TABLE_ALIGNMENT, Launcher, Tables, pla
 
 THREADS = 256
 TENSOR, WEIGHTED, PARTS = range(3)
-HEADER, SOURCE = 2, 4  # int64 numbers
+SOURCE, HEADER_BYTES = 4, 16  # numbers of int64; rows and sources
 TERM = np.dtype([("first", np.int32), ("parts", np.int32), ("stride", np.int32), ("weight", np.float32)])
-MOST_SOURCES = 4
+MOST_SOURCES, MOST_PARTS = 4, 64
 
 
 class Weighted(NamedTuple):
-    """Weighted sums of lines [.., H], float32, from an address on the device on: what each row adds up, row by
-    row, and where each row's terms begin."""
+    """Weighted sums of lines [.., H], float32, from an address on the device on: what each row adds up, row
+    by row, and where each row's terms begin."""
 
     base: int
     terms: NDArray[np.void]  # of TERM
@@ -29,7 +29,7 @@ class Weighted(NamedTuple):
     memory: object = None  # what has to live until these have been added
 
 
-def table(rows: int, added: Sequence[Tensor | Weighted], parts: Sequence[int]) -> NDArray[np.uint8]:
+def sums_table(rows: int, added: Sequence[Tensor | Weighted], parts: Sequence[int]) -> NDArray[np.uint8]:
     """Returns the bytes that tell a launch what is added up, in this order. parts: addresses, as the device
     reads them, of float32 [rows, H]; added together behind all else."""
     sources, blobs = np.zeros((MOST_SOURCES, SOURCE), np.int64), list[NDArray[Any]]()
@@ -50,6 +50,7 @@ def table(rows: int, added: Sequence[Tensor | Weighted], parts: Sequence[int]) -
             line[:] = WEIGHTED, one.base, starts[at], starts[at + 1]
             at += 2
         else:
+            assert one.is_contiguous()
             line[:2] = TENSOR, one.data_ptr()
     if parts:
         sources[number - 1] = PARTS, 0, starts[at], len(parts)
@@ -61,7 +62,7 @@ def table(rows: int, added: Sequence[Tensor | Weighted], parts: Sequence[int]) -
 
 def table_room(rows: int, terms: int, parts: int) -> int:
     """Returns the most bytes of a table of at most so many rows, terms and parts."""
-    numbers = 8 * (HEADER + SOURCE * MOST_SOURCES + parts) + 2 * 4 * (rows + 1) + TERM.itemsize * terms
+    numbers = HEADER_BYTES + 8 * (SOURCE * MOST_SOURCES + parts) + 2 * 4 * (rows + 1) + TERM.itemsize * terms
     return numbers + TABLE_ALIGNMENT * 8
 
 
@@ -74,7 +75,7 @@ class OutputSums:
     def total(self, y: Tensor, added: Sequence[Tensor | Weighted], parts: Sequence[int]) -> None:
         """y, float32 [R, H] on the device and contiguous, becomes the sum. Parts must not change until the
         device has passed this."""
-        made = Tables(self._launcher, table(len(y), added, parts))
+        made = Tables(self._launcher, sums_table(len(y), added, parts))
         self._launch(made, y, add=False)
 
     def add(self, at: int, y: Tensor) -> None:
