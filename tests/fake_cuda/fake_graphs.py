@@ -128,8 +128,10 @@ class FakeGraph:
     def replay(self) -> None:
         assert self._runtime.capturing is None
         self._runtime.calls["graph launches"] += 1
+        self._runtime.replaying = True
         for entry in self._tape.entries:
             entry()
+        self._runtime.replaying = False
 
 
 CAPTURE_UNSUPPORTED = 900  # cudaErrorStreamCaptureUnsupported
@@ -185,6 +187,21 @@ class RecordedLauncher(EmulatedLauncher):
             again()
         else:
             self._runtime.capturing[1].append(again)
+
+
+class Enqueued(TorchDispatchMode):
+    """Counts as "operations" and "allocations" what torch would enqueue and allocate, beside graphs."""
+
+    def __init__(self, runtime: FakeRuntime) -> None:
+        super().__init__()
+        self._runtime = runtime
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = [one.alias_info is not None and not one.alias_info.is_write for one in function._schema.returns]
+        if not self._runtime.replaying and not any(views):
+            made = function.overloadpacket.__name__.startswith(("empty", "new_empty"))
+            self._runtime.calls["allocations" if made else "operations"] += 1
+        return function(*args, **(kwargs or {}))
 
 
 class _Stream:

@@ -139,6 +139,7 @@ class FakeRuntime:
         # fake_graphs.py: the thread that captures and what it records; whether a stream of its own is current
         self.capturing: tuple[int, list[Callable[[], None]]] | None = None
         self.on_side_stream = False
+        self.replaying = False  # a graph, which is one call
         self.capture_failed = False  # the present capture, or the latest one
         self.pools: Counter[tuple[int, int]] = Counter()  # of torch's memory: users
         self.pools_underway: set[tuple[int, int]] = set()  # to which it allocates
@@ -302,7 +303,7 @@ class FakeRuntime:
         return (0,)
 
     def cudaMemcpyAsync(self, to: int, source: int, size: int, kind: int, stream: int) -> tuple[int]:
-        self.calls["cudaMemcpyAsync"] += 1
+        self.calls["cudaMemcpyAsync"] += not self.replaying
         if kind == self.cudaMemcpyKind.cudaMemcpyHostToDevice and not self._one_piece(source, size):
             return (INVALID,)
         if not (to and source):
