@@ -185,6 +185,9 @@ class Device(ABC):
         """Set up for a step with products of at most this many multiply-adds each. The setup depends on this
         number alone, so that equal steps give equal bits."""
 
+    def check(self, error: Exception) -> None:  # noqa: B027 - a device that computes here goes on
+        """After an error in a step. Raises CudaError where the device will compute nothing any more."""
+
     @abstractmethod
     def to_host(self, *tensors: Tensor) -> tuple[NDArray[np.float32], ...]:
         """Float32 tensors [R, *] with equal R as arrays, in ONE copy; waits for their computation. The

@@ -43,6 +43,7 @@ from workers.cuda import (
     call,
     constant,
     ipc_handle,
+    lasting_error,
 )
 from workers.cuda_copier import CudaCopier
 
@@ -90,6 +91,7 @@ class CudaDevice(KernelDevice):
         self._made: list[Any] = []  # all events of fences
         self.events: list[Any] = []  # of them, those that no fence uses
         self._graphs: CudaGraphs | None = None
+        self._prepared = False
         self._shared: dict[int, tuple[int, int]] = {}  # memory by its start: end, and distance on the device
 
     def heads_bytes(self, layout: StoreLayout) -> int:
@@ -106,7 +108,16 @@ class CudaDevice(KernelDevice):
         return every
 
     def prepare(self, multiply_adds: int) -> None:
-        """A GPU needs no setup."""
+        """At first, once all is loaded, leave the stream of other threads, for which all others wait."""
+        if not self._prepared:
+            self._prepared = True
+            torch.cuda.synchronize(self.torch_device)
+            torch.cuda.set_stream(torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call]
+
+    def check(self, error: Exception) -> None:
+        if left := lasting_error():
+            reason = str(error).splitlines()[0]
+            raise CudaError(f"the GPU computes nothing any more: {reason}; {left}") from error
 
     @property
     def stream(self) -> int:

@@ -25,7 +25,7 @@ from pipeline.engine.driver import LayerDecision, PolicyDriver
 from pipeline.engine.graphs import StepGraphs
 from pipeline.engine.observer import Observer, Probing, with_observers
 from pipeline.engine.timing import Corrections, Timing
-from pipeline.errors import OutOfDeviceMemory, PolicyError, StepFailed
+from pipeline.errors import DeviceFailed, OutOfDeviceMemory, PolicyError, StepFailed
 from pipeline.experts.device_share import DeviceMemory, DeviceWork
 from pipeline.experts.division import Split, split_layer
 from pipeline.experts.pool import HostPool, Ticket
@@ -36,6 +36,7 @@ from pipeline.policies.view import Ahead, ModelShape, Policy, Routing, Signals, 
 from shm.floe import FloeFormat
 from shm.layout import StoreLayout
 from shm.mask import DENSE, Mask, Tally
+from workers.cuda import CudaError
 
 log = logging.getLogger(__name__)
 
@@ -145,16 +146,19 @@ class Engine:
         """Run the tokens of `inputs` through the model, and advance their KV. `live`: the sequences that have
         begun and not ended, without which those of `inputs` are taken to be all. Returns the wanted logits of
         each, float32 [n, vocabulary], or its choice (`answers`). Raises StepFailed; the sequences are then
-        as they were."""
+        as they were. Raises CudaError where the device will compute no other step."""
         before = [(item.span.kv, item.span.kv.length, item.span.kv.capacity) for item in inputs]
         try:
             return self._step(inputs, phase, live)
-        except torch.OutOfMemoryError as e:
+        except (torch.OutOfMemoryError, torch.AcceleratorError, CudaError) as e:
             for kv, length, capacity in before:
                 kv.truncate(length)
                 kv.grow(capacity)
-            self.device.free_cached()
-            raise OutOfDeviceMemory(out_of_memory(e)) from e
+            if isinstance(e, torch.OutOfMemoryError):
+                self.device.free_cached()
+                raise OutOfDeviceMemory(out_of_memory(e)) from e
+            self.device.check(e)
+            raise DeviceFailed(f"the GPU could not compute it: {str(e).splitlines()[0]}") from e
 
     @torch.inference_mode()
     def _step(self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int]) -> list[FloatArray]:
@@ -186,7 +190,7 @@ class Engine:
 
         try:
             step.run(experts)
-        except (StepFailed, torch.OutOfMemoryError):
+        except (StepFailed, torch.OutOfMemoryError, torch.AcceleratorError, CudaError):
             executor.abandon(driver.cancel_early())
             raise
         clock.layer = layers

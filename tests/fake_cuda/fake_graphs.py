@@ -197,7 +197,9 @@ class Enqueued(TorchDispatchMode):
         self._runtime = runtime
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        views = [one.alias_info is not None and not one.alias_info.is_write for one in function._schema.returns]
+        views = [
+            one.alias_info is not None and not one.alias_info.is_write for one in function._schema.returns
+        ]
         if not self._runtime.replaying and not any(views):
             made = function.overloadpacket.__name__.startswith(("empty", "new_empty"))
             self._runtime.calls["allocations" if made else "operations"] += 1
@@ -245,6 +247,7 @@ def patch_graphs(patch: Any, runtime: FakeRuntime) -> None:
     patch.setattr(torch.cuda, "empty_cache", empty_cache)
     patch.setattr(torch.cuda, "current_stream", lambda device: stream)
     patch.setattr(torch.cuda, "Stream", _Stream)
+    patch.setattr(torch.cuda, "set_stream", lambda stream: None)
     patch.setattr(torch.cuda, "stream", lambda stream: side_stream(runtime))
     patch.setattr(torch.cuda, "synchronize", lambda device: runtime.torch_stream.drain())
     handles = itertools.count(1)

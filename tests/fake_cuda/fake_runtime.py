@@ -26,6 +26,7 @@ from types import SimpleNamespace
 
 LIMIT = 20.0  # seconds after which a wait is stuck
 PAGE = mmap.PAGESIZE
+ILLEGAL_ADDRESS = 700  # after which a context computes nothing
 POISON, FREED = 0xCB, 0xDD
 INVALID, OUT_OF_MEMORY, INVALID_CONTEXT, REGISTERED, NOT_REGISTERED, NOT_READY = 1, 2, 201, 712, 713, 600
 PIECES = 5  # of a copy
@@ -298,8 +299,11 @@ class FakeRuntime:
         return (0,)
 
     def cudaDeviceSynchronize(self) -> tuple[int]:
-        self.calls["cudaDeviceSynchronize"] += 1
+        failed = self._fails("cudaDeviceSynchronize")
         self.drain()
+        return (ILLEGAL_ADDRESS,) if failed else (0,)
+
+    def cudaGetLastError(self) -> tuple[int]:
         return (0,)
 
     def cudaMemcpyAsync(self, to: int, source: int, size: int, kind: int, stream: int) -> tuple[int]:

@@ -207,7 +207,14 @@ def test_an_engine_answers_as_without_graphs(tiny_model, tmp_path, gpu) -> None:
 
 
 # Calls of the driver. "launches" are kernels of ours, "operations" what torch enqueues.
-ENQUEUES = ("graph launches", "launches", "operations", "cudaMemcpyAsync", "cudaEventRecord", "cudaStreamWaitEvent")
+ENQUEUES = (
+    "graph launches",
+    "launches",
+    "operations",
+    "cudaMemcpyAsync",
+    "cudaEventRecord",
+    "cudaStreamWaitEvent",
+)
 NO_FETCHES = Costs(rows=(1,), host=(1.0,), device=(0.1,), link=99.0, round_trip=0.1)
 
 
