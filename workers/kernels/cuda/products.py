@@ -1,4 +1,4 @@
-"""Launches of the kernels in `tiles.cu` and `plain.cu`: activations rounded, gate and up, down, combine."""
+"""Launches of the kernels in `tiles.cu` and `plain.cu`: activations rounded, gate and up, down."""
 
 from __future__ import annotations
 
