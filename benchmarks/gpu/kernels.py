@@ -180,7 +180,7 @@ def measure(
                         continue
                     x, arguments = layers.share(number)
 
-                    seconds, host = clock.seconds(partial(_once, kernel, layers, x, arguments))
+                    seconds, host = clock.seconds(partial(_once, device, kernel, layers, x, arguments))
                     read = layers.layer_bytes / seconds
                     weights = layers.experts * 3 * layers.hidden * layers.layout.shape.intermediate
                     found.append(
