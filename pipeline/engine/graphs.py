@@ -202,8 +202,9 @@ class Bucket:
             torch.zeros((rows, spec.hidden), dtype=torch.float32, device=there) for _ in range(3)
         )
         landing = device.landing  # in the workers' memory
-        in_arena = landing is not None and rows <= len(landing)
-        self._x_host = landing[:rows] if in_arena else gpu.answers(rows, spec.hidden)
+        if landing is None or rows > len(landing):
+            landing = gpu.answers(rows, spec.hidden)
+        self._x_host = landing[:rows]
         self._memory: DeviceMemory | None = None
         self.inputs: Any = None  # x as the kernel of the experts reads it, where it takes that
         # What the experts of a layer add, for the next graph: on the host and the device.

@@ -38,7 +38,8 @@ FEW = 8  # most rows of an expert for which its tiles have outputs of their own
 KEPT_PLACES, KEPT_ROWS = 512, 128  # layouts of shares that are kept, with so many rows at most
 NO_LIMIT = 1 << 31
 
-Numbers, Floats = NDArray[np.int32], NDArray[np.float32]
+Numbers = NDArray[np.int32]
+Floats = NDArray[np.float32]
 Terms = NDArray[np.void]
 
 

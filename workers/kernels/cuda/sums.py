@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.kernels.cuda.launcher import TABLE_ALIGNMENT, Launcher, Tables, places
+from workers.kernels.cuda.launcher import TABLE_ALIGNMENT, Launcher, Tables
 
 THREADS = 256
 TENSOR, WEIGHTED, PARTS = range(3)
-SOURCE, HEADER_BYTES = 4, 16  # numbers of int64; rows and sources
+HEADER_BYTES, SOURCE_BYTES = 16, 32
 TERM = np.dtype([("first", np.int32), ("parts", np.int32), ("stride", np.int32), ("weight", np.float32)])
 MOST_SOURCES, MOST_PARTS = 4, 64
 
@@ -26,44 +26,40 @@ class Weighted(NamedTuple):
     terms: NDArray[np.void]  # of TERM
     offsets: NDArray[np.int32]  # [R + 1]
     memory: object = None  # which has to live until they are added
-    memory: object = None  # what has to live until these have been added
 
 
 def sums_table(rows: int, added: Sequence[Tensor | Weighted], parts: Sequence[int]) -> NDArray[np.uint8]:
     """Returns the bytes that tell a launch what is added up, in this order. parts: addresses, as the device
     reads them, of float32 [rows, H]; added together behind all else."""
-    sources, blobs = np.zeros((MOST_SOURCES, SOURCE), np.int64), list[NDArray[Any]]()
     number = len(added) + bool(parts)
-    head = np.array([rows, number], np.int64)
-    arrays = [head, sources[:number].reshape(-1)]
+    numbers, arrays = [rows, number], list[tuple[int, NDArray[Any]]]()
+    end = HEADER_BYTES + number * SOURCE_BYTES
+
+    def place(array: NDArray[Any]) -> int:
+        nonlocal end
+        arrays.append((end, array))
+        end += -(-array.nbytes // TABLE_ALIGNMENT) * TABLE_ALIGNMENT
+        return arrays[-1][0]
+
     for one in added:
-        blobs += [one.offsets, one.terms] if isinstance(one, Weighted) else []
-    if parts:
-        blobs.append(np.array(parts, np.int64))
-    arrays += blobs
-    sizes = [array.nbytes for array in arrays]
-    sizes[:2] = [sizes[0] + sizes[1], 0]  # the sources follow the header
-    starts, size = places(TABLE_ALIGNMENT, sizes)
-    starts[1], at = head.nbytes, 2
-    for line, one in zip(sources, added, strict=False):
         if isinstance(one, Weighted):
-            line[:] = WEIGHTED, one.base, starts[at], starts[at + 1]
-            at += 2
+            numbers += WEIGHTED, one.base, place(one.offsets), place(one.terms)
         else:
             assert one.is_contiguous()
-            line[:2] = TENSOR, one.data_ptr()
+            numbers += TENSOR, one.data_ptr(), 0, 0
     if parts:
-        sources[number - 1] = PARTS, 0, starts[at], len(parts)
-    made = np.empty(size, np.uint8)
-    for start, array in zip(starts, arrays, strict=True):
+        numbers += PARTS, 0, place(np.array(parts, np.int64)), len(parts)
+    made = np.empty(end, np.uint8)
+    made[: 8 * len(numbers)].view(np.int64)[:] = numbers
+    for start, array in arrays:
         made[start : start + array.nbytes] = array.view(np.uint8)
     return made
 
 
 def table_room(rows: int, terms: int, parts: int) -> int:
     """Returns the most bytes of a table of at most so many rows, terms and parts."""
-    numbers = HEADER_BYTES + 8 * (SOURCE * MOST_SOURCES + parts) + 2 * 4 * (rows + 1) + TERM.itemsize * terms
-    return numbers + TABLE_ALIGNMENT * 8
+    told = SOURCE_BYTES * MOST_SOURCES + 8 * parts + 2 * 4 * (rows + 1) + TERM.itemsize * terms
+    return HEADER_BYTES + told + 2 * MOST_SOURCES * TABLE_ALIGNMENT
 
 
 class OutputSums:
