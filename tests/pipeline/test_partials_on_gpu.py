@@ -103,6 +103,19 @@ def test_no_slot_is_written_again_before_the_gpu_has_read_it(pool, gpu) -> None:
     assert runtime.calls["cudaHostRegister"] == 4  # and the hall
 
 
+def test_slots_are_free_again_with_the_next_read(pool, gpu) -> None:
+    """As in a step, where each layer's read waits for the sum of the layer before: without a call."""
+    device, runtime = gpu
+    workers = pool.start(2)
+    for turn in range(10):
+        ticket = submit(pool, turn, 100 * turn)
+        answered(workers)
+        y = result_on(device, ticket)
+        device.wait_for_stream()
+        np.testing.assert_array_equal(y.numpy(), expected(turn, 100 * turn))
+    assert runtime.calls["cudaEventRecord"] == runtime.calls["cudaEventSynchronize"] == 0
+
+
 def test_a_worker_exits_over_a_part_and_another_computes_it(pool, gpu) -> None:
     """Before its answer, behind it, and with it read but not added: the sum is right, no lane is unmapped
     while it is read, and all are given back."""
