@@ -1,6 +1,6 @@
 """The entries of the disk cache, and the kept stores in shared memory. Read-only.
 
-    <cache folder>/<fingerprint>/   store.bin | backbone.bin | calibration.safetensors
+    <cache folder>/<fingerprint>/   store.bin | backbone.bin | calibration.safetensors | heat.json
                                     about.json: `shm/disk_cache.py`; *.tmp and .NAME.*: being written
     <cache folder>/costs/*.json     measured costs; .NAME.*: being written
     <cache folder>/kernels/*.cubin  kernels compiled for a GPU; .NAME.*: being written
@@ -25,9 +25,10 @@ from typing import Any
 from launch.runtime import SHM
 from launch.terminal.format import count, distinct_names
 from pipeline.backbone import disk_cache as backbone_cache
-from pipeline.calibration import cost_cache
+from pipeline.calibration import cost_cache, heat
 from pipeline.calibration import file as calibration_file
 from pipeline.models import facts
+from protocol.errors import NotPrivate
 from shm.disk_cache import FINGERPRINT, RECORD, STORE_FILE, UNFINISHED, last_use, read_record
 from shm.errors import ShmError
 from shm.locks import unused_store
@@ -37,7 +38,12 @@ from workers.kernels.cuda.compiler import FILE_NAME as GPU_KERNELS
 from workers.kernels.cuda.compiler import KEPT_IN as KERNEL_FOLDER
 
 UNKNOWN, EVERY = "unknown", "every model"
-KINDS = {STORE_FILE: "store", backbone_cache.NAME: "backbone", calibration_file.NAME: "calibration"}
+KINDS = {
+    STORE_FILE: "store",
+    backbone_cache.NAME: "backbone",
+    calibration_file.NAME: "calibration",
+    heat.NAME: "heat",
+}
 LOCKED = (UNFINISHED, backbone_cache.UNFINISHED)  # their writers hold a lock on them
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")  # of `shm/atomic_file.py`
 WRITING_SECONDS = 60.0  # a small file that has no lock may be written for so long
@@ -47,14 +53,14 @@ WRITING_SECONDS = 60.0  # a small file that has no lock may be written for so lo
 class Entry:
     """One thing that can be removed, or that is unknown. `in_use`: by what, empty where by nothing."""
 
-    kind: str  # store, backbone, calibration, costs, kernels, facts, unfinished, kept store; or unknown
+    kind: str  # store, backbone, calibration, heat, costs, kernels, facts, unfinished, kept store; or unknown
     path: Path  # its file, or what is unknown
     size: int  # bytes, with the files that belong to it
     last_use: float  # seconds since the epoch
     model: str = UNKNOWN
     format: str = ""
     in_use: str = ""
-    setting: str = ""  # of costs, what else they were measured with
+    setting: str = ""  # of costs, what else they were measured with; of facts, what model they are of
 
     @property
     def on_disk(self) -> bool:
@@ -163,7 +169,13 @@ def _kernels(path: Path) -> Entry:
 
 def _facts(path: Path) -> Entry:
     entry = _plain(path)
-    return replace(entry, kind="facts") if facts.FILE_NAME.fullmatch(path.name) else entry
+    if not facts.FILE_NAME.fullmatch(path.name):
+        return entry
+    setting = ""
+    with suppress(OSError, NotPrivate, ValueError, KeyError, TypeError):  # the name of a model is in none
+        found = facts.read(path)
+        setting = f"{count(found.layers, 'layer')}, {count(found.experts, 'expert')}"
+    return replace(entry, kind="facts", setting=setting)
 
 
 def _kept_store(path: Path) -> Entry:

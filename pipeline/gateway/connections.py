@@ -119,6 +119,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.address = ""
         self._unanswered: deque[RequestResponseCycle] = deque()  # the first one is being answered
         self._head = 0  # bytes of the head that is being received, or of what is ahead of its turn
+        self._fields = 0  # of the head, and behind the body
         self._in_body = False
         self._refusal = ""  # of what the parser was made to stop at
         self._acknowledged = -1  # bytes, when last looked at; -1: nothing waited for the client
@@ -187,10 +188,16 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._head > MOST_HEAD and not self.transport.is_closing():
             self.send_400_response(f"the request's head has more than {MOST_HEAD >> 10} kB")
 
+    def on_message_begin(self) -> None:
+        self._fields = 0
+        super().on_message_begin()
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        if len(self.headers) >= MOST_FIELDS:
+        self._fields += 1
+        if self._fields > MOST_FIELDS:
             self._refuse(f"the request's head has more than {MOST_FIELDS} fields")
-        super().on_header(name, value)
+        if not self._in_body:  # what follows a body is no field of the head, and least of all a key
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if len(self._unanswered) > MOST_WAITING:
@@ -261,6 +268,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._reader_timer.cancel()
         self._tell_gone()
         super().connection_lost(exc)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing of a request to speak another protocol, which is answered in HTTP: uvicorn's advice is
+        to install packages for WebSockets."""
 
     def _tell_gone(self) -> None:
         """Uvicorn tells only the request that came last."""
