@@ -5,11 +5,11 @@
 Three commands of less than ten minutes each, on 16 cores: facts about the machine and correctness; what the
 cost model stands on; whole engines. Each begins with a build of the C libraries, and with `--wheels` before
 it with an environment from our packages carried along (`benchmarks/gpu/carried.py`), so that a machine with
-Python, torch, a compiler and no network is enough; without these two nothing is measured. The stages run one
-after the other, each in a process of its own with its own limit; one that fails is reported, and the next
-goes on. After each stage FOLDER has all that the command has found so far in one archive, COMMAND.tar.gz: the
-stages' outputs, the figures of those that measure as JSON, and `report.json`, how they ended. Short tables are
-printed last. Without a GPU the stages that need one are skipped, and one line says so.
+Python, torch, a C compiler and no network is enough. Where one of these fails nothing is measured. The stages
+run one after the other, each in a process of its own with its own limit; one that fails is reported, and the
+next goes on. After each stage COMMAND.tar.gz in the folder has all that the command has found so far: the
+stages' outputs, the figures of those that measure as JSON, and `report.json`, how they ended. Short tables
+are printed last. Without a GPU the stages that need one are skipped, and one line says so.
 """
 
 from __future__ import annotations
@@ -127,7 +127,9 @@ class Command:
             outcome = self._run(replace(stage, command=self.name))
             if not outcome.passed:
                 print(*self.lines(outcome, SAID), sep="\n", file=sys.stderr)
-                print(f"{self.name}: {outcome.name}: {outcome.ended}; so nothing is measured", file=sys.stderr)
+                print(
+                    f"{self.name}: {outcome.name}: {outcome.ended}; so nothing is measured", file=sys.stderr
+                )
                 return False
             if stage.name == ENVIRONMENT.name:
                 self._python = str(PLACE / "bin/python")

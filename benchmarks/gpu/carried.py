@@ -3,8 +3,8 @@
     python -m benchmarks.gpu.carried [FOLDER]                where there is a network: fills the folder
     python3 -m benchmarks.gpu.carried --install [FOLDER]     there: makes `gpu-venv` from it
 
-The folder is by default `gpu-wheels`, which git ignores; it gets one file of about 22 MB, the wheels for Python 3.12
-on x86-64. Of this module only the standard library is needed.
+The folder is by default `gpu-wheels`, which git ignores; it gets one file of about 22 MB, the wheels for
+Python 3.12 on x86-64. This module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BROUGHT = {"torch", "numpy", "setuptools", "cuda-bindings"}  # by torch's CUDA b
 
 
 def required() -> list[str]:
-    """Returns what pyproject.toml asks for: to build, to run on CUDA, and what the tests of `tests/gpu` import."""
+    """Returns what pyproject.toml asks for: to build, to run on CUDA, and what the GPU's tests import."""
     described = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = described["project"]
     extras = project["optional-dependencies"]
