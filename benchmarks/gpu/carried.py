@@ -46,27 +46,30 @@ def name_of(requirement: str) -> str:
 
 
 def fill(folder: Path) -> Path:
-    """Download the wheels and pack them. Returns the file. Raises CalledProcessError as pip.
-
-    Wheels are compressed each by itself: stored without that, all together are half as large.
-    """
+    """Download the wheels and pack them. Returns the file. Raises CalledProcessError as pip."""
     names = [f"manylinux_2_{minor}_x86_64" for minor in GLIBC]
     names += ["manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64"]
     platforms = [f"--platform={name}" for name in names]
     wanted = [line for line in required() if name_of(line) not in BROUGHT]
-    folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as downloads:
         options = ["--quiet", "--only-binary=:all:", "--implementation=cp", f"--python-version={PYTHON}"]
         pip = [sys.executable, "-m", "pip", "download", *options, *platforms, "--dest", downloads]
         subprocess.run([*pip, *wanted], check=True)
-        part = folder / f"{FILE}.part"
-        with tarfile.open(part, "w:xz") as packed:
-            for wheel in sorted(Path(downloads).glob("*.whl")):
-                if name_of(wheel.name) not in BROUGHT:
-                    data = stored(wheel)
-                    entry = tarfile.TarInfo(wheel.name)
-                    entry.size = len(data)
-                    packed.addfile(entry, io.BytesIO(data))
+        return pack(Path(downloads), folder)
+
+
+def pack(wheels: Path, folder: Path) -> Path:
+    """Returns a file in the folder with these wheels, without those that torch brings. Wheels are compressed
+    each by itself: without that, all together become half as large."""
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f"{FILE}.part"
+    with tarfile.open(part, "w:xz") as packed:
+        for wheel in sorted(wheels.glob("*.whl")):
+            if name_of(wheel.name) not in BROUGHT:
+                data = stored(wheel)
+                entry = tarfile.TarInfo(wheel.name)
+                entry.size = len(data)
+                packed.addfile(entry, io.BytesIO(data))
     return part.replace(folder / FILE)
 
 
