@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from launch.command_line.options import Options, parse
 from launch.errors import LaunchError, system_reason
+from launch.terminal.background import unblock_stderr
 from pipeline.errors import UsageError
 from protocol.errors import ProtocolError, RequestFailed
 from protocol.program import REPAIR
@@ -38,6 +39,7 @@ MODULES = {
 def main(arguments: list[str] | None = None) -> int:
     """Run a command, by default that of the command line; returns the exit code."""
     _open_standard_streams()
+    unblock_stderr()
     try:
         return _run(parse(sys.argv[1:] if arguments is None else arguments))
     except (UsageError, NotEnoughMemory) as e:

@@ -8,7 +8,7 @@ from launch.command_line.options import Options
 from launch.connect import started
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.log import notice
-from launch.terminal.output import show
+from launch.terminal.output import announce
 
 
 async def serve(options: Options, interrupts: Interrupts) -> int:
@@ -17,7 +17,7 @@ async def serve(options: Options, interrupts: Interrupts) -> int:
     try:
         async with started(options, interrupts) as engine:
             name = engine.name
-            show(f"{name} {engine.endpoint}\n")
+            announce(f"{name} {engine.endpoint}")
             await asyncio.get_running_loop().create_future()
     except asyncio.CancelledError:
         if not interrupts.received:

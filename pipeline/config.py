@@ -134,6 +134,7 @@ class CoordinatorConfig:
     workers: WorkerCores
     slab: bool  # the first policy keeps experts on the device, and the prefetcher is being started
     options: ResolvedConfig
+    suspects: dict[int, int] = field(default_factory=dict)  # crashes at which a request was being computed
 
     @classmethod
     def from_map(cls, config: dict[str, Any]) -> Self:
@@ -142,7 +143,7 @@ class CoordinatorConfig:
         return cls(
             **{name: value for name, value in config.items() if name in names}
             | {name: Path(config[name]) for name in ("runtime", "model")}
-            | {"cache": Path(config["cache_dir"])}
+            | {"cache": Path(config["cache_dir"]), "suspects": dict(config["suspects"])}
             | {"workers": WorkerCores(tuple(config["workers"]), config["nodes"])}
             | {"options": ResolvedConfig.from_map(config["config"])}
         )

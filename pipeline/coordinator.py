@@ -52,10 +52,12 @@ from protocol.messages import (
     Heartbeat,
     Ready,
     Score,
+    Scores,
     SetPolicy,
     Shutdown,
     Stats,
     StatsReply,
+    Token,
     Tokenize,
     Welcome,
     WorkerDied,
@@ -247,7 +249,8 @@ class Coordinator:
                 if not (self._inbox.put(client, message) or self._stopping.is_set()):
                     self._clients.cut_off(client, FLOODED)
             case Stats():
-                stats = self._status.stats() | {"clients": self._clients.counts()}
+                own = {"clients": self._clients.counts(), "text": self._text_link.stats()}
+                stats = self._status.stats() | own
                 self._clients.send(client, StatsReply(message.request, stats))
             case ExpertActivity():
                 self._clients.send(client, self._status.activity(message.request))
@@ -268,7 +271,7 @@ def run_engine(
     try:
         with ExitStack() as closing:
             parts = EngineParts(config, exits, lambda message: post(ToSupervisor(message)), closing, text_up)
-            service = EngineService(parts, inbox, post, congested)
+            service = EngineService(parts, inbox, _counting(parts, post), congested)
             texts = TextMessages(parts.detokenizer, parts.context)
             post(EngineReady(service.status, texts, tuple(parts.notes)))
             service.warm_up()
@@ -278,6 +281,19 @@ def run_engine(
     except Exception as e:
         log.exception("the engine failed")
         post(EngineFailed(f"the engine failed: {type(e).__name__}: {e}", False))
+
+
+def _counting(parts: EngineParts, post: Post) -> Post:
+    """Counts in the control segment what clients are answered: whether the engine is of use, for the
+    supervisor."""
+    line = parts.control.line("coordinator", 0)
+
+    def counted(event: EngineEvent) -> None:
+        if isinstance(event, ToClients):
+            line.answered += sum(isinstance(message, Token | Scores) for _, message in event.messages)
+        post(event)
+
+    return counted
 
 
 async def _run(config: dict[str, Any]) -> int:

@@ -1,5 +1,5 @@
 """The answers to a Generate, token by token, fed by the client, and to a Score, block by block, on a
-connection of its own; and how often either is requested again."""
+connection of its own."""
 
 from __future__ import annotations
 
@@ -14,26 +14,6 @@ from protocol.errors import ProtocolError, RequestFailed
 from protocol.messages import Done, Error, Queued, Score, Scores, Token, Welcome
 
 SCORES_HWM = 4  # blocks of Scores that may wait to be read
-MAX_EXITS = 3  # of an engine, in a row and without progress of a request, after which that request fails
-
-
-class RetryBudget:
-    """Counts the engine exits during one request since its last progress."""
-
-    def __init__(self) -> None:
-        self._exits = 0
-        self._progress = -1
-
-    def count_loss(self, progress: int) -> RequestFailed | None:
-        """Count an engine exit after `progress` tokens or rows of the answer. Returns the error to end the
-        request with if the request itself may crash the engine."""
-        self._exits = self._exits + 1 if progress == self._progress else 1
-        self._progress = progress
-        if self._exits < MAX_EXITS:
-            return None
-        return RequestFailed(
-            f"the engine exited {MAX_EXITS} times without progress of this request; it is not sent again"
-        )
 
 
 @dataclass(frozen=True)
@@ -126,12 +106,9 @@ async def score_blocks(asked: Score, options: ConnectOptions, known: Welcome) ->
     the engine that the caller is connected to. Leaving the loop before the end cancels the request. Raises
     RequestFailed, EngineGone, MalformedMessage."""
     rows = 0  # received
-    retries = RetryBudget()
 
     def on_lost(lost: ProtocolError) -> None:
-        failure = retries.count_loss(rows)
-        if failure is not None:
-            raise failure
+        """The request is sent again, as long as an engine comes."""
 
     async def on_reconnected() -> None:
         link.send(asked)

@@ -22,12 +22,12 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
 
-from protocol.answer import Answer, RetryBudget, score_blocks
+from protocol.answer import Answer, score_blocks
 from protocol.connection import SILENCE_SECONDS, ConnectOptions, Link, end_task
 from protocol.errors import EngineGone, MalformedMessage, ProtocolError, RequestFailed
 from protocol.messages import (
@@ -66,7 +66,6 @@ class _PendingAnswer:
     message: Generate
     answer: Answer
     cancelled: bool = False
-    retries: RetryBudget = field(default_factory=RetryBudget)
 
 
 @dataclass
@@ -76,7 +75,6 @@ class _PendingReply:
     message: Asked
     reply: asyncio.Future[Any]
     on_progress: Callable[[Calibrating], None] | None = None
-    retries: RetryBudget = field(default_factory=RetryBudget)
 
     def resolve(self, reply: object) -> None:
         if self.reply.done():  # its caller has just been cancelled
@@ -293,18 +291,11 @@ class Client:
                 self.strays += 1
 
     def _on_lost(self, lost: ProtocolError) -> None:
-        """End cancelled requests and those that may have crashed several engines. The others wait."""
+        """End cancelled requests. The others wait: an engine refuses those that have crashed others."""
         self._cancelled.clear()
         for pending in list(self._answers.values()):
-            failure = pending.retries.count_loss(len(pending.answer.token_ids))
             if pending.cancelled:
                 self._end_cancelled(pending)
-            elif failure is not None:
-                self._answers.pop(pending.message.request).answer.feed(failure)
-        for waiting in self._replies.values():
-            failure = waiting.retries.count_loss(0)
-            if failure is not None:
-                waiting.resolve(failure)
         if self.on_pause is not None:
             asyncio.get_running_loop().call_soon(self.on_pause, lost)
 

@@ -38,7 +38,7 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True):
 
 Kind = TypeVar("Kind", bound=type[Record])
 TAGS: dict[int, type[Record]] = {}
-VERSION = 12
+VERSION = 13
 MAX_TOKENS = 128  # of an answer, where a request does not say
 CALIBRATION_TOKENS = 8192  # the same of a calibration
 SAY_HELLO = "say Hello first"  # the text of the Error that answers a peer without a Welcome
@@ -536,6 +536,7 @@ class Allowed(Record, frozen=True):
     """The answer to a Follow: a bit for each token that is allowed, the first one's the lowest of the first
     word; none where nothing may follow, or with an error."""
 
+    answer: Int
     mask: I32Vector
     error: str = ""
 

@@ -1,18 +1,25 @@
 """The control segment: progress and current Work of each worker, the prefetcher and the coordinator's engine
-thread, written by them.
+thread, written by them; and the requests that the coordinator computes.
 
-    line 0: the prefetcher    line 1: the coordinator    line 2 + i: worker i
+    line 0: the prefetcher           line 1: the coordinator
+    lines 2 to 34: its requests      line 35 + i: worker i
 
 A line is 64 bytes, so that no two writers share a cache line. Its numbers (int64):
 
     0   counts progress and only grows
     1   the Work that is being computed, or the order that is being copied; IDLE without one
     2   until when this process's copies occupy an emulated link, in nanoseconds of CLOCK_MONOTONIC
+    3   of the coordinator: tokens and blocks of scores that clients were sent; it only grows
 
 Each number is written atomically, by one process. A reader of several may see them a moment apart.
+
+The numbers of the lines of requests are one sequence: how many requests there are, then of each its key, and
+of how many crashes it is suspected. They are read when the coordinator has exited.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +28,9 @@ from shm.segment import Segment
 
 LINE = 8  # numbers
 IDLE = -1
-_ROWS = {"prefetcher": 0, "coordinator": 1, "worker": 2}
+REQUEST_LINES = 33
+MOST_REQUESTS = (REQUEST_LINES * LINE - 1) // 2  # that are written down
+_ROWS = {"prefetcher": 0, "coordinator": 1, "worker": 2 + REQUEST_LINES}
 
 
 class ControlSegment:
@@ -34,7 +43,7 @@ class ControlSegment:
     @classmethod
     def create(cls, name: str, workers: int) -> ControlSegment:
         """A new segment. Raises NotEnoughMemory, and ShmError if the name is taken."""
-        made = cls(Segment.create(name, (2 + workers) * LINE * 8))
+        made = cls(Segment.create(name, (_ROWS["worker"] + workers) * LINE * 8))
         for role in ("prefetcher", "coordinator"):
             made.line(role, 0).end()
         for index in range(workers):
@@ -51,6 +60,26 @@ class ControlSegment:
         if index < 0 or role not in _ROWS:
             raise IndexError(f"no line of {role} {index}")
         return ControlLine(self.segment.array.view(np.int64).reshape(-1, LINE)[_ROWS[role] + index])
+
+    @property
+    def requests(self) -> list[tuple[int, int]]:
+        """The requests that the coordinator is computing, or was when it exited: the key of each, and of how
+        many crashes it is suspected."""
+        numbers = self._request_numbers
+        count = min(max(int(numbers[0]), 0), MOST_REQUESTS)
+        pairs = numbers[1 : 1 + 2 * count].reshape(-1, 2)
+        return [(int(key), int(crashes)) for key, crashes in pairs]
+
+    @requests.setter
+    def requests(self, requests: Sequence[tuple[int, int]]) -> None:
+        numbers, written = self._request_numbers, requests[:MOST_REQUESTS]
+        numbers[0] = 0
+        numbers[1 : 1 + 2 * len(written)] = [number for request in written for number in request]
+        numbers[0] = len(written)
+
+    @property
+    def _request_numbers(self) -> NDArray[np.int64]:
+        return self.segment.array.view(np.int64)[2 * LINE : _ROWS["worker"] * LINE]
 
     def close(self) -> None:
         """End this process's use; its creator unlinks `segment.name`."""
@@ -93,3 +122,12 @@ class ControlLine:
     @link_until.setter
     def link_until(self, nanoseconds: int) -> None:
         self._numbers[2] = nanoseconds
+
+    @property
+    def answered(self) -> int:
+        """Tokens and blocks of scores that clients were sent."""
+        return self._numbers[3]
+
+    @answered.setter
+    def answered(self, number: int) -> None:
+        self._numbers[3] = number

@@ -68,6 +68,7 @@ PR_SET_CHILD_SUBREAPER = 36
 START_LIMIT = 100.0  # seconds; importing takes a few on an idle machine
 ADOPTION_LIMIT = 10.0  # seconds until the kernel has given an orphan to the test process
 MAX_REQUEST = 1 << 20
+MOST_DESCRIPTORS = 16
 SPACE = " " * 2000  # for the command line, and the environment, that a forked process shows
 
 _prctl = ctypes.CDLL(None).prctl
@@ -130,19 +131,20 @@ class ForkServer:
         environment: Mapping[str, str],
         folder: str,
         streams: tuple[int, int, int],
-        lifeline: int | None = None,
+        passed: tuple[int, ...] = (),
     ) -> int:
-        """The id of a new child of this process: of an engine's, if it gets a lifeline, or else a command."""
+        """The id of a new child of this process: of an engine's, if it gets descriptors, its lifeline among
+        them, or else a command."""
         request = {
             "argv": arguments,
             "environment": dict(environment),
-            "lifeline": lifeline,
+            "passed": sorted(passed),
             "folder": folder,
             "cores": sorted(os.sched_getaffinity(0)),
             "umask": _umask(),
             "parent": os.getpid(),
         }
-        descriptors = [*streams, *([] if lifeline is None else [lifeline])]
+        descriptors = [*streams, *sorted(passed)]
         with self._lock:
             connection = self._connection()
             _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -161,10 +163,16 @@ class ForkServer:
         return ForkedProcess(self._fork_child(command[3:], **options))
 
     def _fork_child(
-        self, arguments: tuple[str, ...], *, pass_fds: tuple[int], env: dict[str, str], stdout: int, **_: Any
+        self,
+        arguments: tuple[str, ...],
+        *,
+        pass_fds: tuple[int, ...],
+        env: dict[str, str],
+        stdout: int,
+        **_: Any,
     ) -> int:
         with open(os.devnull, "rb") as nothing:
-            return self.fork(list(arguments), env, os.getcwd(), (nothing.fileno(), stdout, stdout), *pass_fds)
+            return self.fork(list(arguments), env, os.getcwd(), (nothing.fileno(), stdout, stdout), pass_fds)
 
     def _connection(self) -> socket.socket:
         if self._socket is None:
@@ -232,7 +240,7 @@ def preload() -> None:
 def serve(connection: socket.socket) -> None:
     """The server: until the process that it serves closes its end."""
     while True:
-        packet, descriptors, _, _ = socket.recv_fds(connection, MAX_REQUEST, 4)
+        packet, descriptors, _, _ = socket.recv_fds(connection, MAX_REQUEST, MOST_DESCRIPTORS)
         if not packet:
             return
         middle = os.fork()
@@ -255,9 +263,9 @@ def _run(request: dict[str, Any], descriptors: list[int], connection: socket.soc
             if time.monotonic() > deadline:
                 sys.exit("the starting process did not become this process's parent")
             time.sleep(0.0005)
-        if request["lifeline"] is not None:
+        if request["passed"]:
             os.setsid()
-        own = None if request["lifeline"] is not None else _server_of_a_command()
+        own = None if request["passed"] else _server_of_a_command()
         connection.send(str(os.getpid()).encode())
         _take_over(request, descriptors, own)
         if own is None:
@@ -321,7 +329,7 @@ def _take_over(request: dict[str, Any], descriptors: list[int], own: socket.sock
     """Become what an executed process would be: no other descriptors, and the requested environment."""
     kept = set() if own is None else {own.fileno()}
     # Numbers that are to be given may be in use for another of them.
-    wanted = {0, 1, 2, *([] if request["lifeline"] is None else [request["lifeline"]])}
+    wanted = {0, 1, 2, *request["passed"]}
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(wanted) + 1) for fd in descriptors]
     for descriptor, number in zip(high, sorted(wanted), strict=True):
         os.dup2(descriptor, number)

@@ -45,6 +45,10 @@ class ChildEndpoint:
             self._poller.register(socket, zmq.POLLIN)
         self.stopped = False
 
+    def wake_by(self, descriptor: int) -> None:
+        """Have `receive` end its wait also when this descriptor can be read."""
+        self._poller.register(descriptor, zmq.POLLIN)
+
     def announce(self, notes: tuple[str, ...] = ()) -> None:
         """Send Ready to the coordinator and the supervisor."""
         ready = Ready(VERSION, self.role, self.index, self.generation, os.getpid(), self._fingerprint, notes)
@@ -63,8 +67,9 @@ class ChildEndpoint:
     def receive(self, wait: bool, limit_ms: int = POLL_LIMIT_MS) -> Iterator[object]:
         """Yield the messages that have arrived; with `wait`, wait for one, at most `limit_ms`. A Shutdown
         only sets `stopped`. A malformed message is logged and dropped."""
-        for socket, _ in self._poller.poll(limit_ms if wait else 0):
-            while not self.stopped:
+        ready = dict(self._poller.poll(limit_ms if wait else 0))
+        for socket in self._sockets:
+            while socket in ready and not self.stopped:
                 try:
                     frames = socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:

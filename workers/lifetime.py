@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -56,15 +57,50 @@ def enter(lifeline: int) -> Future[dict[str, Any]]:
     continues; its `role` then prefixes the log lines. What this process prints is `visible`. Exits if no
     supervisor started this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.stdout, sys.stderr = _visible_stream(1), _visible_stream(2)
+    sys.stdout, sys.stderr = visible_stream(1), visible_stream(2)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     config: Future[dict[str, Any]] = Future()
     threading.Thread(target=_watch, args=(lifeline, config), name="lifeline", daemon=True).start()
     return config
 
 
-def _visible_stream(fd: int) -> VisibleStream:
-    output = io.BufferedWriter(io.FileIO(fd, "w", closefd=False))
+class DroppingOutput(io.RawIOBase):
+    """Writes to a descriptor that may be non-blocking, as the pipe to the supervisor is. What a full one does
+    not take is dropped; when it does again, a line tells how many lines that were."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._dropped = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def write(self, data: bytes, /) -> int:  # type: ignore[override]  # TextIOWrapper writes bytes alone
+        note = b""
+        if self._dropped:
+            lost = f"{self._dropped} lines were dropped"
+            note = f"\n{lost}: the supervisor did not read them in time\n".encode()
+        left = self._left(note + data)
+        told = len(left) <= len(data)
+        self._dropped = left.count(b"\n") if told else self._dropped + data.count(b"\n")
+        return len(data)
+
+    def _left(self, data: bytes) -> bytes:
+        """Write; returns what is not taken."""
+        rest = bytes(data)
+        with suppress(BlockingIOError):
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        return rest
+
+
+def visible_stream(descriptor: int) -> VisibleStream:
+    """Returns a stream of a child that writes there."""
+    output: Any = DroppingOutput(descriptor)
     return VisibleStream(output, errors="replace", line_buffering=True)
 
 
@@ -109,9 +145,7 @@ def _watch(lifeline: int, received: Future[dict[str, Any]]) -> NoReturn:
 
 def _open_log(role: str, level: str, runtime: str) -> None:
     """Log lines begin with the role."""
-    # While the loader runs, the supervisor draws a bar on a terminal, which a line has to clear.
-    clearing = role == "loader" and sys.stderr.isatty()
-    handler = (_ClearingHandler if clearing else logging.StreamHandler)(sys.__stderr__)
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter(f"[{role}] %(message)s"))
     if runtime:
         handler.addFilter(ToldOnce(Path(runtime)))
@@ -135,11 +169,6 @@ class ToldOnce(logging.Filter):
         except OSError:
             pass  # that disk is full, too
         return True
-
-
-class _ClearingHandler(logging.StreamHandler):  # type: ignore[type-arg]  # it is no generic class at run time
-    def format(self, record: logging.LogRecord) -> str:
-        return f"\r\x1b[2K{super().format(record)}"
 
 
 def _give_up(why: str) -> NoReturn:

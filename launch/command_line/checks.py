@@ -104,7 +104,7 @@ def check_http(address: str, keys: Path | None, origins: Collection[str] = ()) -
     """Raises WrongUsage unless a gateway with this file of API keys can serve there, and pages of these
     origins."""
     check_packages("--http", *HTTP_PACKAGES)
-    from pipeline.gateway.access import bind, is_loopback, read_api_keys, split_address
+    from pipeline.gateway.access import is_loopback, read_api_keys, split_address
 
     if keys is None and not is_loopback(split_address(address)[0]):
         raise WrongUsage(f"--http {address}: other machines reach it, so give API keys with --http-keys FILE")
@@ -113,12 +113,11 @@ def check_http(address: str, keys: Path | None, origins: Collection[str] = ()) -
             "--allowed-origins *: any page in a browser could send requests, so give API keys with"
             " --http-keys FILE, or name the pages"
         )
-    try:
-        if keys is not None:
+    if keys is not None:
+        try:
             read_api_keys(keys)
-        bind(address).close()
-    except ProtocolError as e:
-        raise WrongUsage(str(e)) from None
+        except ProtocolError as e:
+            raise WrongUsage(str(e)) from None
 
 
 def check_request(source: Path, request: object) -> None:

@@ -62,7 +62,8 @@ def http_address(text: str) -> str:
     host, _, port = text.rpartition(":")
     host = {"": "127.0.0.1", "localhost": "127.0.0.1", "*": "0.0.0.0"}.get(host.strip("[]"), host.strip("[]"))
     try:
-        ipaddress.ip_address(host)
+        ip = ipaddress.ip_address(host)
+        host = str(getattr(ip, "ipv4_mapped", None) or ip)
     except ValueError:
         host = ""
     if not host or not port.isdecimal() or not port.isascii() or int(port) > 65535:

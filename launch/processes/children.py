@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from launch.errors import StartFailed, system_reason
+from launch.processes.output import ChildOutput
 from pipeline.fairness import SparseLog
 from pipeline.text.tokenizer import LOAD_FAILURES
 from protocol.codec import decode, encode
@@ -29,6 +30,7 @@ from workers.lifetime import CHILD_PROCESS, environment, pack_config
 PIPE_CAPACITY = 65536  # bytes that a new pipe takes without a reader; a larger configuration would block
 STOP_LIMIT = 5.0  # seconds for an orderly exit
 TERM_LIMIT = 1.0  # seconds between SIGTERM and SIGKILL
+KILLS = (-signal.SIGKILL, -signal.SIGTERM)  # exit codes after a signal from outside
 KILL_LIMIT = 2.0  # seconds for the kernel to end a killed child
 LAST_MESSAGE_LIMIT = 0.5  # seconds that the last message of an exited child may still be under way
 STOP_ORDER = (("gateway",), ("coordinator",), ("worker", "prefetcher", "text"), ("loader",))
@@ -74,6 +76,7 @@ class Child:
     process: asyncio.subprocess.Process
     lifeline: int  # our end of a pipe; when it is closed, for whatever reason, the child exits
     key: bytes  # the engine's
+    output: ChildOutput | None = None
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     failed: asyncio.Future[Failed] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     last_message: float = 0.0  # monotonic seconds; 0 before the first
@@ -82,7 +85,12 @@ class Child:
     stopped_checks: int = 0  # in a row, that found the process stopped
     up: bool = False  # the coordinator gives it work
     hung: str | None = None  # where: it was killed because it made no progress there
+    stopped: bool = False  # that was by a signal from outside
     exit_expected: bool = False
+
+    def killed_from_outside(self, code: int) -> bool:
+        """Returns whether its exit was no doing of its own."""
+        return self.stopped or (self.hung is None and code in KILLS)
 
     @property
     def running(self) -> bool:
@@ -104,9 +112,10 @@ class Child:
         self.exit_expected = True
         self.send_signal(signal.SIGKILL)
 
-    def kill_hung(self, where: str = "") -> None:
-        """Kill it, as unexpectedly as a crash: it is restarted. `where`: the part of it that hangs."""
-        self.hung = where
+    def kill_hung(self, where: str = "", *, stopped: bool = False) -> None:
+        """Kill it, as unexpectedly as a crash: it is restarted. `where`: the part of it that hangs;
+        `stopped`: it does so because somebody has stopped it."""
+        self.hung, self.stopped = where, stopped
         self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -119,6 +128,8 @@ class Child:
         if self.lifeline >= 0:
             os.close(self.lifeline)
             self.lifeline = -1
+        if self.output is not None:
+            self.output.close()
         return code
 
     async def wait_last_message(self, limit: float) -> None:
@@ -133,7 +144,7 @@ class Child:
     def start_failure(self, code: int) -> StartFailed | None:
         """Return why the engine cannot start, as this child has exited before it was ready; None where
         another may be started, because this one was killed."""
-        killed = code in (-signal.SIGKILL, -signal.SIGTERM) if self.identity.role == "text" else code < 0
+        killed = code in KILLS if self.identity.role == "text" else code < 0
         if killed and self.identity.role != "coordinator":
             return None
         usage = (self.failed.done() and self.failed.result().usage) or self._load_failure(code) != ""
@@ -147,35 +158,45 @@ class Child:
         """Return why the child has exited, as one line."""
         if self.failed.done():
             return self.failed.result().text
+        if self.stopped:
+            return f"the {title(self.identity)} had been stopped from outside and was killed"
         if self.hung is not None:
             return f"the {title(self.identity)} made no progress{self.hung} and was killed"
         if reason := self._load_failure(code):
             return f"the model's tokenizer {reason}"
-        if code < 0:
+        if code in KILLS:
             return f"the {title(self.identity)} was killed by {signal.Signals(-code).name}"
-        return f"the {title(self.identity)} exited with code {code}"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        memory = "" if self.output is None or code == 0 else self.output.memory_reason()
+        return f"the {title(self.identity)} {how}{memory}"
 
 
-async def spawn(identity: Identity, threads: int, key: bytes) -> Child:
+async def spawn(identity: Identity, threads: int, key: bytes, fds: tuple[int, ...] = ()) -> Child:
     """Start a child from the calling thread, which must run as long as the engine does: the kernel ties
     PDEATHSIG to it. The child imports its modules and waits for its configuration. `key`: the engine's;
-    `threads`: of numerical libraries. Raises OSError where the system refuses another process."""
+    `threads`: of numerical libraries; `fds`: descriptors that it gets, by the same numbers. Raises OSError
+    where the system refuses another process."""
     for_child, lifeline = os.pipe()
+    printed, prints = os.pipe()
+    os.set_blocking(prints, False)  # what the supervisor does not read in time is lost, and blocks no child
     try:
         process = await asyncio.create_subprocess_exec(
             *(*CHILD_PROCESS, MODULES[identity.role], "--lifeline", str(for_child)),
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=2,  # stdout is for answers alone
+            stdout=prints,  # the supervisor's stdout is for answers alone
+            stderr=prints,
             start_new_session=True,  # the terminal's Ctrl-C is the supervisor's to handle
-            pass_fds=(for_child,),
+            pass_fds=(for_child, *fds),
             env=environment(threads),
         )
     except BaseException:
         os.close(lifeline)  # the child exits, if it was started already
+        os.close(printed)
         raise
     finally:
         os.close(for_child)
-    return Child(identity, process, lifeline, key)
+        os.close(prints)
+    return Child(identity, process, lifeline, key, ChildOutput(printed))
 
 
 async def terminate(children: list[Child]) -> None:
@@ -280,10 +301,10 @@ class ProcessGroup:
         """Process ids of the running children."""
         return {identity: child.process.pid for identity, child in self._children.items() if child.running}
 
-    async def prepare(self, identity: Identity, threads: int) -> Child:
+    async def prepare(self, identity: Identity, threads: int, fds: tuple[int, ...] = ()) -> Child:
         """Spawn a child, which imports its modules and waits for `start`. Raises StartFailed."""
         try:
-            child = await spawn(identity, threads, self.key)
+            child = await spawn(identity, threads, self.key, fds)
         except OSError as e:  # no free descriptor, for example
             raise StartFailed(f"the {title(identity)} could not be started: {system_reason(e)}") from e
         self._children[identity] = child
@@ -292,11 +313,13 @@ class ProcessGroup:
             child.kill()
         return child
 
-    async def start(self, identity: Identity, config: dict[str, Any], threads: int) -> Child:
+    async def start(
+        self, identity: Identity, config: dict[str, Any], threads: int, fds: tuple[int, ...] = ()
+    ) -> Child:
         """Spawn a child, unless it was prepared, and send it its configuration. Raises StartFailed."""
         child = self._children.get(identity)
         if child is None or not child.running:
-            child = await self.prepare(identity, threads)
+            child = await self.prepare(identity, threads, fds)
         child.configure(config)
         return child
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -24,6 +25,7 @@ from launch.errors import EngineFailed, StartFailed, system_reason
 from launch.planning import make_plan, situation, start_line
 from launch.processes.children import Child, ProcessGroup, TaskGuard, title, to_the_end
 from launch.processes.cores import Cores, CpuSet
+from launch.processes.listeners import address_of, listen
 from launch.processes.monitor import Limits, ProcessMonitor, ProcessSlot
 from launch.runtime import EngineInfo, RuntimeDir, sweep
 from launch.terminal.format import count
@@ -32,6 +34,7 @@ from launch.terminal.progress import ProgressDisplay
 from pipeline.assets import model_dir
 from pipeline.config import EngineConfig, ResolvedConfig
 from pipeline.errors import ModelError
+from pipeline.gateway.access import split_address
 from pipeline.policies.presets import canonical, make_policy
 from pipeline.policies.view import PolicyRequest
 from pipeline.text.tokenizer import has_tokenizer
@@ -71,6 +74,7 @@ class Supervisor:
         self._monitor: ProcessMonitor  # once there is a group
         self._slab = False  # the policy keeps experts on the device, so a prefetcher is needed
         self._reserve = 0  # bytes of memory that the store must leave free
+        self._listeners: tuple[socket.socket, ...] = ()  # of HTTP clients
         self._key = b""  # with which children prove their identity
         self._fingerprint = ""  # of the store, once it is loaded
         self._log_level = log_level
@@ -119,6 +123,8 @@ class Supervisor:
 
     async def _start(self) -> None:
         began = time.monotonic()
+        if self.config.http is not None:  # before anything is read: a port in use is noticed at once
+            self._listeners = listen(self.config.http)
         self._progress.update("reading the model")
         for name in sweep():
             log.info(f"removed what the killed engine {name} had left behind")
@@ -167,6 +173,8 @@ class Supervisor:
         await self._start_processes()
         self._progress.close()
         self.endpoint = runtime.endpoint("client.sock")
+        if self._listeners:
+            self.http = f"http://{address_of(self._listeners[0])}"
         # How other programs of this user find the engine.
         runtime.publish(EngineInfo(self.name, os.getpid(), str(self.model), self.endpoint, VERSION))
         self._guard.keep(self._watch_files())
@@ -208,7 +216,8 @@ class Supervisor:
     def _add_slot(
         self, role: str, threads: int = 1, index: int = 0, cpus: CpuSet | None = None
     ) -> ProcessSlot:
-        return self._monitor.add_slot(role, index, lambda: self._child_config(role, cpus), threads)
+        fds = tuple(listener.fileno() for listener in self._listeners) if role == "gateway" else ()
+        return self._monitor.add_slot(role, index, lambda: self._child_config(role, cpus), threads, fds)
 
     @property
     def _control_name(self) -> str:
@@ -252,6 +261,7 @@ class Supervisor:
                     "nodes": len(self._cores.nodes) if all(cpus.node is not None for cpus in cores) else 1,
                     "slab": self._slab,
                     "key": self._key,
+                    "suspects": list(self._monitor.suspects.items()),
                 }
             case "worker":
                 return {"host_slowdown": config.host_slowdown}
@@ -260,7 +270,8 @@ class Supervisor:
             case "gateway":
                 keys = config.http_keys
                 return {
-                    "http": config.http,
+                    "host": split_address(config.http or "")[0],
+                    "listeners": [listener.fileno() for listener in self._listeners],
                     "http_keys": None if keys is None else str(keys.absolute()),
                     "allowed_origins": list(config.allowed_origins),
                     "served_model_name": config.served_model_name,
@@ -315,9 +326,6 @@ class Supervisor:
             if not self._loaded.done():
                 self._loaded.set_result(ready)
         else:
-            if ready.role == "gateway":  # port 0 is any free one; a restarted gateway has the same
-                self._config = replace(self._config, http=ready.notes[0])
-                self.http = f"http://{ready.notes[0]}"
             self._monitor.on_message(child, ready)
 
     def _on_policy(self, message: SetPolicy) -> None:
@@ -334,6 +342,9 @@ class Supervisor:
             self._progress.close()
             if self._group is not None:
                 self._monitor.stop()
+            for listener in self._listeners:  # the gateway's own copies serve until it has ended
+                listener.close()
+            if self._group is not None:
                 await self._group.stop(orderly=bool(self.endpoint))
         finally:
             await to_the_end(self._end())

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,13 +36,18 @@ from pipeline.policies.options import did_you_mean
 from protocol.errors import ProtocolError
 
 KINDS = (
-    "kill",  # a worker or the prefetcher is killed
-    "stop",  # one of them is stopped for good, and must be replaced
+    "kill",  # a process of the engine is killed
+    "stop",  # one is stopped for good, and must be replaced
     "corrupt",  # a client sends hostile messages to every socket
 )
-SIGNALS = ("kill", "stop")  # sent to a worker or the prefetcher
-TARGETS = ("worker", "prefetcher")
+SIGNALS = ("kill", "stop")  # sent to a process
+TARGETS = ("worker", "prefetcher", "text", "gateway", "coordinator")  # all but the supervisor
 RATE = 1.0
+STARTING_SHARE = 0.1  # of these faults, meet a process in its start: more would let none end its start
+COORDINATOR_SHARE = 0.02  # of the others: at each all processes are restarted, for seconds
+COORDINATOR_SECONDS = 10.0  # that it has answered before it is hit: or the engine would only start
+GATEWAY_SECONDS = 3.0  # after which it counts as started
+PATIENCE = 0.2  # seconds for the coordinator to answer
 BURST = 100  # hostile messages to each socket
 RECOVERY_LIMIT = 60.0  # seconds from the load's end until all peers are up
 
@@ -62,24 +67,26 @@ def supervisor_of(runtime: Path) -> int:
     raise WrongUsage(f"no engine is running in {runtime}")
 
 
-def _child(pid: int, role: str, supervisor: int) -> psutil.Process | None:
-    """Returns a process, or None unless it is a running child of this supervisor in this role. psutil signals
-    no other process that has its id later."""
-    try:
-        process = psutil.Process(pid)
-        ours = process.ppid() == supervisor and MODULES.get(role) in process.cmdline()
-    except (psutil.Error, ValueError):
-        return None
-    return process if ours else None
+def _children(supervisor: int) -> Iterator[tuple[str, psutil.Process]]:
+    """The running children of this supervisor, with their roles. psutil signals no other process that has a
+    child's id later."""
+    for process in psutil.Process(supervisor).children():
+        with suppress(psutil.Error):  # it has exited
+            words = process.cmdline()
+            for role in TARGETS:
+                if MODULES[role] in words:
+                    yield role, process
 
 
 @dataclass(frozen=True)
 class Chaos:
-    """`rate` faults a second on average, each of a kind drawn uniformly from `kinds`."""
+    """`rate` faults a second on average, each of a kind drawn uniformly from `kinds`; `roles`: of the
+    processes that get signals."""
 
     kinds: tuple[str, ...]
     rate: float = RATE
     seed: int = 0
+    roles: tuple[str, ...] = TARGETS
 
     @classmethod
     def asked(cls, written: dict[str, Any], seed: int) -> Chaos | None:
@@ -102,8 +109,7 @@ class Fault:
     at: float
     decoding: bool  # requests were running
     role: str = "client"  # of the process; of hostile messages, their sender's
-    index: int = 0
-    generation: int = 0
+    pid: int = 0
 
 
 class Injector:
@@ -123,7 +129,9 @@ class Injector:
         self._stats = stats
         self._supervisor = supervisor_of(runtime) if supervisor is None else supervisor
         self._random = Random(chaos.seed)
-        self._killed: set[tuple[str, int, int]] = set()
+        self._killed: set[int] = set()  # process ids
+        self._asked: asyncio.Future[dict[str, Any]] | None = None  # a Stats without an answer so far
+        self._silent_at = time.monotonic()  # when the coordinator did not answer
         self._stopped: dict[int, psutil.Process] = {}  # by this injector
         self._task: asyncio.Task[None] | None = None
 
@@ -135,6 +143,9 @@ class Injector:
         assert self._task is not None
         self._task.cancel()
         await asyncio.wait([self._task])
+        if self._asked is not None:
+            self._asked.cancel()
+            await asyncio.wait([self._asked])
         await self.hostile.close()
         if not self._task.cancelled():
             self._task.result()
@@ -155,32 +166,45 @@ class Injector:
         while True:
             due += self._random.expovariate(self.chaos.rate)
             await asyncio.sleep(max(0.0, due - loop.time()))
-            stats = await self._stats()
+            stats = await self._look()
             kind = self._random.choice(self.chaos.kinds)
-            decoding = stats["scheduler"]["running"] > 0
+            # Both always drawn: later draws do not depend on the engine's state.
+            draws = self._random.random(), self._random.random()
+            decoding = stats is not None and stats["scheduler"]["running"] > 0
             if kind in SIGNALS:
-                self._signal(kind, decoding, stats["peers"])
+                self._signal(kind, decoding, stats, *draws)
             else:
                 self.faults.append(Fault(kind, time.perf_counter(), decoding))
                 for socket in self.hostile.sockets():
                     await self.hostile.burst(socket, BURST)
                 due = loop.time()  # faults that fell due during a long burst are skipped
 
-    def _signal(self, kind: str, decoding: bool, peers: list[dict[str, Any]]) -> None:
+    async def _look(self) -> dict[str, Any] | None:
+        """Returns the engine's state; None while its coordinator does not answer, because it restarts."""
+        patience = 0.0
+        if self._asked is None:
+            self._asked, patience = asyncio.ensure_future(self._stats()), PATIENCE
+        await asyncio.wait((self._asked,), timeout=patience)
+        if not self._asked.done():
+            self._silent_at = time.monotonic()
+            return None
+        answered, self._asked = self._asked, None
+        return answered.result()
+
+    def _signal(
+        self, kind: str, decoding: bool, stats: dict[str, Any] | None, luck: float, choice: float
+    ) -> None:
+        """`luck` draws among groups of processes, `choice` within one; both from 0 to 1."""
         self._stopped = {pid: process for pid, process in self._stopped.items() if process.is_running()}
-        choice = self._random.random()  # always drawn: later draws do not depend on the engine's state
-        targets = [p for p in peers if p["up"] and p["role"] in TARGETS and self._untouched(p)]
-        target = targets[int(choice * len(targets))] if targets else None
-        process = target and _child(target["pid"], target["role"], self._supervisor)
-        if not target or not process:
+        targets = self._targets(stats, luck)
+        if not targets:
             self.missed += 1
             return
-        fault = Fault(
-            kind, time.perf_counter(), decoding, target["role"], target["index"], target["generation"]
-        )
+        role, process = targets[int(choice * len(targets))]
+        fault = Fault(kind, time.perf_counter(), decoding, role, process.pid)
         try:
             if kind == "kill":
-                self._killed.add((fault.role, fault.index, fault.generation))
+                self._killed.add(process.pid)
                 process.kill()
             else:
                 self._stopped[process.pid] = process  # before the signal, so that it is resumed in any case
@@ -190,10 +214,28 @@ class Injector:
             return
         self.faults.append(fault)
 
-    def _untouched(self, peer: dict[str, Any]) -> bool:
-        """Return whether it was neither stopped nor killed here; Stats may still list a killed process."""
-        generation = (peer["role"], peer["index"], peer["generation"])
-        return peer["pid"] not in self._stopped and generation not in self._killed
+    def _targets(self, stats: dict[str, Any] | None, luck: float) -> list[tuple[str, psutil.Process]]:
+        """Those that are up, or in STARTING_SHARE of all cases those that are not; or the coordinator, which
+        is left alone until it has answered for a while. None was stopped or killed here before."""
+        peers = [] if stats is None else [*stats["peers"], stats["text"]]
+        up = {peer["pid"] for peer in peers if peer["up"]}
+        groups: dict[str, list[tuple[str, psutil.Process]]] = {"up": [], "starting": [], "coordinator": []}
+        for role, process in _children(self._supervisor):
+            if role not in self.chaos.roles or process.pid in self._stopped or process.pid in self._killed:
+                continue
+            if role == "coordinator":
+                if time.monotonic() > self._silent_at + COORDINATOR_SECONDS:
+                    groups["coordinator"].append((role, process))
+            elif role == "gateway":
+                old = time.time() - process.create_time() > GATEWAY_SECONDS
+                groups["up" if old else "starting"].append((role, process))
+            elif process.pid in up:
+                groups["up"].append((role, process))
+            elif role != "text":  # whose start takes seconds
+                groups["starting"].append((role, process))
+        if luck < STARTING_SHARE:
+            return groups["starting"]
+        return groups["coordinator" if luck > 1 - COORDINATOR_SHARE else "up"]
 
     async def begin(self) -> None:
         """Read the engine's state. Raises WrongUsage without processes for these faults, ProtocolError."""
@@ -222,6 +264,8 @@ class Injector:
         """Times are seconds."""
         kills = [fault for fault in self.faults if fault.kind == "kill"]
         waits = _next_tokens(kills, outcomes)
+        restarted = any(fault.role == "coordinator" for fault in self.faults)
+        before = {} if restarted else self.before["recovery"]
         return {
             "kinds": list(self.chaos.kinds),
             "seed": self.chaos.seed,
@@ -236,8 +280,9 @@ class Injector:
                 "max": max(waits, default=None),
             },
             "kills_measured": len(waits),  # during an answer that went on
-            "respawns": {
-                role: times["deaths"] - self.before["recovery"].get(role, {"deaths": 0})["deaths"]
+            "missed": self.missed,
+            "respawns": {  # in the life of the coordinator at the end
+                role: times["deaths"] - before.get(role, {"deaths": 0})["deaths"]
                 for role, times in self.after.get("recovery", {}).items()
             },
             "recovery": self.after.get("recovery"),
@@ -248,18 +293,14 @@ class Injector:
 async def wait_recovered(
     stats: StatsOf, before: list[dict[str, Any]], faults: list[Fault], limit: float
 ) -> list[str]:
-    """Wait until each peer of `before` is up, and no killed generation, `limit` seconds at most. Returns a
-    line for each that is not."""
+    """Wait until each peer of `before` is up, and no killed process, `limit` seconds at most. Returns a line
+    for each that is not."""
     loop = asyncio.get_running_loop()
     began = loop.time()
-    killed = {(f.role, f.index, f.generation) for f in faults if f.kind == "kill"}
+    killed = {fault.pid for fault in faults if fault.kind == "kill"}
     while True:
         peers = (await stats())["peers"]
-        up = {
-            (p["role"], p["index"])
-            for p in peers
-            if p["up"] and (p["role"], p["index"], p["generation"]) not in killed
-        }
+        up = {(p["role"], p["index"]) for p in peers if p["up"] and p["pid"] not in killed}
         known = dict.fromkeys((p["role"], p["index"]) for p in [*before, *peers])
         missing = [
             f"{role} {index} is not up {limit:g} s after the load"

@@ -21,7 +21,7 @@ from launch.connect import endpoint
 from launch.equality import Verdict, rounding_bound
 from launch.errors import WrongUsage
 from launch.stress.chaos import Chaos, Injector, runtime_of
-from launch.stress.load import End, Entry, Load, Outcome, count_strays, read_script, run_load
+from launch.stress.load import SILENCE, End, Entry, Load, Outcome, count_strays, read_script, run_load
 from launch.stress.reference import Finding, alone, compare_all
 from launch.stress.report import StressRun, report, report_parts
 from launch.terminal.format import count
@@ -54,7 +54,10 @@ async def stress(options: Options, interrupts: Interrupts) -> int:
     quiet = chaos is not None and "log_level" not in options.written
     if quiet:  # the engine refuses hostile messages by the thousand and restarts what was killed, as intended
         options = replace(options, written=options.written | {"log_level": "error"})
-    async with endpoint(options, interrupts) as where, Client.connect(where, name="stress") as client:
+    async with (
+        endpoint(options, interrupts) as where,
+        Client.connect(where, name="stress", retry=SILENCE if chaos else 0.0) as client,
+    ):
         welcome = client.welcome
         _check_model(welcome, entries, path)
         bound = rounding_bound(welcome.format, welcome.backbone_dtype, welcome.kv_dtype)
@@ -84,9 +87,10 @@ def _check_model(welcome: Welcome, entries: list[Entry], path: Path) -> None:
 
 
 async def _run(run: StressRun, where: str, client: Client, entries: list[Entry], chaos: Chaos | None) -> None:
+    retry = SILENCE if chaos else 0.0  # the coordinator may be killed, too
     async with AsyncExitStack() as stack:
         clients = [
-            await stack.enter_async_context(Client.connect(where, name=f"stress {number}"))
+            await stack.enter_async_context(Client.connect(where, name=f"stress {number}", retry=retry))
             for number in range(len(run.load.outcomes))
         ]
         if chaos is not None:  # after the clients' connections, which enlarge the engine's processes

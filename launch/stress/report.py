@@ -200,6 +200,8 @@ def chaos_parts(chaos: dict[str, Any]) -> Iterator[RenderableType]:
     )
     head = f"injected faults, seed {chaos['seed']}: {kinds or 'none'}"
     yield Text(f"{head}; {chaos['during_decode']} during requests", style="bold")
+    if missed := chaos["missed"]:
+        yield f"{count(missed, 'more fault')} met no process: none was up, or none in its start"
     if sent := sum(chaos["hostile_messages"]["sent"].values()):
         yield f"hostile messages: {sent} sent"
     waits = chaos["kill_to_every_next_token_s"]
@@ -210,4 +212,4 @@ def chaos_parts(chaos: dict[str, Any]) -> Iterator[RenderableType]:
         )
     for role, deaths in chaos["respawns"].items():
         if deaths:
-            yield f"{role} restarted {count(deaths, 'time')}"
+            yield f"{role} restarted {count(deaths, 'time')}, as the last coordinator counted"

@@ -25,6 +25,11 @@ def complain(error: object) -> None:
     print(f"{PROGRAM}: {one_line(str(error))}", file=sys.stderr)
 
 
+def pass_on(line: str) -> None:
+    """Print a line of a child process, which has made it visible, on stderr; a bar is drawn again below."""
+    print(CLEAR + line if LogHandler.bar_drawn else line, file=sys.stderr)
+
+
 class LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # it is no generic class at run time
     """Writes to stderr; a bar that is drawn there is cleared first, and is drawn again below."""
 

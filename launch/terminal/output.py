@@ -7,6 +7,7 @@ import math
 import sys
 from typing import Any
 
+from launch.terminal.background import BackgroundOutput
 from protocol.program import escaped, visible
 
 MEASURED = 4  # significant digits of a measured figure: clocks and loads vary by more than the rest
@@ -18,6 +19,15 @@ def show(text: str, rendered: bool = False) -> None:
     if text:
         exact = rendered or not sys.stdout.isatty()
         print(text if exact else visible(text), end="", flush=True)
+
+
+def announce(line: str) -> None:
+    """Print a line for the program that has started this one, which may never read it. Raises OSError where
+    it cannot be written."""
+    output = BackgroundOutput(sys.stdout.fileno())
+    output.write(f"{line}\n".encode())
+    if output.error is not None:
+        raise output.error
 
 
 def print_json(fields: dict[str, Any], *, digits: int = MEASURED) -> None:

@@ -233,7 +233,10 @@ class ArenaCarrier(Carrier):
         for index, message in messages:
             match message:
                 case Ready():
-                    self._make(index, message.generation)
+                    # Messages wait while the engine starts, or sends: this one may have exited, and its
+                    # successor must not get the name of a lane that its WorkerDied removes.
+                    if message.generation == self._socket.generation(index):
+                        self._make(index, message.generation)
                 case WorkerDied():
                     self._drop(index)
         return [pair for pair in messages if not isinstance(pair[1], Partial)]

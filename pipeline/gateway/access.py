@@ -8,7 +8,6 @@ import hmac
 import ipaddress
 import logging
 import re
-import socket
 from collections.abc import Collection, MutableMapping
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,6 @@ Headers = tuple[tuple[bytes, bytes], ...]
 LEAST_KEY, MOST_KEY = 16, 256  # characters
 LARGEST = 1 << 20  # bytes of the file
 OTHERS = 0o077
-BACKLOG = 512  # connections that wait to be accepted
 FIELDS = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,1000}")  # names of a request's headers
 ASKED_SECONDS = 600  # that a browser remembers what a page may send
 LINE = re.compile(r"([A-Za-z0-9._-]{1,64})[ \t]+([\x21-\x7e]+)")
@@ -173,22 +171,6 @@ def _host_name(host: str) -> str:
     """Returns a host without the port and an IPv6 address's brackets."""
     match = re.fullmatch(r"\[([0-9a-fA-F:.]+)\](?::\d+)?|([^:\[\]]+)(?::\d+)?", host)
     return "" if match is None else (match[1] or match[2]).lower()
-
-
-def bind(address: str) -> socket.socket:
-    """Returns a socket that listens at HOST:PORT; port 0 is any free one. Raises ProtocolError."""
-    host, port = split_address(address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-        bound.listen(BACKLOG)
-        bound.setblocking(False)
-    except OSError as e:
-        bound.close()
-        raise ProtocolError(f"--http {address}: cannot be bound: {e.strerror}") from None
-    return bound
 
 
 def split_address(address: str) -> tuple[str, int]:

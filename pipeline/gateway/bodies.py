@@ -229,9 +229,12 @@ class MessagesBody(CountBody, kw_only=True):
 # --- decoding -------------------------------------------------------------------------------------------
 
 MOST_NESTING = 200  # values in each other; schemas need some dozens
-MOST_VALUES = (
-    1 << 20
-)  # of a body, told by its commas: each becomes an object, which takes far more than its bytes
+# Of a body, told by single characters of it: nothing else runs in this process while a body becomes
+# objects, and they take far more memory than its bytes.
+MOST_VALUES = 1 << 18
+MOST_CONTAINERS = 1 << 16
+MOST_KEYS = 1 << 16
+MOST_EXPONENTS = 1 << 12  # each may take msgspec 0.01 ms
 # Of JSON, one after the other; the group is half of a UTF-16 pair
 ESCAPES = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
@@ -296,14 +299,16 @@ def parse_json(text: str | bytes, name: str = "") -> dict[str, Any]:
     """Returns the object of a JSON text: a body, or a field of this name. Raises ApiError, also for what the
     engine's libraries cannot write, values nested too deeply, and for too many of them."""
     raw = text.encode("utf-8", "replace") if isinstance(text, str) else text
-    if raw.count(b",") > MOST_VALUES:
-        raise ApiError(413, f"{name or 'the body'} has more than {MOST_VALUES} values")
+    if too_many := _excess(raw) and _excess(_without_strings(raw)):
+        raise ApiError(413, f"{name or 'the body'} has more than {too_many}")
     try:
         try:
             value: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
         except msgspec.ValidationError:
             raise
         except msgspec.DecodeError:
+            if raw.count(b"\\") > MOST_VALUES:  # a piece of memory for each
+                raise
             value = msgspec.json.decode(ESCAPES.sub(_paired, raw), type=dict[str, Any])
         if raw.count(b"[") + raw.count(b"{") > MOST_NESTING and is_nested(value, MOST_NESTING):
             raise RecursionError
@@ -314,6 +319,29 @@ def parse_json(text: str | bytes, name: str = "") -> dict[str, Any]:
         reason = "nested too deeply" if isinstance(e, RecursionError) else str(e)[:200]
         error = f"is no valid JSON: {reason}"
         raise bad(name, error) if name else ApiError(400, f"the body {error}") from None
+
+
+def _excess(raw: bytes) -> str:
+    """Returns of what a JSON text has too much, by the characters that tell; "" where it has not."""
+    containers = raw.count(b"[") + raw.count(b"{")
+    exponents = raw.count(b"e") + raw.count(b"E") - raw.count(b"true") - raw.count(b"false")
+    for found, most, what in (
+        (containers, MOST_CONTAINERS, "objects and arrays"),
+        (raw.count(b":"), MOST_KEYS, "fields"),
+        (exponents, MOST_EXPONENTS, "numbers with exponents"),
+        (raw.count(b",") + containers, MOST_VALUES, "values"),
+    ):
+        if found > most:
+            return f"{most} {what}"
+    return ""
+
+
+def _without_strings(raw: bytes) -> bytes:
+    """Returns a JSON text without what is in its strings; of more strings than a text may have, only the
+    beginning."""
+    bare = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+    parts = bare.split(b'"', 4 * MOST_VALUES)
+    return b"".join(parts[::2])
 
 
 def _paired(escape: re.Match[bytes]) -> bytes:

@@ -8,6 +8,7 @@ import json
 import logging
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -79,6 +80,7 @@ class Service:
     bodies: Bodies = field(default_factory=Bodies)
     places: Places = field(default_factory=Places)
     openings: dict[str, bool] = field(default_factory=dict)  # does such a prompt open reasoning
+    decoding: dict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))  # by key
     health: Health = field(init=False)
     _detokenizer: Detokenizer | None = None
 
@@ -135,8 +137,9 @@ class Call:
         """Returns the API key's connection to the engine. Raises ApiError."""
         return await self.service.links.client(self.key_name)
 
-    async def body(self, kind: type[Body]) -> Body:
-        """Returns the body as a struct. Raises ApiError, and ConnectionError where the client has gone."""
+    async def body(self, kind: type[Body], make: Callable[[Body], T]) -> T:
+        """Returns what `make` makes of the body. It is decoded and made in a thread, one body of each key at
+        a time. Raises ApiError, and ConnectionError where the client has gone."""
         media = header_of(self.scope, b"content-type").partition(";")[0].strip().lower()
         if (
             media != "application/json"
@@ -147,13 +150,16 @@ class Call:
             raw = await self._read(held)
             self.service.places.take(self.key_name)
             self.placed = True
-            coding = header_of(self.scope, b"content-encoding").strip().lower()
-            if coding not in ("", "identity"):
-                raw = await asyncio.to_thread(inflated, raw, coding, MOST_BYTES)
-                self.service.bodies.grow(held, len(raw))
-            body = decoded(raw, kind, self.scope["path"])
+            async with self.service.decoding[self.key_name]:
+                return await asyncio.to_thread(self._made, raw, kind, make)
+
+    def _made(self, raw: bytes, kind: type[Body], make: Callable[[Body], T]) -> T:
+        coding = header_of(self.scope, b"content-encoding").strip().lower()
+        if coding not in ("", "identity"):
+            raw = inflated(raw, coding, MOST_BYTES)
+        body = decoded(raw, kind, self.scope["path"])
         self.service.check_model(body.model)
-        return body
+        return make(body)
 
     async def _read(self, held: HeldBody) -> bytes:
         """Returns the body, which has BODY_SECONDS to arrive, and PART_SECONDS for each part."""

@@ -86,7 +86,8 @@ def chat_request(body: ChatBody, welcome: Welcome, kind: TemplateKind) -> ChatRe
 async def create(call: Call) -> None:
     """Answer a chat."""
     client = await call.client()
-    request = chat_request(await call.body(ChatBody), client.welcome, call.service.template)
+    welcome, template = client.welcome, call.service.template
+    request = await call.body(ChatBody, lambda body: chat_request(body, welcome, template))
     await Chat(call, client, request).send()
 
 

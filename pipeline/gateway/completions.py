@@ -89,7 +89,8 @@ def _prompts(given: str | list[str | int | list[int]], welcome: Welcome) -> tupl
 async def create(call: Call) -> None:
     """Answer a request."""
     client = await call.client()
-    request = completion_request(await call.body(CompletionBody), client.welcome)
+    welcome = client.welcome
+    request = await call.body(CompletionBody, lambda body: completion_request(body, welcome))
     call.grammar_field = request.settings.grammar_field
     completion = Completion(call, client, request, await call.service.detokenizer())
     if request.settings.stream:

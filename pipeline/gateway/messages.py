@@ -86,15 +86,18 @@ def _tools(body: CountBody, catalogue: Catalogue, kind: TemplateKind) -> Tools:
 async def create(call: Call) -> None:
     """Answer a conversation."""
     client = await call.client()
-    body = await call.body(MessagesBody)
-    request = messages_request(body, client.welcome, call.service.template, body.max_tokens)
+    welcome, template = client.welcome, call.service.template
+    request = await call.body(
+        MessagesBody, lambda body: messages_request(body, welcome, template, body.max_tokens)
+    )
     await Messages(call, client, request).send()
 
 
 async def count_tokens(call: Call) -> None:
     """Send the number of a conversation's tokens."""
     client = await call.client()
-    request = messages_request(await call.body(CountBody), client.welcome, call.service.template)
+    welcome, template = client.welcome, call.service.template
+    request = await call.body(CountBody, lambda body: messages_request(body, welcome, template))
     await call.send_json({"input_tokens": await Messages(call, client, request).prompt_tokens()})
 
 

@@ -7,6 +7,7 @@ import ctypes
 import logging
 import os
 import resource
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ import uvloop
 import zmq.asyncio
 
 from pipeline.fairness import SparseLog
-from pipeline.gateway.access import Access, bind, split_address
+from pipeline.gateway.access import Access
 from pipeline.gateway.app import App
 from pipeline.gateway.call import Service
 from pipeline.gateway.connections import MOST_CONNECTIONS, Connections, make_server
@@ -57,10 +58,9 @@ async def _run(config: dict[str, Any]) -> int:
     context = zmq.asyncio.Context()
     supervisor = connect_dealer(context, ipc_endpoint(runtime, "control.sock"), identity=config["identity"])
     try:
-        host, _ = split_address(config["http"])
         keys = config["http_keys"]
-        access = Access(None if keys is None else Path(keys), host, config["allowed_origins"])
-        bound = bind(config["http"])
+        access = Access(None if keys is None else Path(keys), config["host"], config["allowed_origins"])
+        listeners = [socket.socket(fileno=fd) for fd in config["listeners"]]
         links = EngineLinks(ipc_endpoint(runtime, "client.sock"))
         template = read_template(Path(config["model"]))
         service = Service(links, runtime / DECODER, template, tuple(config["served_model_name"]))
@@ -68,10 +68,8 @@ async def _run(config: dict[str, Any]) -> int:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         server = make_server(app, Connections(min(MOST_CONNECTIONS, files - OTHER_FILES)))
         links.start()
-        serving = asyncio.create_task(server.serve(sockets=[bound]))
-        where = f"[{host}]" if ":" in host else host
-        notes = (f"{where}:{bound.getsockname()[1]}",)
-        ready = Ready(VERSION, "gateway", 0, config["generation"], os.getpid(), config["fingerprint"], notes)
+        serving = asyncio.create_task(server.serve(sockets=listeners))
+        ready = Ready(VERSION, "gateway", 0, config["generation"], os.getpid(), config["fingerprint"])
         await supervisor.send_multipart(encode(ready))
         heart = asyncio.create_task(_send_heartbeats(supervisor))
         stop = asyncio.create_task(_wait_for_shutdown(supervisor))
@@ -85,7 +83,7 @@ async def _run(config: dict[str, Any]) -> int:
         for task in (heart, stop):
             task.cancel()
         await asyncio.gather(serving, heart, stop, return_exceptions=True)
-    except ProtocolError as e:  # for example, the port is in use
+    except ProtocolError as e:  # of the file of API keys
         await supervisor.send_multipart(encode(Failed("gateway", str(e), usage=True)))
         return 2
     finally:

@@ -32,8 +32,10 @@ CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # of a failed respo
 async def create(call: Call) -> None:
     """Answer a conversation."""
     client = await call.client()
-    body = await call.body(ResponsesBody)
-    request = response_request(body, client.welcome, call.service.template)
+    welcome, template = client.welcome, call.service.template
+    body, request = await call.body(
+        ResponsesBody, lambda body: (body, response_request(body, welcome, template))
+    )
     answer = Compaction if request.compacts else Response if body.input else Probed
     await answer(call, client, request).send()
 
@@ -41,11 +43,15 @@ async def create(call: Call) -> None:
 async def compact(call: Call) -> None:
     """Answer with a shorter conversation: the user's last messages, and a summary of all."""
     client = await call.client()
-    body = await call.body(ResponsesBody)
-    body.stream = None
-    request = response_request(body, client.welcome, call.service.template, compacts=True)
-    items = [] if isinstance(body.input, str) else body.input
-    await Compacted(call, client, request, _questions(items, client.welcome.context // 2)).send()
+    welcome, template = client.welcome, call.service.template
+
+    def made(body: ResponsesBody) -> tuple[ResponseRequest, list[Object]]:
+        body.stream = None
+        items = [] if isinstance(body.input, str) else body.input
+        request = response_request(body, welcome, template, compacts=True)
+        return request, _questions(items, welcome.context // 2)
+
+    await Compacted(call, client, *await call.body(ResponsesBody, made)).send()
 
 
 def _questions(items: list[Object], most: int) -> list[Object]:

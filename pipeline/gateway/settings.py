@@ -13,6 +13,7 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from pipeline.errors import RequestError
 from pipeline.gateway.bodies import (
     MOST_SEED,
     Common,
@@ -26,6 +27,7 @@ from pipeline.gateway.bodies import (
 from pipeline.gateway.errors import bad
 from pipeline.text.chat_format import FORMS, TemplateKind
 from pipeline.text.detokenizer import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from pipeline.text.generation_defaults import check_size
 from protocol.messages import Sampling, Shaping, TokenBias, Welcome
 
 # Of JSON, for llguidance: at most one space, behind a comma or a colon, where models have tokens with it. One
@@ -187,8 +189,9 @@ def _made(kind: str, value: str, param: str, **options: Any) -> Grammar:
     from llguidance import LLMatcher
 
     try:
+        check_size(value)
         made: str = getattr(LLMatcher, f"grammar_from_{kind}")(value, **options)
-    except ValueError as e:
+    except (ValueError, RequestError) as e:
         raise bad(param, f"cannot be used: {' '.join(str(e).split())[:300]}") from None
     return Grammar(made, param)
 

@@ -22,6 +22,7 @@ from pipeline.text.logprobs import Greedy
 from pipeline.text.sampler import Choice, TokenChooser
 from protocol.messages import Done, Generate, Queued, Token
 
+NO_KEY = 0
 JOB_BYTES = 4096  # of a request beside its tokens
 Emit = Callable[[object], None]
 
@@ -45,6 +46,8 @@ class Job(ABC):
         self.max_kv_tokens = max_kv_tokens  # the most that the job can need
         self.prefill_end = prompt  # KV tokens at which prefilling is over
         self.kv: SequenceKV | None = None
+        self.key = NO_KEY  # of the same request in other engines
+        self.alone_steps = 0  # so many times it is decoded alone, because it may have crashed an engine
         self.sequence: int | None = None  # the id of its KV, or of the KV that it had until it was preempted
         self.reason: str | None = None
         self.arrival = time.perf_counter()

@@ -27,6 +27,7 @@ from pipeline.fairness import Held, Turns
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.jobs import Job
 from pipeline.scheduling.prefix_cache import PrefixCache
+from pipeline.scheduling.suspects import Suspects
 from pipeline.scheduling.waiting_queue import WaitingQueue, to_preempt
 from protocol.messages import Generate, Score
 
@@ -46,6 +47,7 @@ class Scheduler:
         chunk: int,
         send: Send,
         congested: Callable[[bytes], bool],
+        suspects: Suspects,
     ) -> None:
         """`chunk`: prefill tokens of a step. `send` delivers messages to clients, those of a step
         together; while a client is `congested`, because it does not read its messages, its requests pause."""
@@ -57,6 +59,7 @@ class Scheduler:
         self._send = send
         self._step_answers: list[tuple[bytes, object]] | None = None  # during a step's end
         self._congested = congested
+        self._suspects = suspects
         self._waiting = WaitingQueue()
         self._running: list[Job] = []  # in the order of their latest admission
         self._live: dict[tuple[bytes, int], Job] = {}  # waiting and running, by client and request
@@ -78,6 +81,7 @@ class Scheduler:
         job = self._jobs.make(client, message, functools.partial(self._answer, client))
         if not self._held.take(client, job.size):
             raise RequestError("too many requests are already queued; try again later")
+        self._suspects.add(job, message)
         job.shares &= self.engine.backbone.chunks  # what goes on behind a prefix is a chunk
         self._live[client, message.request] = job
         self._waiting.add(job)
@@ -110,7 +114,8 @@ class Scheduler:
         ready = [job for job in self._running if job.ready and not self._congested(job.client)]
         self._step(self._with_capacity(self._next_prefill(ready)), "prefill")
         decoding = [job for job in ready if job.ready and not job.prefilling and job.reason is None]
-        self._step(self._with_capacity(decoding), "decode")
+        for jobs in self._suspects.apart(self._with_capacity(decoding)):
+            self._step(jobs, "decode")
         return bool(ready)
 
     def _next_prefill(self, ready: list[Job]) -> list[Job]:
@@ -207,11 +212,13 @@ class Scheduler:
         # row's logits, which are large for a long chunk.
         alone = len(self._live) == 1 and jobs[0].grows
         inputs = [job.step_input(self.chunk_alone if alone else self.chunk) for job in jobs]
+        self._suspects.begin_step(jobs)
         try:
             # a preempted request is live too: it will go on
             live = [job.sequence for job in self._live.values() if job.sequence is not None]
             logits = self.engine.step(inputs, phase, live)
         except StepFailed as e:
+            self._suspects.end()
             if len(jobs) == 1:
                 self._end(jobs[0], "error", e)
             else:  # run each by itself, so that only the job that causes the failure ends
@@ -226,6 +233,7 @@ class Scheduler:
             self._step_answers = None
             if answers:
                 self._send(answers)
+        self._suspects.end()
 
     def _end_step(
         self, jobs: list[Job], inputs: list[StepInput], logits: list[FloatArray], phase: Phase, started: float
@@ -242,6 +250,7 @@ class Scheduler:
         seconds = time.perf_counter() - started
         for job, step_input in zip(jobs, inputs, strict=True):
             job.count_step(phase, len(step_input.span.tokens), seconds)
+            self._suspects.count_step(job)
             if job in failed:
                 self._end(job, "error", failed[job])
             elif job.reason is not None:

@@ -41,6 +41,7 @@ from pipeline.memory.needs import (
 )
 from pipeline.models.facts import facts_of, is_own
 from pipeline.models.registry import model_spec
+from pipeline.scheduling.suspects import Suspects
 from pipeline.text.detokenizer import DECODER, Detokenizer
 from pipeline.text.tokenizer import has_tokenizer
 from protocol.messages import Progress
@@ -99,6 +100,7 @@ class EngineParts:
         self.control = ControlSegment.attach(config.control)
         closing.callback(self.control.close)
         self.tick = self.control.line("coordinator", 0).tick
+        self.suspects = Suspects(self.control, config.suspects)
         # Bound before any slow part, so that the children can connect.
         if config.workers:
             chunk = min(options.chunk or CHUNK_MAX, self.context)
@@ -141,11 +143,11 @@ class EngineParts:
         ]
 
     def _detokenizer(self, text_up: threading.Event) -> Detokenizer | None:
-        """Returns the decoding half of the model's tokenizer, which the text process has loaded under
-        limits."""
+        """Returns the decoding half of the model's tokenizer, which a text process of this engine has loaded
+        under limits; to a restarted coordinator the present one may come later."""
         if not has_tokenizer(self.config.model):
             return None
-        if not text_up.wait(TEXT_LIMIT):
+        if not ((self.config.runtime / DECODER).exists() or text_up.wait(TEXT_LIMIT)):
             raise PeerLost(f"the text process was not ready after {TEXT_LIMIT:.0f} s")
         return Detokenizer.read(self.config.runtime / DECODER)
 

@@ -73,6 +73,7 @@ class EngineService:
             chunk=options.chunk or TRIAL_TOKENS,
             send=lambda messages: self._post(ToClients(messages)),
             congested=congested,
+            suspects=parts.suspects,
         )
         self._calibrations = CalibrationService(
             parts, self._policies, self._scheduler, send=self._send, drain_inbox=self._drain_inbox
@@ -123,7 +124,11 @@ class EngineService:
         while item is not None:
             self._parts.tick()
             began = time.perf_counter()
-            self._handle(*item)
+            if (refusal := self._parts.suspects.refusal(item[1])) is not None:
+                self._send(item[0], refusal)
+            else:
+                with self._parts.suspects.handling(item[1]):
+                    self._handle(*item)
             if not isinstance(item[1], SetPolicy | Calibrate):  # those are work, and no flood
                 self._share.spend(time.perf_counter() - began)
             item = self._inbox.get(0.0) if time.perf_counter() < until else None

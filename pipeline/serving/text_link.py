@@ -1,4 +1,5 @@
-"""The event loop's link to the text process: one job at a time, each with a limit in seconds.
+"""The event loop's link to the text process: a text or a compilation and a mask at a time, each with a limit
+in seconds.
 
 A process that does not answer within it is reported to the supervisor, which kills and restarts it. Of the
 process only the newest generation counts.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -54,11 +56,19 @@ def limit_of(asked: Encode | Follow) -> float:
 
 
 class TextProcessExited(PeerLost):
-    """The process has exited before its answer. `crashed`: by the job, not by a signal from outside."""
+    """The process has exited before its answer. `crashed`: by a job, not by a signal from outside; `alone`:
+    by this one, as it had no other."""
 
-    def __init__(self, crashed: bool) -> None:
+    def __init__(self, crashed: bool, alone: bool = True) -> None:
         super().__init__("the text process exited")
         self.crashed = crashed
+        self.alone = alone
+
+
+@dataclass(frozen=True)
+class _Job:
+    asked: Encode | Follow
+    answer: asyncio.Future[Any]
 
 
 class TextLink:
@@ -81,30 +91,40 @@ class TextLink:
         self._on_up = on_up
         self._name = b""  # of the running process
         self.generation = -1
+        self._pid = 0
         self._up = asyncio.Event()
-        self._asked: Encode | Follow | None = None
-        self._answer: asyncio.Future[Any] | None = None  # to `_asked`
+        self._jobs: dict[bool, _Job] = {}  # that the process has: one, and a mask
         self._log = SparseLog(log)
+
+    def stats(self) -> dict[str, Any]:
+        """The newest process, as the stats of workers describe one."""
+        up = self._name != b""
+        return {"role": ROLE, "index": 0, "generation": self.generation, "pid": self._pid, "up": up}
 
     async def wait_up(self) -> None:
         """Wait until a process has announced itself."""
         await self._up.wait()
 
     async def ask(self, asked: Encode | Follow) -> Any:
-        """Return the answer of the process, Encoded or Allowed, after `wait_up`. Raises TimeoutError where it
-        is late, TextProcessExited, and MalformedMessage for what cannot be sent."""
+        """Return the answer of the process, Encoded or Allowed, after `wait_up`; a mask, whose grammar it
+        has, may be asked for beside another job. Raises TimeoutError where it is late, TextProcessExited, and
+        MalformedMessage for what cannot be sent."""
         frames = encode(asked)
-        self._asked = asked
-        self._answer = answer = asyncio.get_running_loop().create_future()
-        if not self._send(frames):
-            self._drop(crashed=False)  # it has exited, before this job
-        for seconds in (limit_of(asked), ONCE_MORE):
-            await asyncio.wait((answer,), timeout=seconds)
-        if not answer.done():
-            self._to_supervisor(Hung(ROLE, 0, self.generation))
-            self._drop(crashed=True)
-            raise TimeoutError
-        return answer.result()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._jobs[is_mask(asked)] = job = _Job(asked, answer)
+        try:
+            if not self._send(frames):
+                self._drop(crashed=False)  # it has exited, before this job
+            for seconds in (limit_of(asked), ONCE_MORE):
+                await asyncio.wait((answer,), timeout=seconds)
+            if not answer.done():
+                self._to_supervisor(Hung(ROLE, 0, self.generation))
+                answer.set_exception(TimeoutError())
+                self._drop(crashed=False)  # the other job is not at fault
+            return answer.result()
+        finally:
+            if self._jobs.get(is_mask(asked)) is job:
+                del self._jobs[is_mask(asked)]
 
     def tell(self, message: Unfollow) -> None:
         """Send what has no answer, where a process is there."""
@@ -146,30 +166,38 @@ class TextLink:
             if message.version != VERSION:
                 raise MalformedMessage("another version")
             self._drop(crashed=False)  # the one before, whose exit was not reported yet
-            self._name, self.generation = sender, identity.generation
+            self._name, self.generation, self._pid = sender, identity.generation, message.pid
             self._up.set()
             self._to_supervisor(WorkerUp(ROLE, 0, identity.generation))
             self._on_up()
         elif isinstance(message, Encoded | Allowed) and sender == self._name:
-            if self._asked is None or self._answer is None or not answers(self._asked, message):
+            job = next((job for job in self._jobs.values() if answers(job.asked, message)), None)
+            if job is None:
                 raise MalformedMessage("no answer to what was asked")
-            if not self._answer.done():
-                self._answer.set_result(message)
+            if not job.answer.done():
+                job.answer.set_result(message)
 
     def _drop(self, crashed: bool) -> None:
         """Give up the process, which has exited or is being killed."""
         self._name = b""
         self._up.clear()
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(TextProcessExited(crashed))
-            self._answer.exception()  # retrieved, also where `ask` has given up
+        waiting = [job.answer for job in self._jobs.values() if not job.answer.done()]
+        for answer in waiting:
+            answer.set_exception(TextProcessExited(crashed, alone=len(waiting) == 1))
+            answer.exception()  # retrieved, also where `ask` has given up
+
+
+def is_mask(asked: Encode | Follow) -> bool:
+    """Returns whether this is a mask of a grammar that the process has, which is made beside other jobs."""
+    return isinstance(asked, Follow) and not asked.grammar
 
 
 def answers(asked: Encode | Follow, answer: Encoded | Allowed) -> bool:
     """Returns whether it is an answer to what was asked, and complete."""
     match asked, answer:
         case Follow(), Allowed():
-            return len(answer.mask) in (0, 0 if answer.error else words(asked.vocabulary))
+            whole = len(answer.mask) in (0, 0 if answer.error else words(asked.vocabulary))
+            return whole and answer.answer == asked.answer
         case Encode(), Encoded():
             return True
     return False

@@ -1,14 +1,16 @@
 """Jobs of the text process: clients' messages with a text, and masks of answers that follow a grammar.
 
-Clients take turns, one job each: many texts of one delay another by no more than one of them. A client's
-masks come before its texts. A message of token ids passes at once. A text that can never be served is refused
+Clients take turns, one job each: many texts of one delay another by no more than one of them. Grammars are
+compiled among the texts, a client's before its own; masks of a grammar that the process has are made beside
+that, in turns of their own. A message of token ids passes at once. A text that can never be served is refused
 before it is encoded. Runs in the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +20,7 @@ from pipeline.errors import PromptTooLong, RequestError
 from pipeline.fairness import MOST_WAITING, Held, Turns, held_bytes
 from pipeline.serving.text_link import TextLink, TextProcessExited, limit_of
 from pipeline.text.detokenizer import Detokenizer
+from pipeline.text.generation_defaults import check_size
 from pipeline.text.grammar import MaskDropped, MaskRequest
 from protocol.errors import MalformedMessage
 from protocol.messages import (
@@ -37,7 +40,6 @@ from protocol.messages import (
 
 MOST_EXITS = 8  # of the process during one job, by signals from outside: the system may lack memory
 ROLE_LIMIT = 256  # characters of a turn's role
-GRAMMAR_LIMIT = 1 << 18  # characters
 
 Request = Generate | Score | Calibrate  # what the engine's thread serves
 TextMessage = Request | Tokenize
@@ -61,8 +63,7 @@ class TextMessages:
         if (text is not None) + (ids is not None) + (messages is not None) != 1:
             raise RequestError(f"give exactly one of {GIVEN.get(type(message), 'text and token_ids')}")
         grammar = message.shaping.grammar if isinstance(message, Generate) else ""
-        if len(grammar) > GRAMMAR_LIMIT:
-            raise RequestError(f"a grammar has {GRAMMAR_LIMIT} characters at most")
+        check_size(grammar)
         if ids is not None and not grammar:
             return None
         if self._tokenizer is None:
@@ -108,6 +109,7 @@ class _Waiting:
     text: Encode
     size: int
     exits: int = 0  # of the process during this text
+    suspect: bool = False  # the process may have crashed by it
 
 
 @dataclass(eq=False)
@@ -119,6 +121,7 @@ class _Following:
     generation: int = -1  # of the process that has its grammar
     known: int = 0  # tokens of the answer that this process has
     exits: int = 0  # of processes during one mask
+    suspect: bool = False  # a process may have crashed by it
 
 
 class TextQueue:
@@ -141,9 +144,11 @@ class TextQueue:
         self._queues: dict[bytes, dict[int, _Waiting]] = {}  # by client and request, no client's empty
         self._following: dict[int, _Following] = {}  # by answer
         self._masks: dict[bytes, deque[_Following]] = {}  # those whose mask is wanted, by client, none empty
-        self._turns = Turns()
+        self._new_masks: dict[bytes, deque[_Following]] = {}  # the same, with a grammar to be compiled before
+        self._turns, self._mask_turns = Turns(), Turns()
+        self._job, self._mask = asyncio.Lock(), asyncio.Lock()
+        self._job_waits, self._mask_waits = asyncio.Event(), asyncio.Event()
         self._held = Held()
-        self._filled = asyncio.Event()
         self._stopped = False
 
     def put(self, client: bytes, message: TextMessage) -> bool:
@@ -169,7 +174,7 @@ class TextQueue:
             return False
         queue[message.request] = _Waiting(message, text, size)
         self._queues[client] = queue
-        self._filled.set()
+        self._job_waits.set()
         return True
 
     def ask(self, wanted: MaskRequest | MaskDropped) -> None:
@@ -180,9 +185,11 @@ class TextQueue:
                 self._link.tell(Unfollow(wanted.answer))
             return
         following = self._following.setdefault(wanted.answer, _Following(wanted.client, wanted))
-        following.asked, following.exits = wanted, 0
-        self._masks.setdefault(wanted.client, deque()).append(following)
-        self._filled.set()
+        following.asked, following.exits, following.suspect = wanted, 0, False
+        known = following.generation == self._link.generation
+        queues, waits = (self._masks, self._mask_waits) if known else (self._new_masks, self._job_waits)
+        queues.setdefault(wanted.client, deque()).append(following)
+        waits.set()
 
     def cancel(self, client: bytes, request: int) -> None:
         """End this client's request, if it waits here."""
@@ -195,6 +202,7 @@ class TextQueue:
         for request in list(self._queues.get(client, ())):
             self._remove(client, request)
         self._masks.pop(client, None)
+        self._new_masks.pop(client, None)
 
     def stop(self) -> None:
         """End all requests as cancelled, and take no more: the engine is stopped."""
@@ -204,55 +212,85 @@ class TextQueue:
                 self.cancel(client, request)
 
     async def serve(self) -> None:
-        """Have the process do one job after the other, until cancelled."""
-        while True:
-            while not (self._queues or self._masks):
-                self._filled.clear()
-                await self._filled.wait()
-            await self._link.wait_up()
-            if clients := [*self._masks, *self._queues]:
-                client = self._turns.next(clients)
-                if masks := self._masks.get(client):
-                    following = masks.popleft()
-                    if not masks:
-                        del self._masks[client]
-                    await self._follow(following)
-                else:
-                    await self._encode(client, next(iter(self._queues[client].values())))
+        """Have the process do what waits, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._serve_jobs())
+            group.create_task(self._serve_masks())
 
-    async def _follow(self, following: _Following) -> None:
+    async def _serve_jobs(self) -> None:
+        """Have the process encode texts and compile grammars, one after the other."""
+        while True:
+            while not (self._queues or self._new_masks):
+                self._job_waits.clear()
+                await self._job_waits.wait()
+            client = self._turns.next([*self._new_masks, *self._queues])
+            if client in self._new_masks:
+                await self._follow(_take(self._new_masks, client), self._job)
+            else:
+                await self._encode(client, next(iter(self._queues[client].values())))
+
+    async def _serve_masks(self) -> None:
+        """Have the process make masks of grammars that it has, one after the other."""
+        while True:
+            while not self._masks:
+                self._mask_waits.clear()
+                await self._mask_waits.wait()
+            client = self._mask_turns.next(self._masks)
+            await self._follow(_take(self._masks, client), self._mask)
+
+    @asynccontextmanager
+    async def _process(self, turn: asyncio.Lock, suspect: bool) -> AsyncIterator[None]:
+        """The process, once it is there, for a job or for a mask; nothing else runs beside a suspect."""
+        async with AsyncExitStack() as held:
+            for lock in (self._job, self._mask) if suspect else (turn,):
+                await held.enter_async_context(lock)
+            await self._link.wait_up()
+            yield
+
+    async def _follow(self, following: _Following, turn: asyncio.Lock) -> None:
         """Have an answer's mask made, by the whole answer where the process does not know it."""
         asked, answer = following.asked, following.asked.answer
-        if answer not in self._following:
-            return
-        new = following.generation != self._link.generation
-        start = asked.start + (0 if new else following.known)
-        grammar = asked.grammar if new else ""
-        following.generation, following.known = self._link.generation, len(asked.tokens) - asked.start
-        wanted = Follow(answer, asked.vocabulary, tuple(asked.tokens[start:]), grammar)
-        allowed: Allowed
-        try:
-            allowed = await self._link.ask(wanted)
-        except (TextProcessExited, TimeoutError, MalformedMessage) as e:
-            following.exits += 1
-            if not (reason := _failure(e, "it", following.exits, limit_of(wanted))):
-                self._masks.setdefault(following.client, deque()).appendleft(following)
+        async with self._process(turn, following.suspect):
+            new = following.generation != self._link.generation
+            if answer not in self._following:
                 return
-            allowed = Allowed(np.empty(0, np.int32), f"the grammar cannot be followed further: {reason}")
-        asked.allowed = allowed
+            if new and turn is self._mask:  # it was restarted meanwhile
+                self._compile(following)
+                return
+            start = asked.start + (0 if new else following.known)
+            grammar = asked.grammar if new else ""
+            following.generation, following.known = self._link.generation, len(asked.tokens) - asked.start
+            wanted = Follow(answer, asked.vocabulary, tuple(asked.tokens[start:]), grammar)
+            try:
+                asked.allowed = await self._link.ask(wanted)
+            except (TextProcessExited, TimeoutError, MalformedMessage) as e:
+                following.exits += 1
+                following.suspect |= _doubtful(e)
+                if not (reason := _failure(e, "it", following.exits, limit_of(wanted))):
+                    self._compile(following)
+                    return
+                reason = f"the grammar cannot be followed further: {reason}"
+                asked.allowed = Allowed(answer, np.empty(0, np.int32), reason)
         self._wake()
+
+    def _compile(self, following: _Following) -> None:
+        """Have an answer's grammar compiled again, before the client's others."""
+        self._new_masks.setdefault(following.client, deque()).appendleft(following)
+        self._job_waits.set()
 
     async def _encode(self, client: bytes, waiting: _Waiting) -> None:
         """Have a message's text encoded, then pass it on."""
         message, text = waiting.message, waiting.text
-        try:
-            answer: Encoded = await self._link.ask(text)
-            failure = answer.error
-        except (TextProcessExited, TimeoutError, MalformedMessage) as e:
-            waiting.exits += 1
-            what = "encoding this text" + " or checking its grammar" * bool(text.grammar)
-            if not (failure := _failure(e, what, waiting.exits, limit_of(text))):
-                return  # it is still the client's first
+        async with self._process(self._job, waiting.suspect):
+            try:
+                answer: Encoded = await self._link.ask(text)
+                failure = answer.error
+            except (TextProcessExited, TimeoutError, MalformedMessage) as e:
+                waiting.exits += 1
+                waiting.suspect |= _doubtful(e)
+                what = "encoding this text" + " or checking its grammar" * bool(text.grammar)
+                if not (failure := _failure(e, what, waiting.exits, limit_of(text))):
+                    return  # it is still the client's first
         if self._queues.get(client, {}).get(message.request) is not waiting:
             return  # it was cancelled
         self._remove(client, message.request)
@@ -279,11 +317,25 @@ class TextQueue:
         self._send(client, Done(message.request, "error", str(failure), stats=stats, usage=True))
 
 
+def _take(queues: dict[bytes, deque[_Following]], client: bytes) -> _Following:
+    """Removes and returns the first of a client's queue."""
+    queue = queues[client]
+    first = queue.popleft()
+    if not queue:
+        del queues[client]
+    return first
+
+
+def _doubtful(error: Exception) -> bool:
+    """Returns whether the process crashed during two jobs, so that either may have done it."""
+    return isinstance(error, TextProcessExited) and error.crashed and not error.alone
+
+
 def _failure(error: Exception, what: str, exits: int, limit: float) -> str:
     """Returns why a job of the process has failed; "" where it is to be tried again, because the process was
-    killed."""
+    killed, or crashed during two."""
     match error:
-        case TextProcessExited() if not error.crashed and exits < MOST_EXITS:
+        case TextProcessExited() if not (error.crashed and error.alone) and exits < MOST_EXITS:
             return ""
         case TextProcessExited():
             return f"{what} ended the text process" + f" {exits} times" * (exits > 1)

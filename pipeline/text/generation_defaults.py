@@ -19,6 +19,8 @@ MOST_PENALTY = 100
 MOST_BIAS = 1000
 MOST_BIASES = 4096
 MOST_LOGPROBS = 64
+GRAMMAR_LIMIT = 1 << 18  # characters
+MOST_RULES = 2000  # of a grammar, or references in its schemas: the library goes down in each
 DRAWING = ("temperature", "top_k", "top_p", "min_p")  # apply only where the file sets do_sample
 
 
@@ -56,6 +58,15 @@ def validate_shaping(shaping: Shaping, logprobs: int) -> None:
             )
     if not -1 <= logprobs <= MOST_LOGPROBS:
         raise RequestError(f"logprobs must be in 0..{MOST_LOGPROBS}, or -1 for none; it is {logprobs}")
+
+
+def check_size(grammar: str) -> None:
+    """Raise RequestError where a grammar, in llguidance's form, is too large to be looked at."""
+    if len(grammar) > GRAMMAR_LIMIT:
+        raise RequestError(f"a grammar has {GRAMMAR_LIMIT} characters at most")
+    lines = r"\n" if grammar.lstrip().startswith("{") else "\n"  # of Lark, within JSON or without
+    if max(grammar.count(lines), grammar.count("$ref")) > MOST_RULES:
+        raise RequestError(f"a grammar has {MOST_RULES} rules or references at most")
 
 
 def sampling_defaults(model_dir: Path) -> Sampling:

@@ -1,8 +1,9 @@
 """Grammars that an answer must follow, as masks of the tokens that may come next (llguidance).
 
 They are compiled and followed in the text process (`Grammars`), because one can take long or crash the
-library. `Grammar` is the engine's side: it asks for a mask behind each token, and is ready when the mask is
-there. The engine's thread never waits for one."""
+library: compiled in a thread with a large stack, and followed in the main thread, so that no answer's next
+mask waits for another's compilation. `Grammar` is the engine's side: it asks for a mask behind each token,
+and is ready when the mask is there. The engine's thread never waits for one."""
 
 from __future__ import annotations
 
@@ -27,6 +28,9 @@ LIMITS = {  # of llguidance, each for one grammar or one token: a tenth of its o
 }
 
 
+GRAMMAR_MEMORY = 2 << 30  # bytes that the text process may take with all of them
+
+
 def limits() -> Any:
     """Return llguidance's form of LIMITS."""
     from llguidance import LLParserLimits
@@ -48,57 +52,85 @@ def check_grammar(grammar: str) -> None:
         raise RequestError(f"the grammar or schema cannot be used: {' '.join(error.split())[:300]}")
 
 
+@dataclass(frozen=True)
+class _Compiled:
+    """An answer's grammar, which takes the more memory the more `characters` it has."""
+
+    matcher: Any
+    characters: int
+
+
 class Grammars:
-    """The grammars of running answers, in the text process."""
+    """The grammars of running answers, in the text process. `compile` may run in a thread of its own."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._made: Any = None  # what llguidance needs of the tokenizer
-        self._matchers: dict[int, Any] = {}  # by answer
+        self._compiled: dict[int, _Compiled] = {}  # by answer
+        self._ended = -1  # the answer that was dropped last, maybe while its grammar was being compiled
 
-    def follow(self, asked: Follow) -> Allowed:
-        """Advance an answer's grammar, compiled first where the message has it, and say what may come
-        next."""
+    def __len__(self) -> int:
+        return len(self._compiled)
+
+    def compile(self, asked: Follow) -> Allowed:
+        """Compile an answer's grammar, and follow it to its present end."""
+        from llguidance import LLMatcher
+
         try:
-            matcher = self._compile(asked) if asked.grammar else self._matchers[asked.answer]
-            if asked.tokens and not matcher.is_error():
-                matcher.consume_tokens(list(asked.tokens))
-            return _allowed(matcher, asked.vocabulary)
+            if self._made is None:
+                self._made = self._tokenizer.for_grammars(asked.vocabulary)
+            matcher = LLMatcher(self._made, asked.grammar, log_level=0, limits=limits())
+            answer = _advanced(matcher, asked)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as e:  # as in `process.encoded`
-            return _refused(f"the grammar cannot be followed further: {one_line(e)}")
+            return _refused(asked, f"the grammar cannot be followed further: {one_line(e)}")
+        self._compiled[asked.answer] = _Compiled(matcher, len(asked.grammar))
+        if self._ended == asked.answer:
+            self.drop(asked.answer)
+        return answer
+
+    def follow(self, asked: Follow) -> Allowed:
+        """Advance an answer's grammar, which has been compiled, and say what may come next."""
+        compiled = self._compiled.get(asked.answer)
+        if compiled is None:
+            reason = f"all grammars take more than {GRAMMAR_MEMORY >> 30} GB, and it was the largest"
+            return _refused(asked, f"the grammar cannot be followed further: {reason}")
+        try:
+            return _advanced(compiled.matcher, asked)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as e:
+            return _refused(asked, f"the grammar cannot be followed further: {one_line(e)}")
 
     def drop(self, answer: int) -> None:
         """Free the grammar of an answer that has ended."""
-        self._matchers.pop(answer, None)
+        self._ended = answer
+        self._compiled.pop(answer, None)
 
-    def _compile(self, asked: Follow) -> Any:
-        from llguidance import LLMatcher
-
-        if self._made is None:
-            self._made = self._tokenizer.for_grammars(asked.vocabulary)
-        matcher = LLMatcher(self._made, asked.grammar, log_level=0, limits=limits())
-        self._matchers[asked.answer] = matcher
-        return matcher
+    def drop_largest(self) -> None:
+        """Free the largest grammar; its answer ends with an error."""
+        self.drop(max(self._compiled, key=lambda answer: self._compiled[answer].characters))
 
 
-def _allowed(matcher: Any, vocabulary: int) -> Allowed:
+def _advanced(matcher: Any, asked: Follow) -> Allowed:
     from llguidance.numpy import fill_next_token_bitmask
 
-    mask = np.zeros(words(vocabulary), np.int32)
+    if asked.tokens and not matcher.is_error():
+        matcher.consume_tokens(list(asked.tokens))
+    mask = np.zeros(words(asked.vocabulary), np.int32)
     if matcher.is_stopped() and not matcher.is_error():
-        return Allowed(mask[:0])
+        return Allowed(asked.answer, mask[:0])
     if not matcher.is_error():
         fill_next_token_bitmask(matcher, mask[np.newaxis], 0)
     if matcher.is_error():
         reason = " ".join(matcher.get_error().split())[:200]
-        return _refused(f"the grammar cannot be followed further: {reason}")
-    return Allowed(mask) if mask.any() else _refused("the grammar allows no token here")
+        return _refused(asked, f"the grammar cannot be followed further: {reason}")
+    return Allowed(asked.answer, mask) if mask.any() else _refused(asked, "the grammar allows no token here")
 
 
-def _refused(reason: str) -> Allowed:
-    return Allowed(np.empty(0, np.int32), reason)
+def _refused(asked: Follow, reason: str) -> Allowed:
+    return Allowed(asked.answer, np.empty(0, np.int32), reason)
 
 
 def words(vocabulary: int) -> int:

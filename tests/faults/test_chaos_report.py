@@ -35,12 +35,13 @@ def test_chaos_options() -> None:
 
 
 def peer(role: str, index: int, generation: int, up: bool = True) -> dict[str, Any]:
-    return {"role": role, "index": index, "generation": generation, "pid": 1, "up": up}
+    pid = 100 * len(role) + 10 * index + generation
+    return {"role": role, "index": index, "generation": generation, "pid": pid, "up": up}
 
 
 async def test_pool_is_recovered_when_every_peer_is_up_again() -> None:
     before = [peer("worker", 0, 0), peer("worker", 1, 0), peer("prefetcher", 0, 0)]
-    kills = [Fault("kill", 0.0, True, "worker", 1, 0), Fault("stop", 0.0, True, "worker", 0, 0)]
+    kills = [Fault("kill", 0.0, True, "worker", 610), Fault("stop", 0.0, True, "worker", 600)]
     healed = [peer("worker", 0, 0), peer("worker", 1, 1), peer("prefetcher", 0, 0)]
 
     async def missing(peers: list[dict[str, Any]], kills: list[Fault]) -> list[str]:
@@ -76,9 +77,9 @@ def test_report_of_a_run_with_faults(tmp_path: Path) -> None:
 
     made = Injector(stats, tmp_path, Chaos(("kill", "corrupt"), seed=9), supervisor=os.getpid())
     made.faults = [
-        Fault("kill", 1.0, True, "worker", 0, 0),
-        Fault("kill", 2.0, True, "prefetcher", 0, 0),
-        Fault("kill", 9.0, False, "worker", 0, 1),
+        Fault("kill", 1.0, True, "worker", 11),
+        Fault("kill", 2.0, True, "prefetcher", 12),
+        Fault("kill", 9.0, False, "worker", 13),
         Fault("corrupt", 3.0, True),
     ]
     made.before = {"recovery": {"worker": {"deaths": 1}}, "peers": [peer("worker", n, 0) for n in (0, 1)]}

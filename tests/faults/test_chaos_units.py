@@ -17,6 +17,7 @@ from waiting import until
 
 from launch.errors import WrongUsage
 from launch.runtime import EngineInfo, RuntimeDir
+from launch.stress import chaos
 from launch.stress.chaos import Chaos, Injector, runtime_of, supervisor_of
 from protocol.errors import EngineGone
 from protocol.messages import VERSION
@@ -25,8 +26,8 @@ from protocol.messages import VERSION
 class Pool:
     """Sleeping children of this process that look like workers, and an engine's Stats that list them."""
 
-    def __init__(self, count: int) -> None:
-        command = [sys.executable, "-c", "import time; time.sleep(100)", "workers.expert_worker"]
+    def __init__(self, count: int, module: str = "workers.expert_worker") -> None:
+        command = [sys.executable, "-c", "import time; time.sleep(100)", module]
         self.children = [subprocess.Popen(command) for _ in range(count)]
         self.up = [True] * count
         self.peers = [
@@ -38,13 +39,19 @@ class Pool:
     async def stats(self) -> dict[str, Any]:
         for peer, up, child in zip(self.peers, self.up, self.children, strict=False):
             peer["up"] = up and child.poll() is None
-        return {"scheduler": {"running": self.running}, "peers": self.peers}
+        text = {"role": "text", "index": 0, "generation": -1, "pid": 0, "up": False}
+        return {"scheduler": {"running": self.running}, "peers": self.peers, "text": text}
 
     def stopped(self) -> list[int]:
         return [i for i, c in enumerate(self.children) if status(c.pid) == psutil.STATUS_STOPPED]
 
     def dead(self) -> list[int]:
         return [i for i, child in enumerate(self.children) if child.poll() is not None]
+
+    def close(self) -> None:
+        for child in self.children:
+            child.kill()
+            child.wait()
 
 
 def status(pid: int) -> str:
@@ -55,43 +62,44 @@ def status(pid: int) -> str:
 def pool() -> Iterator[Pool]:
     made = Pool(4)
     yield made
-    for child in made.children:
-        child.kill()
-        child.wait()
+    made.close()
 
 
 def injector(pool: Pool, tmp_path: Path, *kinds: str, rate: float = 200.0, seed: int = 0) -> Injector:
     return Injector(pool.stats, tmp_path, Chaos(kinds, rate, seed), supervisor=os.getpid())
 
 
-async def test_only_peers_that_are_up_are_killed(pool: Pool, tmp_path: Path) -> None:
-    pool.up = [False, True, True, True]
+@pytest.mark.parametrize("starting", [False, True])
+async def test_processes_that_are_up_or_in_their_start_are_killed(
+    pool: Pool, tmp_path: Path, starting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chaos, "STARTING_SHARE", 1.0 if starting else 0.0)
+    pool.up = [starting, *[not starting] * 3]
     files = os.listdir("/proc/self/fd")
     async with injector(pool, tmp_path, "kill", seed=4) as made:
         await until(lambda: pool.dead() == [1, 2, 3] and made.missed > 5)
     assert os.listdir("/proc/self/fd") == files
-    order = [f.index for f in made.faults]
+    pids = [child.pid for child in pool.children]
+    order = [pids.index(f.pid) for f in made.faults]
     assert sorted(order) == [1, 2, 3] != order  # at random
-    assert {(f.kind, f.role, f.generation, f.decoding) for f in made.faults} == {("kill", "worker", 0, True)}
+    assert {(f.kind, f.role, f.decoding) for f in made.faults} == {("kill", "worker", True)}
     assert [child.returncode for child in pool.children if child.returncode] == [-signal.SIGKILL] * 3
     assert all(0 <= time.perf_counter() - fault.at < 20 for fault in made.faults)
 
 
-async def test_processes_that_are_not_the_engine_s_are_not_signalled(pool: Pool, tmp_path: Path) -> None:
-    """Wrong process ids in the Stats: unused, none, another parent's, this process, and children of
-    another role and of none."""
-    children = [child.pid for child in pool.children]
-    pids = (2**22 + 1, -5, 1, os.getpid(), *children[2:])
-    pool.peers = [{"role": "worker", "index": i, "generation": 0, "pid": p} for i, p in enumerate(pids)]
-    for peer in pool.peers:
-        peer["up"] = True
-    pool.peers[4]["role"], pool.peers[5]["role"] = "prefetcher", "other"
+@pytest.mark.parametrize("module", ["launch", "workers.expert_worker"])
+async def test_processes_that_are_not_the_engine_s_are_not_signalled(tmp_path: Path, module: str) -> None:
+    """Children of the supervisor in no role, and another process's children; whatever the Stats list."""
+    others = Pool(3, module)
+    supervisor = os.getpid() if module == "launch" else others.children[0].pid
     files = os.listdir("/proc/self/fd")
-    async with injector(pool, tmp_path, "kill", "stop") as made:
+    kinds = Chaos(("kill", "stop"), 200.0)
+    async with Injector(others.stats, tmp_path, kinds, supervisor=supervisor) as made:
         await until(lambda: made.missed > 50)
     assert os.listdir("/proc/self/fd") == files
     assert made.faults == []
-    assert pool.dead() == pool.stopped() == []
+    assert others.dead() == others.stopped() == []
+    others.close()
 
 
 async def test_stopped_processes_are_resumed_when_the_block_ends(pool: Pool, tmp_path: Path) -> None:
@@ -117,8 +125,8 @@ async def test_kinds_of_faults_follow_from_the_seed_alone(pool: Pool, tmp_path: 
             moments.append(sum(fault.kind == "corrupt" for fault in made.faults))
             return await pool.stats()
 
-        chaos = Chaos(("stop", "corrupt"), 200.0, seed)
-        async with Injector(stats, tmp_path, chaos, supervisor=os.getpid()) as made:
+        asked = Chaos(("stop", "corrupt"), 200.0, seed)
+        async with Injector(stats, tmp_path, asked, supervisor=os.getpid()) as made:
             await until(lambda: len(moments) >= 40)
         return moments[:40]
 

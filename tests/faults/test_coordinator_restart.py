@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from fault_engines import KILL, LIMIT, STOP, State, answer, bits, config, same
+from fault_engines import KILL, LIMIT, PROMPT, STOP, State, answer, bits, config, same
 from waiting import until
 
 from launch.errors import EngineFailed
 from launch.processes.monitor import Limits
 from launch.processes.supervisor import Supervisor
 from protocol.client import Client
-from protocol.errors import EngineGone
+from protocol.errors import EngineGone, RequestFailed
 from shm.segment import SHM_FOLDER
 from shm.store import store_name
 
@@ -114,10 +115,10 @@ async def test_early_exits_in_a_row_stop_the_engine_with_one_line(start_engine, 
             state = State(supervisor, client)
             seen.append(state)
             while True:
-                killed.append(await state.kill_next("coordinator", 0, killed[-1]))
+                killed.append(await state.kill_next("coordinator", 0, killed[-1], signal.SIGSEGV))
 
     with pytest.raises(
-        EngineFailed, match=r"^the coordinator was killed by SIGKILL, \d times in a row"
+        EngineFailed, match=r"^the coordinator was killed by SIGSEGV, \d times in a row"
     ) as failure:
         await run_and_kill()
     assert "\n" not in str(failure.value)
@@ -137,14 +138,14 @@ async def test_restarted_coordinator_that_exits_early_stops_an_engine_that_ran_l
         async with start_engine(config(tiny_model), limits) as (supervisor, client):
             state = State(supervisor, client)
             await asyncio.sleep(limits.early)
-            killed.append(await state.kill_next("coordinator", 0, -1))
+            killed.append(await state.kill_next("coordinator", 0, -1, signal.SIGSEGV))
             async with Client.connect(supervisor.endpoint, timeout=RESTARTED):
-                killed.append(await state.kill_next("coordinator", 0, killed[-1]))
-            await state.kill_next("coordinator", 0, killed[-1])  # if it is restarted
+                killed.append(await state.kill_next("coordinator", 0, killed[-1], signal.SIGSEGV))
+            await state.kill_next("coordinator", 0, killed[-1], signal.SIGSEGV)  # if it is restarted
             killed.append(-1)
             await asyncio.sleep(LIMIT)
 
-    with pytest.raises(EngineFailed, match=r"^the coordinator was killed by SIGKILL, 2 times in a row"):
+    with pytest.raises(EngineFailed, match=r"^the coordinator was killed by SIGSEGV, 2 times in a row"):
         await run_and_kill()
     assert killed == [0, 1]
 
@@ -187,6 +188,55 @@ async def test_engine_restarts_when_killed_while_a_prefetcher_starts(start_engin
             await restarted.set_policy("on-demand")
             assert [t.token for t in await answer(restarted)] == [t.token for t in reference]
             assert sorted((child.role, child.index) for child in supervisor.pids) == SLOTS
+
+
+async def crash(state: State, number: int, computing: int) -> set[int]:
+    """End the coordinator by this signal while it computes so many requests in one step; returns their
+    keys."""
+    assert state.supervisor._monitor is not None
+    control, generation = state.supervisor._monitor._control, state.generation("coordinator")
+    async with asyncio.timeout(LIMIT):
+        while len(named := control.requests) != computing:
+            state.send(signal.SIGCONT, "coordinator")
+            await asyncio.sleep(0.002)
+            state.send(STOP, "coordinator")
+            await asyncio.sleep(0.002)
+    for sent in (signal.Signals(number), signal.SIGCONT):
+        state.send(sent, "coordinator")
+    await until(lambda: state.generation("coordinator") > generation, LIMIT)
+    return {key for key, _ in named}
+
+
+async def test_request_that_was_computed_at_two_crashes_is_refused_and_no_other(
+    start_engine, tiny_model
+) -> None:
+    """After a crash each request of its step is computed alone."""
+    limits = Limits(stopped_checks=1000, silent_checks=1000, coordinator_exits=100)
+    async with (
+        start_engine(config(tiny_model), limits) as (supervisor, client),
+        Client.connect(supervisor.endpoint, retry=RESTARTED) as patient,
+        Client.connect(supervisor.endpoint, retry=RESTARTED) as other,
+    ):
+        state = State(supervisor, client)
+        prompts = [PROMPT[n:] for n in range(3)]
+        whole = [await answer(client, prompt, 48) for prompt in prompts]
+        running = [
+            asyncio.create_task(answer(sender, prompt, 48))
+            for sender, prompt in zip((patient, patient, other), prompts, strict=True)
+        ]
+        together = await crash(state, signal.SIGSEGV, 3)
+        (alone,) = await crash(state, signal.SIGSEGV, 1)
+        assert alone in together
+        ended = await asyncio.gather(*running, return_exceptions=True)
+        (failed,) = [place for place, end in enumerate(ended) if isinstance(end, Exception)]
+        reason = "^the engine crashed 2 times while it was computing this request; it is not computed again"
+        with pytest.raises(RequestFailed, match=reason):
+            raise ended[failed]
+        assert all(same(end, whole[place]) for place, end in enumerate(ended) if place != failed)
+        with pytest.raises(RequestFailed, match=reason):  # also when another client sends it
+            await answer(other, prompts[failed], 48)
+        assert state.generation("coordinator") == 2
+    assert state.segments() == []
 
 
 async def test_engine_without_workers_restarts_with_the_same_answers(start_engine, tiny_model) -> None:

@@ -18,7 +18,6 @@ from waiting import until
 from protocol.client import Client
 from protocol.messages import ChatMessage
 
-openai = pytest.importorskip("openai")
 QUESTION = [{"role": "user", "content": "What is a list?"}]
 BROKEN_CALL = {"id": "1", "function": {"name": "f", "arguments": '{"a": NaN}'}}
 WRONG_SCHEMA = {"type": "json_schema", "schema": {"type": "x"}}
@@ -28,6 +27,7 @@ CALLED = "messages[0].tool_calls[0].function"
 
 @pytest.fixture(scope="module")
 def client(served: Served) -> Iterator[Any]:
+    openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -216,7 +216,7 @@ def test_refusals_have_the_status_that_fits(served: Served) -> None:
         assert http.post("/v1/chat/completions", content=b"{}").status_code == 415
         assert http.get("/health", headers={"host": "evil.example"}).status_code == 403
         assert http.get("/health", headers={"origin": "http://evil.example"}).status_code == 403
-        for wrong in (b"{", b"[]", b'{"a":NaN}', b"[" * 100000, b"\xff"):
+        for wrong in (b"{", b"[]", b'{"a":NaN}', b"[" * 50000, b"\xff"):
             assert http.post("/v1/chat/completions", content=wrong, headers=kind).status_code == 400
         for large in (b'{"a":"' + b"x" * (33 << 20) + b'"}', b'{"a":[' + b"1," * (1 << 20) + b"1,1]}"):
             assert http.post("/v1/chat/completions", content=large, headers=kind).status_code == 413

@@ -290,7 +290,9 @@ async def test_the_key_with_most_bytes_loses_its_oldest_unfinished_body(
     reading: list[asyncio.Task[CompletionBody]] = []
     for key, size in (("bert", 15), ("anna", 50), ("anna", 30), ("anna", 20)):
         parts.append(asyncio.Queue())
-        reading.append(asyncio.create_task(a_call(service, key, parts[-1]).body(CompletionBody)))
+        reading.append(
+            asyncio.create_task(a_call(service, key, parts[-1]).body(CompletionBody, lambda body: body))
+        )
         parts[-1].put_nowait(b'{"prompt":"x"}' + b" " * (size - 14))
         await until(parts[-1].empty)
         await asyncio.sleep(0)
@@ -309,7 +311,7 @@ async def test_the_key_with_most_bytes_loses_its_oldest_unfinished_body(
     parts.append(asyncio.Queue())
     parts[-1].put_nowait(b"{")
     with pytest.raises(ApiError, match="did not arrive") as late:
-        await a_call(service, "bert", parts[-1]).body(CompletionBody)
+        await a_call(service, "bert", parts[-1]).body(CompletionBody, lambda body: body)
     assert late.value.status == 408
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from typing import Any
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from pipeline.gateway.bodies import ChatBody, decoded, parse_json
+from pipeline.gateway.bodies import ChatBody, CountBody, decoded, parse_json
+from pipeline.gateway.call import Call, Service
 from pipeline.gateway.errors import ApiError, of_engine
 from protocol.errors import EngineGone, MalformedMessage, ProtocolError, RequestFailed
 
@@ -27,7 +32,8 @@ from protocol.errors import EngineGone, MalformedMessage, ProtocolError, Request
             429,
             None,
         ),
-        (RequestFailed("the engine exited 3 times without progress of this request"), 500, None),
+        (RequestFailed("a tile of layer 3 could not be computed"), 500, None),
+        (RequestFailed("the engine crashed 2 times while it was computing this", usage=True), 400, None),
         (MalformedMessage("5000000 bytes of header, the limit is 4194304"), 400, None),
         (EngineGone("the engine was stopped"), 503, None),
     ],
@@ -56,7 +62,7 @@ def test_an_error_of_the_engine_names_the_field_that_it_is_about() -> None:
     ("text", "reason"),
     [
         ('{"a":' + "[" * 500 + "]" * 500 + "}", "nested too deeply"),
-        ('{"a":' + "[" * 100_000, "nested too deeply"),
+        ('{"a":' + "[" * 50_000, "nested too deeply"),
         ("{", "is no valid JSON"),
         ('{"a":NaN}', "is no valid JSON"),
     ],
@@ -80,6 +86,57 @@ def test_half_of_a_character_is_shown_as_one_that_is_missing() -> None:
 def test_json_that_can_be_sent_on_is_left_as_it_is() -> None:
     value = {"a": ["é", "\U0001f600", {"b": [[1.5, None]]}, '"[[[{\\"'] * 200}
     assert parse_json(json.dumps(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (b"[]", "65536 objects and arrays"),
+        (b"{}", "65536 objects and arrays"),
+        (b"[[[[[[[]]]]]]]", "65536 objects and arrays"),
+        (b'"a":1', "65536 fields"),
+        (b"1e300", "4096 numbers with exponents"),
+        (b'"[]"', "262144 values"),
+    ],
+)
+def test_values_are_counted_before_they_are_made_and_not_within_texts(value: bytes, what: str) -> None:
+    opened = b"{%s}" if b":" in value else b"[%s]"
+    many = opened % b",".join([value] * 300_000)
+    with pytest.raises(ApiError, match=f"^the body has more than {what}$") as refused:
+        parse_json(b'{"x": %s}' % many)
+    assert refused.value.status == 413
+    program = many.decode() + '\\" \\\\'
+    assert parse_json(json.dumps({"x": [program, "\\", program]})) == {"x": [program, "\\", program]}
+
+
+async def test_bodies_are_decoded_in_threads_one_of_each_key_at_a_time(monkeypatch) -> None:
+    running: Counter[str] = Counter()
+    together: list[str] = []
+    both = threading.Barrier(2)
+
+    def slow(raw: bytes, kind: type, endpoint: str) -> CountBody:
+        assert threading.current_thread() is not threading.main_thread()
+        key = raw.decode()
+        running[key] += 1
+        assert running[key] == 1
+        together.append(key)
+        both.wait(10)  # for the other key's
+        running[key] -= 1
+        return CountBody(messages=[])
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": received.pop(0)}
+
+    async def send(message: object) -> None: ...
+
+    monkeypatch.setattr("pipeline.gateway.call.decoded", slow)
+    service = Service(cast(Any, None), Path())
+    scope = {"path": "/", "headers": [(b"content-type", b"application/json")]}
+    received = [b"a", b"b", b"a", b"b", b"a", b"b"]
+    calls = [Call(service, scope, receive, send, key.decode()) for key in received]
+    made = await asyncio.gather(*(call.body(CountBody, lambda body: body.messages) for call in calls))
+    assert made == [[]] * 6
+    assert all({*pair} == {"a", "b"} for pair in zip(together[::2], together[1::2], strict=True))
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ class ScriptedChild:
     def __init__(self, identity: Identity, threads: int, key: bytes, play: Play) -> None:
         self.identity, self.threads = identity, threads
         self.process = ScriptedProcess()
+        self.fds: tuple[int, ...] = ()
         self.config: dict[str, Any] = {}
         self.received: list[object] = []
         self._play = play
@@ -136,8 +137,9 @@ class Play:
     def make_store(self) -> None:
         self.fingerprint = self._files.enter_context(small_store())
 
-    async def spawn(self, identity: Identity, threads: int, key: bytes) -> Child:
+    async def spawn(self, identity: Identity, threads: int, key: bytes, fds: tuple[int, ...] = ()) -> Child:
         made = ScriptedChild(identity, threads, key, self)
+        made.fds = fds
         self.children.append(made)
         self.events.append(f"{title(identity)} is spawned")
         return made.child

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
@@ -124,24 +125,85 @@ async def test_exits_of_the_young_do_not_end_an_engine_whose_workers_compute(pla
         await play.spawned("worker", 0, 6)
 
 
-async def test_gateway_without_its_port_is_tried_again_for_ever(
+async def test_gateway_that_cannot_start_is_tried_again_for_ever(
     play: Play, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also while the whole engine is restarted, which does not wait for it."""
+    """Also while the whole engine is restarted, which does not wait for it. Each gets the same sockets."""
 
     def script(child: ScriptedChild) -> None:
         if child.identity.role == "gateway" and child.identity.generation:
-            child.send(Failed("gateway", "Address already in use", usage=True))
+            child.send(Failed("gateway", "keys.txt has no keys", usage=True))
             child.process.end(2)
         else:
             play.begin(child)
 
-    play.script, play.notes = script, {"gateway": ("127.0.0.1:9",)}
-    async with supervisor(FEW, http="127.0.0.1:9"):
+    play.script = script
+    async with supervisor(FEW, http="127.0.0.1:0") as engine:
+        assert engine.http != "http://127.0.0.1:0"
         play.child("gateway").process.end(KILLED)
-        await play.spawned("gateway", 0, 5)
+        fifth = await play.spawned("gateway", 0, 5)
+        assert fifth.fds == play.child("gateway").fds == tuple(fifth.config["listeners"])
         play.child("coordinator").process.end(KILLED)
         await until(lambda: "the engine is up again" in caplog.text)
+
+
+LONG = Limits(check_interval=1e6, futile_exits=3, futile_kills=0.2, coordinator_exits=2)
+
+
+async def test_kills_from_outside_are_no_crash_loop(play: Play) -> None:
+    """They meet processes in their start, as many do on a busy machine."""
+    async with supervisor(FEW) as engine:
+        for generation in range(10):
+            (await play.spawned("worker", 0, generation)).process.end(KILLED)
+            (await play.spawned("text", 0, generation)).process.end(-signal.SIGTERM)
+        for generation in range(2 * FEW.coordinator_exits):
+            (await play.spawned("coordinator", 0, generation)).process.end(KILLED)
+        await play.spawned("coordinator", 0, 2 * FEW.coordinator_exits)
+        assert engine._guard.failure is None
+
+
+@pytest.mark.parametrize("role", ["worker", "coordinator"])
+async def test_a_system_that_kills_a_process_each_time_ends_the_engine(play: Play, role: str) -> None:
+    """But not before much time without any progress."""
+    killed = rf"^the {role}.* was killed by SIGKILL, \d+ times in \d+ s in which the engine did no work: "
+    with pytest.raises(EngineFailed, match=killed):  # noqa: PT012 - from the end of the block
+        async with supervisor(LONG) as engine:
+            progress = line_of(engine, "coordinator")
+            began, generation = time.monotonic(), 0
+            while True:
+                if time.monotonic() < began + 3 * LONG.futile_kills:
+                    progress.answered += 1
+                (await play.spawned(role, 0, generation)).process.end(KILLED)
+                generation += 1
+    assert time.monotonic() > began + 4 * LONG.futile_kills
+
+
+async def test_a_coordinator_that_exits_by_itself_ends_the_engine_also_between_kills(play: Play) -> None:
+    line = r"^the coordinator exited with code 3, 2 times in a row; the engine has been stopped$"
+    with pytest.raises(EngineFailed, match=line):  # noqa: PT012 - from the end of the block
+        async with supervisor(LONG):
+            for generation, code in enumerate((3, KILLED, 3)):
+                (await play.spawned("coordinator", 0, generation)).process.end(code)
+            await asyncio.Future()
+
+
+async def test_next_coordinator_learns_what_was_computed_at_crashes_and_not_at_kills(play: Play) -> None:
+    limits = Limits(check_interval=1e6, first_pause=0.001, coordinator_exits=9)
+    async with supervisor(limits) as engine:
+        assert engine._monitor is not None
+        control = engine._monitor._control
+        known: dict[int, int] = {}
+        coordinator = play.child("coordinator")
+        for generation, (code, computed) in enumerate(
+            [(CRASHED, [5, -6]), (KILLED, [5, 7]), (-signal.SIGABRT, [5]), (CRASHED, [])], start=1
+        ):
+            control.requests = [(key, known.get(key, 0)) for key in computed]
+            coordinator.process.end(code)
+            coordinator = await play.spawned("coordinator", 0, generation)
+            known = dict(coordinator.config["suspects"])
+            assert control.requests == []
+            await until(lambda coordinator=coordinator: coordinator.child.ready.is_set())
+        assert known == {5: 2, -6: 1}
 
 
 def test_pauses_between_restarts_double_up_to_the_longest() -> None:
@@ -165,7 +227,7 @@ async def test_restart_of_the_engine_replaces_a_pending_restart_of_a_worker(
     caplog.set_level(logging.INFO)
     async with supervisor(Limits(check_interval=1e6, first_pause=0.2)):
         for generation in (0, 1):
-            (await play.spawned("worker", 0, generation)).process.end(KILLED)  # the second time with a pause
+            (await play.spawned("worker", 0, generation)).process.end(3)  # the second time with a pause
         play.child("coordinator").process.end(KILLED)
         await until(lambda: "the engine is up again" in caplog.text)
         await asyncio.sleep(0.3)  # longer than the pause
@@ -234,3 +296,5 @@ async def test_hung_processes_are_killed_after_so_many_checks(
         killed = play.child(hung.identity.role, hung.identity.index, number - 1)
         assert killed.child.hung == (" in its engine thread" if hangs == "engine thread" else "")
         assert killed.process.signals == [signal.SIGKILL]
+        if hangs == "stopped":  # that is no fault of what it was computing
+            assert WorkerDied("worker", 1, 0, False, IDLE) in coordinator.received

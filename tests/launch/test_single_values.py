@@ -26,6 +26,7 @@ from launch.command_line.values import (
     absolute,
     at_least,
     between,
+    http_address,
     model_path,
     not_empty,
     origins,
@@ -156,3 +157,19 @@ def test_new_file_is_refused_where_none_can_be_made(tmp_path: Path) -> None:
     check_new_file("--out", tmp_path / "old")
     with pytest.raises(WrongUsage, match="exists already"):
         check_new_file("--record", tmp_path / "old", replace=False)
+
+
+@pytest.mark.parametrize(
+    ("written", "means"),
+    [
+        ("8000", "127.0.0.1:8000"),
+        ("localhost:1", "127.0.0.1:1"),
+        ("*:1", "0.0.0.0:1"),
+        ("[::1]:0", "[::1]:0"),
+        ("[0:0:0:0:0:0:0:1]:2", "[::1]:2"),
+        ("[::ffff:127.0.0.1]:2", "127.0.0.1:2"),
+    ],
+)
+def test_an_address_has_one_form(written: str, means: str) -> None:
+    """By which its companion is found, the loopback address of the other family."""
+    assert http_address(written) == means

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import signal
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from engines import engines_left
 from scripted_children import KILLED, PID, Play, ScriptedChild, stage, supervisor
 from waiting import until
 
-from launch.errors import StartFailed
+from launch.errors import StartFailed, WrongUsage
 from launch.processes.cores import Cores
 from launch.processes.monitor import Limits
 from pipeline.assets import model_dir
@@ -31,6 +32,24 @@ NEVER = Limits(check_interval=1e6)
 async def play(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Play]:
     async with stage(monkeypatch) as made:
         yield made
+
+
+@pytest.mark.parametrize(
+    ("asked", "held", "said"),
+    [
+        ("127.0.0.1", "127.0.0.1", "cannot be bound: Address already in use"),
+        ("127.0.0.1", "::1", r"\[::1\]:{port}, which clients of localhost may reach, cannot be bound: A"),
+        ("0.0.0.0", "::1", r"\[::1\]:{port}, which clients of localhost may reach, cannot be bound: A"),
+    ],
+)
+async def test_a_port_in_use_is_one_line_before_anything_is_started(
+    play: Play, asked: str, held: str, said: str
+) -> None:
+    with socket.create_server((held, 0), family=socket.AF_INET6 if ":" in held else socket.AF_INET) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(WrongUsage, match=f"^--http {asked}:{port}: {said.format(port=port)}"):
+            await supervisor(NEVER, http=f"{asked}:{port}").__aenter__()
+    assert play.children == engines_left() == []
 
 
 async def test_children_start_and_stop_in_order(play: Play, caplog: pytest.LogCaptureFixture) -> None:

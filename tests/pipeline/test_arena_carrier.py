@@ -114,3 +114,22 @@ def test_a_worker_without_memory_for_its_lane_is_started_again(
     assert ticket.result()[0, 0] == 2.0
     arena.running[-1].exit()
     arena.worker(1, 2).warm_up()
+
+
+def test_a_worker_that_came_before_its_predecessor_s_messages_were_read_computes(arena: PoolHarness) -> None:
+    """As when it is restarted while the engine still waits for others."""
+    (first,) = arena.start(1)
+    first.exit()
+    second = arena.worker(0, 1)
+    while arena.socket.generation(0) != 1:
+        arena.socket._early += arena.socket._take(100)
+    second.exit()
+    third = arena.worker(0, 2)
+    while arena.socket.generation(0) != 2:
+        arena.socket._early += arena.socket._take(100)
+    for work in third.take(2):  # to warm up: one was meant for the second, and its answer is dropped
+        third.answer(work)
+    arena.update_until(lambda: arena.socket.is_up(0))
+    ticket = arena.submit(2)
+    third.answer(*third.take(), 4.0)
+    assert ticket.result()[0, 0] == 4.0

@@ -63,7 +63,7 @@ class Rounds(Harness):
             tokens = tuple(wanted.tokens[wanted.start + (known or 0) :])
             self._known[wanted.answer] = len(wanted.tokens) - wanted.start
             asked = Follow(wanted.answer, wanted.vocabulary, tokens, "" if known else wanted.grammar)
-            wanted.allowed = self.grammars.follow(asked)
+            wanted.allowed = (self.grammars.follow if known else self.grammars.compile)(asked)
 
     def tokens(self, request: int) -> list[int]:
         return [m.token for m in self.answered(request)]

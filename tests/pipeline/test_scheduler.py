@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -20,7 +22,9 @@ from pipeline.policies.view import PolicyRequest
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.jobs import JOB_BYTES
 from pipeline.scheduling.scheduler import Scheduler
+from pipeline.scheduling.suspects import Suspects
 from protocol.messages import Done, Generate, Queued, Score, Scores, Token
+from shm.control import ControlSegment
 
 CONTEXT = 64
 BOUND = 1e-4  # between float32 results of different batches
@@ -60,6 +64,7 @@ class Harness:
             chunk=8,
             send=self._send,
             congested=self.slow.__contains__,
+            suspects=Suspects(cast(ControlSegment, SimpleNamespace(requests=[])), {}),
         )
 
     def _send(self, messages: list[tuple[bytes, object]]) -> None:

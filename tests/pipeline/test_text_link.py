@@ -94,7 +94,7 @@ async def test_only_the_answer_to_what_was_asked_counts(linked: Linked) -> None:
     process = await linked.up(1)
     answer = asyncio.create_task(linked.link.ask(ASKED))
     assert await process.asked() == ASKED
-    for wrong in (Allowed(ids(0)), Ready(VERSION, "text", 0, 1, 1, "")):
+    for wrong in (Allowed(0, ids(0)), Ready(VERSION, "text", 0, 1, 1, "")):
         process.send(wrong)
     process.send(Encoded(ids(3)))
     assert len((await answer).ids) == 3
@@ -136,12 +136,13 @@ def test_longer_texts_have_more_time() -> None:
     [
         (ASKED, Encoded(ids(3)), True),
         (ASKED, Encoded(ids(0), "no"), True),
-        (ASKED, Allowed(ids(0)), False),
-        (FOLLOW, Allowed(ids(4)), True),
-        (FOLLOW, Allowed(ids(0)), True),
-        (FOLLOW, Allowed(ids(0), "no"), True),
-        (FOLLOW, Allowed(ids(4), "no"), False),
-        (FOLLOW, Allowed(ids(3)), False),
+        (ASKED, Allowed(0, ids(0)), False),
+        (FOLLOW, Allowed(0, ids(4)), True),
+        (FOLLOW, Allowed(0, ids(0)), True),
+        (FOLLOW, Allowed(0, ids(0), "no"), True),
+        (FOLLOW, Allowed(0, ids(4), "no"), False),
+        (FOLLOW, Allowed(0, ids(3)), False),
+        (FOLLOW, Allowed(1, ids(4)), False),
         (FOLLOW, Encoded(ids(0), "no"), False),
     ],
 )

@@ -13,8 +13,9 @@ from waiting import until
 from pipeline.errors import PromptTooLong, RequestError
 from pipeline.serving import text_queue
 from pipeline.serving.text_link import TextLink, TextProcessExited
-from pipeline.serving.text_queue import GRAMMAR_LIMIT, ROLE_LIMIT, TextMessages, TextQueue, with_ids
+from pipeline.serving.text_queue import ROLE_LIMIT, TextMessages, TextQueue, with_ids
 from pipeline.text.detokenizer import Detokenizer
+from pipeline.text.generation_defaults import GRAMMAR_LIMIT
 from pipeline.text.grammar import MaskRequest
 from protocol.messages import (
     Allowed,
@@ -33,17 +34,17 @@ from protocol.messages import (
 
 IDS = Generate(9, token_ids=(1, 2))
 CRASHED, KILLED = TextProcessExited(True), TextProcessExited(False)
-MASK = Allowed(np.ones(1, np.int32))
+MASK = Allowed(0, np.ones(1, np.int32))
 
 
 class Link:
-    """Does one job at a time, when the test says so."""
+    """Does jobs when the test says so, the oldest first."""
 
     def __init__(self) -> None:
         self.jobs: list[Encode | Follow] = []  # that were begun, in order
         self.told: list[object] = []
         self.generation = 0
-        self._answer: asyncio.Future[Any] | None = None
+        self.open: list[tuple[Encode | Follow, asyncio.Future[Any]]] = []
         self.up = asyncio.Event()
         self.up.set()
 
@@ -52,32 +53,47 @@ class Link:
 
     async def ask(self, asked: Encode | Follow) -> object:
         self.jobs.append(asked)
-        self._answer = asyncio.get_running_loop().create_future()
-        return await self._answer
+        self.open.append((asked, asyncio.get_running_loop().create_future()))
+        return await self.open[-1][1]
 
     def tell(self, message: object) -> None:
         self.told.append(message)
 
+    async def answer(self, how: Allowed) -> None:
+        """End the newest job."""
+        self.open.pop()[1].set_result(how)
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    async def crash(self) -> None:
+        """End all jobs, as the process has crashed during them."""
+        self.generation += 1
+        jobs, self.open = self.open, []
+        for _, ending in jobs:
+            ending.set_exception(TextProcessExited(crashed=True, alone=len(jobs) == 1))
+        for _ in range(5):
+            await asyncio.sleep(0)
+
     async def begun(self) -> Encode | Follow:
-        """The present job, once there is one."""
-        await until(lambda: self._answer is not None and not self._answer.done())
-        return self.jobs[-1]
+        """The oldest job, once there is one."""
+        await until(lambda: self.open)
+        return self.open[0][0]
 
     async def end(self, how: Exception | str | Allowed | None = None) -> str | Follow:
-        """End the present job, once there is one; by default a text with an id for each letter. Returns the
+        """End the oldest job, once there is one; by default a text with an id for each letter. Returns the
         text, or what was to be followed."""
-        asked = await self.begun()
-        assert self._answer is not None
+        await self.begun()
+        asked, ending = self.open.pop(0)
         if isinstance(how, Exception):
             if isinstance(how, TextProcessExited):
                 self.generation += 1
-            self._answer.set_exception(how)
+            ending.set_exception(how)
         elif isinstance(asked, Follow):
-            self._answer.set_result(how or MASK)
+            ending.set_result(how or MASK)
         else:
             ids = np.frombuffer(asked.text.encode(), np.uint8).astype(np.int32)
             answer = Encoded(ids) if how is None else Encoded(ids[:0], str(how))
-            self._answer.set_result(answer)
+            ending.set_result(answer)
         for _ in range(3):  # what follows
             await asyncio.sleep(0)
         return asked if isinstance(asked, Follow) else asked.text
@@ -147,6 +163,47 @@ async def test_clients_take_turns_and_masks_come_before_texts(queue: Queue) -> N
     queue.ask(wanted(0, client=b"a"))
     mask = Follow(0, 32, (), "g")
     assert [await queue.link.end() for _ in range(6)] == [mask, "b0", "c0", "a0", "a1", "a2"]
+
+
+async def test_mask_of_a_known_grammar_waits_for_no_other_job(queue: Queue) -> None:
+    """Beside another client's compilations and texts, which wait for each other."""
+    mask = wanted(0, client=b"m")
+    queue.ask(mask)
+    assert await queue.link.end() == Follow(0, 32, (), "g")
+    for number in range(1, 4):
+        queue.ask(wanted(number, client=b"a"))
+        queue.put(b"a", text(number, "a"))
+    compiling = await queue.link.begun()
+    for length in range(1, 4):
+        mask = wanted(0, *range(length), client=b"m")
+        queue.ask(mask)
+        await until(lambda length=length: len(queue.link.jobs) == 2 + length)
+        await queue.link.answer(MASK)
+        assert mask.allowed is MASK
+        assert queue.link.jobs[-1] == Follow(0, 32, (length - 1,))
+    assert await queue.link.end() == compiling == Follow(1, 32, (), "g")
+
+
+async def test_crash_during_two_jobs_costs_the_one_that_crashes_again_alone(queue: Queue) -> None:
+    known, guilty = wanted(0, client=b"m"), wanted(1, client=b"a")
+    queue.ask(known)
+    await queue.link.end()
+    queue.ask(guilty)
+    await queue.link.begun()
+    queue.ask(known := wanted(0, 5, client=b"m"))
+    await until(lambda: len(queue.link.jobs) == 3)
+    await queue.link.crash()
+    assert known.allowed is guilty.allowed is None
+    queue.ask(wanted(2, client=b"c"))
+    while guilty.allowed is None or known.allowed is None:
+        asked = await queue.link.begun()
+        assert len(queue.link.open) == 1  # nothing runs beside either
+        if asked.answer == 1:
+            await queue.link.crash()
+        else:
+            await queue.link.end()
+    assert guilty.allowed.error.endswith("it ended the text process 2 times")
+    assert known.allowed is MASK
 
 
 async def test_refused_texts_have_one_answer(queue: Queue) -> None:

@@ -67,6 +67,7 @@ def coordinator_map(model: Path, folder: Path, options: ResolvedConfig = OPTIONS
             "engine": "whole",
             "runtime": str(folder),
             "key": KEY,
+            "suspects": [],
             "control": control.segment.name,
             "store": store.segment.name,
             "fingerprint": store.fingerprint,

@@ -125,7 +125,7 @@ REFUSED = {
     "a frame too many": ([*encode(TOKEN), b""], "Token has 2 frames, not 3"),
     "an array missing": (encode(PARTIAL)[:2], "Partial has 3 frames, not 2"),
     "unknown tag": ([b"\xfa\x0c", b"\x80"], "unknown tag 250"),
-    "another version": ([b"\x04\x01", b"\x80"], "a message of wire version 1; this side speaks version 12"),
+    "another version": ([b"\x04\x01", b"\x80"], "a message of wire version 1; this side speaks version 13"),
     "no msgpack": ([b"\x04\x0c", b"\xc1"], "Token: MessagePack data is malformed"),
     "empty header": ([b"\x04\x0c", b""], "Token: Input data was truncated"),
     "rest after the header": (framed(TOKEN, header_of(TOKEN) + b"\x00"), "malformed: trailing characters"),

@@ -115,7 +115,8 @@ class Answers:
         tokens = tuple(wanted.tokens[wanted.start + (known or 0) :])
         grammar = wanted.grammar if known is None else ""
         self._known[wanted.answer] = len(wanted.tokens) - wanted.start
-        wanted.allowed = self.grammars.follow(Follow(wanted.answer, wanted.vocabulary, tokens, grammar))
+        asked = Follow(wanted.answer, wanted.vocabulary, tokens, grammar)
+        wanted.allowed = (self.grammars.compile if grammar else self.grammars.follow)(asked)
         return None
 
 
@@ -146,7 +147,7 @@ def test_whatever_is_drawn_follows_the_schema(tokenizer: Tokenizer, schema: str)
         assert isinstance(value["a"], int)
         assert value["b"] in ("x", "y")
     assert len({tuple(tokens) for tokens in written}) > 1
-    assert not answers.grammars._matchers  # each was dropped at its end
+    assert not len(answers.grammars)  # each was dropped at its end
 
 
 @pytest.mark.parametrize("place", [0, 1, 4])
@@ -203,3 +204,18 @@ def test_a_grammar_that_nothing_can_follow_ends_with_a_line(
 def test_what_is_no_grammar_is_refused(tokenizer: Tokenizer, grammar: str) -> None:
     with pytest.raises(RequestError, match="grammar"):
         check_grammar(grammar)
+
+
+def test_the_largest_grammar_is_dropped_and_one_whose_answer_ended_is_not_kept(
+    tokenizer: Tokenizer, schema: str
+) -> None:
+    grammars = Grammars(tokenizer)
+    for answer, grammar in enumerate((schema, schema + " " * 99, schema)):
+        assert not grammars.compile(Follow(answer, VOCABULARY, (), grammar)).error
+    grammars.drop_largest()
+    errors = [grammars.follow(Follow(answer, VOCABULARY)).error for answer in range(3)]
+    assert errors[0] == errors[2] == ""
+    assert errors[1].startswith("the grammar cannot be followed further: all grammars take more than 2 GB")
+    grammars.drop(3)  # before its compilation has ended
+    grammars.compile(Follow(3, VOCABULARY, (), schema))
+    assert len(grammars) == 2

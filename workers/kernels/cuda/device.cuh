@@ -48,8 +48,8 @@ DEVICE uint4 read_once(const uint4 *from) {
     return words;
 }
 DEVICE uint32_t read_once(const uint16_t *from) {
-    uint16_t half;
-    asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(half) : "l"(from));
+    uint32_t half; /* loaded into a whole register: widened later it would have to be waited for */
+    asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=r"(half) : "l"(from));
     return half;
 }
 DEVICE uint32_t read_once(const uint8_t *from) {

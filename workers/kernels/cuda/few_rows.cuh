@@ -50,11 +50,26 @@ struct record {
     }
 };
 
-/* y[r] = output i of a block for `rows` (at most ROWS) rows: codes x[r] and factors of[r], groups in their order; not yet
- * in_units. */
+/* Adds record `at` of output i of a block to y[r]: of row r the codes x[r] and factors of[r], groups in their order. */
+template <int ROWS>
+DEVICE void add_record(const record &of_block, int64_t at, const int8_t *const *x, const factors *const *of, float *y) {
+#pragma unroll
+    for (int k = 0; k < TOGETHER; k++) {
+        int64_t g = at * TOGETHER + k;
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            float2 both = __ldg((const float2 *)(of[r] + g));
+            factors here = {both.x, both.y};
+            y[r] = of_block.scales[k].added(of_block.times(k, x[r] + g * GROUP), here, y[r]);
+        }
+    }
+}
+
+/* y[r] = output i of a block for ROWS rows; not yet in_units. The main loop has no branches: a record that is loaded
+ * conditionally would be waited for at the next branch, and with it all that are under way. */
 template <int ROWS>
 DEVICE void multiply_block(const uint8_t *block, int i, int64_t records, const int8_t *const *x,
-                           const factors *const *of, int rows, float *y) {
+                           const factors *const *of, float *y) {
     const int MOST = E2M1 ? 24 : 32; /* words under way of one row: with the scales of two groups more would not fit */
     const int AHEAD = ROWS == 1 && WORDS <= 16 ? MOST / WORDS : WORDS <= 8 ? 2 : 1; /* records */
     record next[AHEAD];
@@ -63,23 +78,20 @@ DEVICE void multiply_block(const uint8_t *block, int i, int64_t records, const i
 #pragma unroll
     for (int a = 0; a < AHEAD; a++)
         if (a < records) next[a].load(block + a * RECORD, i);
-    for (int64_t first = 0; first < records; first += AHEAD) {
+    int64_t at = 0;
+    for (; at + 2 * AHEAD <= records; at += AHEAD) {
 #pragma unroll
         for (int a = 0; a < AHEAD; a++) {
-            int64_t at = first + a;
-            if (at >= records) break;
-#pragma unroll
-            for (int k = 0; k < TOGETHER; k++) {
-                int64_t g = at * TOGETHER + k;
-#pragma unroll
-                for (int r = 0; r < ROWS; r++)
-                    if (r < rows) {
-                        float2 both = __ldg((const float2 *)(of[r] + g));
-                        factors here = {both.x, both.y};
-                        y[r] = next[a].scales[k].added(next[a].times(k, x[r] + g * GROUP), here, y[r]);
-                    }
-            }
-            if (at + AHEAD < records) next[a].load(block + (at + AHEAD) * RECORD, i);
+            add_record<ROWS>(next[a], at + a, x, of, y);
+            next[a].load(block + (at + AHEAD + a) * RECORD, i);
         }
     }
+#pragma unroll
+    for (int a = 0; a < AHEAD; a++) {
+        if (at + a < records) add_record<ROWS>(next[a], at + a, x, of, y);
+        if (at + AHEAD + a < records) next[a].load(block + (at + AHEAD + a) * RECORD, i);
+    }
+#pragma unroll
+    for (int a = 0; a < AHEAD; a++)
+        if (at + AHEAD + a < records) add_record<ROWS>(next[a], at + AHEAD + a, x, of, y);
 }

@@ -60,8 +60,8 @@ DEVICE void quantize_group(const float *x, int64_t count, int8_t *codes, factors
     if (lane == 0) to->step = step, to->sum = (float)sum;
 }
 
-/* Scale and zero of output i of a block's record, for one of its groups. bf16 becomes float32 as it is loaded, other numbers
- * where they are used, so that nothing has to wait for a load before. */
+/* Scale and zero of output i of a block's record, for one of its groups. They are widened where they are used, so
+ * that nothing has to wait for a load before. */
 struct scaling {
     uint32_t scale_bits, zero_bits;
 
@@ -71,19 +71,19 @@ struct scaling {
         else if (SCALES != SCALES_OWN)
             scale_bits = read_once((const uint16_t *)record + i);
         else
-            scale_bits = BITS < 8 ? read_once((const uint16_t *)record + i) << 16 : read_once((const uint32_t *)record + i);
-        if (BITS < 8 && HEAD == 64) zero_bits = read_once((const uint16_t *)record + LANES + i) << 16;
+            scale_bits = BITS < 8 ? read_once((const uint16_t *)record + i) : read_once((const uint32_t *)record + i);
+        if (BITS < 8 && HEAD == 64) zero_bits = read_once((const uint16_t *)record + LANES + i);
     }
 
     METHOD float scale() const {
-        if (SCALES == SCALES_OWN) return __uint_as_float(scale_bits);
+        if (SCALES == SCALES_OWN) return BITS < 8 ? widened(scale_bits) : __uint_as_float(scale_bits);
         if (SCALES == SCALES_E8M0) return __uint_as_float(scale_bits ? scale_bits << 23 : 1u << 22);
         /* As binary16 an E4M3 number has the same bits but for 256 in the exponent, which is left out: see unit_of. */
         return half_number(SCALES == SCALES_E4M3 ? (scale_bits & 128) << 8 | (scale_bits & 127) << 7 : scale_bits);
     }
 
     /* The code that means 0, where codes are not taken without their offset. */
-    METHOD float zero() const { return E2M1 ? 12.0f : HEAD == 64 ? __uint_as_float(zero_bits) : 8.0f; }
+    METHOD float zero() const { return E2M1 ? 12.0f : HEAD == 64 ? widened(zero_bits) : 8.0f; }
 
     /* y + what a group with this integer product adds. */
     METHOD float added(int32_t dot, factors of, float y) const {

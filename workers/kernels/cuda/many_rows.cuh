@@ -60,11 +60,43 @@ DEVICE void load_codes(const int8_t *x, int s, int k, int t, uint32_t *b) {
     }
 }
 
-/* y[m][n][0..4), not yet in_units: of block m of two and of rows from UNIT_ROWS * n on. x[n] are codes of row
- * UNIT_ROWS * n + g; of[n][c] the factors of row UNIT_ROWS * n + 2 t + c. */
+/* Adds a record of two blocks to y[m][n][0..4), not yet in_units: of block m of two and of rows from UNIT_ROWS * n on. x[n]
+ * are codes of row UNIT_ROWS * n + g; of[n][c] the factors of row UNIT_ROWS * n + 2 t + c. */
+template <int UNITS>
+DEVICE void add_records(const fragments *of_a, int number, const int8_t *const *x, const factors *const (*of)[2],
+                        float (*y)[UNITS][4]) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int n = 0; n < UNITS; n++) {
+#pragma unroll
+        for (int k = 0; k < TOGETHER; k++) {
+            int32_t dots[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+#pragma unroll
+            for (int s = k * GROUP / 32; s < k * GROUP / 32 + STEPS; s++) {
+                uint32_t a[4], b[2];
+                load_codes(x[n] + number * INPUTS, s, k, t, b);
+#pragma unroll
+                for (int m = 0; m < 2; m++) of_a[m].step(s, a), multiply_add(dots[m], a, b);
+            }
+            const int group = number * TOGETHER + k;
+            float2 of_row[2] = {__ldg((const float2 *)(of[n][0] + group)), __ldg((const float2 *)(of[n][1] + group))};
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                factors here = {of_row[c % 2].x, of_row[c % 2].y};
+#pragma unroll
+                for (int m = 0; m < 2; m++)
+                    y[m][n][c] = of_a[m].scales[k][c / 2].added(dots[m][c], here, y[m][n][c]);
+            }
+        }
+    }
+}
+
+/* y, as of add_records, of all records. AHEAD of them are under way or multiplied; those behind the last one are loaded
+ * from it, so that no branch waits for a load. */
 template <int UNITS>
 DEVICE void multiply_blocks(const uint8_t *const *blocks, int records, const int8_t *const *x,
                             const factors *const (*of)[2], float (*y)[UNITS][4]) {
+    const int AHEAD = UNITS > 1 ? 1 : WORDS <= 8 ? 3 : 2;
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int m = 0; m < 2; m++)
@@ -72,32 +104,22 @@ DEVICE void multiply_blocks(const uint8_t *const *blocks, int records, const int
         for (int n = 0; n < UNITS; n++)
 #pragma unroll
             for (int c = 0; c < 4; c++) y[m][n][c] = 0.0f;
-    for (int record = 0; record < records; record++) {
-        fragments of_a[2];
-        of_a[0].load(blocks[0] + record * RECORD, g, t), of_a[1].load(blocks[1] + record * RECORD, g, t);
+    fragments next[AHEAD][2];
 #pragma unroll
-        for (int n = 0; n < UNITS; n++) {
+    for (int a = 0; a < AHEAD; a++)
 #pragma unroll
-            for (int k = 0; k < TOGETHER; k++) {
-                int32_t dots[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+        for (int m = 0; m < 2; m++) next[a][m].load(blocks[m] + (a < records ? a : records - 1) * RECORD, g, t);
+    int first = 0;
+    for (; first + AHEAD <= records; first += AHEAD) {
 #pragma unroll
-                for (int s = k * GROUP / 32; s < k * GROUP / 32 + STEPS; s++) {
-                    uint32_t a[4], b[2];
-                    load_codes(x[n] + record * INPUTS, s, k, t, b);
+        for (int a = 0; a < AHEAD; a++) {
+            const int then = first + AHEAD + a;
+            add_records<UNITS>(next[a], first + a, x, of, y);
 #pragma unroll
-                    for (int m = 0; m < 2; m++) of_a[m].step(s, a), multiply_add(dots[m], a, b);
-                }
-                const int group = record * TOGETHER + k;
-                float2 of_row[2] = {__ldg((const float2 *)(of[n][0] + group)),
-                                    __ldg((const float2 *)(of[n][1] + group))};
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    factors here = {of_row[c % 2].x, of_row[c % 2].y};
-#pragma unroll
-                    for (int m = 0; m < 2; m++)
-                        y[m][n][c] = of_a[m].scales[k][c / 2].added(dots[m][c], here, y[m][n][c]);
-                }
-            }
+            for (int m = 0; m < 2; m++) next[a][m].load(blocks[m] + (then < records ? then : records - 1) * RECORD, g, t);
         }
     }
+#pragma unroll
+    for (int a = 0; a < AHEAD - 1; a++)
+        if (first + a < records) add_records<UNITS>(next[a], first + a, x, of, y);
 }

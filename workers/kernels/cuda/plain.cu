@@ -76,30 +76,45 @@ template <int ROWS> DEVICE void inner_of_rows(INNER_ARGUMENTS) {
     const item *items, const stored *const *tiles, const number *inner, int64_t hidden, int64_t channels,        \
         int64_t wide, float *out
 
-/* COLUMNS columns of one tile: a lane has EACH of them, a warp every DOWN_WARPS-th channel. */
-template <int ROWS> DEVICE void down_of(DOWN_ARGUMENTS) {
-    SHARED(float, parts, DOWN_WARPS *ROWS *COLUMNS);
+/* The weights of channel t, or of the last one, for a lane's columns. */
+template <bool WHOLE> DEVICE uint32_t column_words(const stored *down, int t, int last, int64_t hidden, int64_t column) {
+    const stored *from = down + (t < last ? t : last) * hidden;
+    return WHOLE ? read_once((const uint32_t *)from) : word_of(from, hidden - column);
+}
+
+/* COLUMNS columns of one tile: a lane has EACH of them, a warp every DOWN_WARPS-th channel. WHOLE: there are no columns
+ * behind the last one in a block. AHEAD channels are under way while one is multiplied; those behind the last one are
+ * loaded from it, so that no branch waits for a load. */
+template <int ROWS, bool WHOLE> DEVICE void down_of(float *parts, DOWN_ARGUMENTS) {
+    const int AHEAD = FP8 ? 6 : 16; /* of fp8 more would not fit beside scales */
     const item it = items[blockIdx.x / wide];
-    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, last = (int)channels - 1;
     int64_t first = blockIdx.x % wide * COLUMNS, column = first + EACH * lane;
     const stored *down = tiles[it.tile] + WIDE_MATRICES * channels * hidden + column;
     const float *scales = scales_of(scales_in(tiles[it.tile], channels, hidden), WIDE_MATRICES * channels, hidden);
-    bool whole = column + EACH <= hidden && hidden % EACH == 0;
+    uint32_t next[AHEAD];
     float sums[ROWS][EACH];
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
         for (int c = 0; c < EACH; c++) sums[r][c] = 0.0f;
-#pragma unroll 4
-    for (int t = warp; t < (int)channels; t += DOWN_WARPS) {
-        const stored *from = down + t * hidden;
-        uint32_t word = whole ? read_once((const uint32_t *)from) : word_of(from, hidden - column);
-        float scale = scale_at(scales_of(scales, t, hidden), first);
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            float a = as_float(__ldg(inner + (int64_t)(it.entry + (r < it.rows ? r : 0)) * channels + t));
-            if (FP8) a = __fmul_rn(a, scale);
+    for (int a = 0; a < AHEAD; a++) next[a] = column_words<WHOLE>(down, warp + a * DOWN_WARPS, last, hidden, column);
+#pragma unroll 1
+    for (int begin = warp; begin <= last; begin += AHEAD * DOWN_WARPS) {
 #pragma unroll
-            for (int c = 0; c < EACH; c++) sums[r][c] = __fmaf_rn(weight_of(word, c), a, sums[r][c]);
+        for (int a = 0; a < AHEAD; a++) {
+            const int t = begin + a * DOWN_WARPS;
+            const uint32_t word = next[a];
+            next[a] = column_words<WHOLE>(down, t + AHEAD * DOWN_WARPS, last, hidden, column);
+            if (t > last) continue;
+            const float scale = scale_at(scales_of(scales, t, hidden), first);
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                float x = as_float(__ldg(inner + (int64_t)(it.entry + (r < it.rows ? r : 0)) * channels + t));
+                if (FP8) x = __fmul_rn(x, scale);
+#pragma unroll
+                for (int c = 0; c < EACH; c++) sums[r][c] = __fmaf_rn(weight_of(word, c), x, sums[r][c]);
+            }
         }
     }
 #pragma unroll
@@ -115,6 +130,14 @@ template <int ROWS> DEVICE void down_of(DOWN_ARGUMENTS) {
     }
 }
 
+template <int ROWS> DEVICE void down_of_rows(DOWN_ARGUMENTS) {
+    SHARED(float, parts, DOWN_WARPS *ROWS *COLUMNS);
+    if (hidden % COLUMNS == 0)
+        down_of<ROWS, true>(parts, items, tiles, inner, hidden, channels, wide, out);
+    else
+        down_of<ROWS, false>(parts, items, tiles, inner, hidden, channels, wide, out);
+}
+
 #define INNER_CALL (items, tiles, rows, x, hidden, channels, biases, wide, inner)
 #define DOWN_CALL (items, tiles, inner, hidden, channels, wide, out)
 
@@ -122,7 +145,7 @@ KERNEL(INNER_THREADS, gate_up_1, INNER_ARGUMENTS) { inner_of_rows<1> INNER_CALL;
 KERNEL(INNER_THREADS, gate_up_2, INNER_ARGUMENTS) { inner_of_rows<2> INNER_CALL; }
 KERNEL(INNER_THREADS, gate_up_4, INNER_ARGUMENTS) { inner_of_rows<4> INNER_CALL; }
 KERNEL(INNER_THREADS, gate_up_8, INNER_ARGUMENTS) { inner_of_rows<8> INNER_CALL; }
-KERNEL(DOWN_THREADS, down_1, DOWN_ARGUMENTS) { down_of<1> DOWN_CALL; }
-KERNEL(DOWN_THREADS, down_2, DOWN_ARGUMENTS) { down_of<2> DOWN_CALL; }
-KERNEL(DOWN_THREADS, down_4, DOWN_ARGUMENTS) { down_of<4> DOWN_CALL; }
-KERNEL(DOWN_THREADS, down_8, DOWN_ARGUMENTS) { down_of<8> DOWN_CALL; }
+KERNEL(DOWN_THREADS, down_1, DOWN_ARGUMENTS) { down_of_rows<1> DOWN_CALL; }
+KERNEL(DOWN_THREADS, down_2, DOWN_ARGUMENTS) { down_of_rows<2> DOWN_CALL; }
+KERNEL(DOWN_THREADS, down_4, DOWN_ARGUMENTS) { down_of_rows<4> DOWN_CALL; }
+KERNEL(DOWN_THREADS, down_8, DOWN_ARGUMENTS) { down_of_rows<8> DOWN_CALL; }

@@ -58,7 +58,7 @@ template <int ROWS> DEVICE void few_inner(INNER_ARGUMENTS) {
     /* A tile is whole blocks. Ungated, both halves of a warp compute the same. */
     int64_t block = (up * (WIDE_MATRICES - 1) * parts + part) * INNER_WARPS + warp, first = part * INPUTS + warp * LANES;
     float y[ROWS], unit = unit_of(tiles[it.tile], of_matrices + up * (WIDE_MATRICES - 1) * (int64_t)sizeof(float));
-    multiply_block<ROWS>(tiles[it.tile] + block * block_bytes, i, records, x, x_factors, it.rows, y);
+    multiply_block<ROWS>(tiles[it.tile] + block * block_bytes, i, records, x, x_factors, y);
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         float one = in_units(y[r], unit), other = __shfl_down_sync(ALL_LANES, one, LANES);
@@ -128,8 +128,7 @@ template <int ROWS> DEVICE void few_down(DOWN_ARGUMENTS) {
             x[r] = inner + at * GROUP, x_factors[r] = of + at;
         }
         float y[ROWS], unit = unit_of(tiles[it.tile + tile], of_matrix);
-        multiply_block<ROWS>(tiles[it.tile + tile] + skipped + block * records * RECORD, i, records, x, x_factors,
-                             it.rows, y);
+        multiply_block<ROWS>(tiles[it.tile + tile] + skipped + block * records * RECORD, i, records, x, x_factors, y);
 #pragma unroll
         for (int r = 0; r < ROWS; r++)
             if (r < it.rows && block * LANES + i < outputs)

@@ -1,0 +1,60 @@
+"""The main loops of the CUDA kernels keep loads under way, by their machine code: registers and spills look
+the same where every load is waited for."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.gpu import machine_code, registers
+from benchmarks.gpu.machine_code import Loop
+from benchmarks.gpu.registers import ARCHITECTURES
+from workers.kernels.cuda.compiler import compiled
+
+# Least bytes of a lane under way, of most kernels; a lane that waits for each load of 4 bytes has 4 to 7.
+LEAST = {"int4": 28, "bf16": 18}
+FOUR_UNITS = 16  # of kernels of 32 rows, which have the registers for one record only
+CASES = [("int4", one) for one in ARCHITECTURES] + [("bf16", 90)]
+CASES += [pytest.param("bf16", one, marks=pytest.mark.slow) for one in ARCHITECTURES if one != 90]
+
+
+@pytest.mark.parametrize(("format", "architecture"), CASES)
+def test_loads_are_under_way_while_others_are_multiplied(format: str, architecture: int) -> None:
+    if reason := registers.missing(architecture):
+        pytest.skip(reason)
+    try:
+        machine_code.disassembler()
+    except machine_code.NoDisassembler as e:
+        pytest.skip(str(e))
+    loops = machine_code.loops(compiled(registers.program(format), divmod(architecture, 10), None))
+    found = {loop.kernel: loop.under_way for loop in loops}
+    assert {"gate_up_1", "gate_up_4", "down_1", "down_8"} <= set(found)
+    short = {
+        kernel: bytes
+        for kernel, bytes in found.items()
+        if bytes < (FOUR_UNITS if kernel.endswith("_32") else LEAST[format])
+    }
+    assert not short
+    row = min(found["gate_up_1"], found["down_1"])
+    assert row >= (72 if format == "int4" else 30)
+
+
+def test_a_loop_that_waits_for_each_load_is_told_from_one_that_loads_ahead() -> None:
+    def line(operation: str, sets: int, waits: int) -> str:
+        upper = (2 | sets << 5 | 7 << 8 | waits << 11) << 41
+        return f"        /*0010*/  {operation} R1, R2 ;  /* 0x{0:016x} */\n    /* 0x{upper:016x} */"
+
+    load = "LDG.E.NA.CONSTANT"
+
+    def loop_of(lines: list[str]) -> Loop:
+        text = "\n".join([".text.kernel:", ".L_x_1:", *lines, line("BRA `(.L_x_1)", 7, 0)])
+        (code,) = machine_code._functions(text).values()
+        found = machine_code._main_loop("kernel", code)
+        assert found is not None
+        return found
+
+    waiting = loop_of([line(load, 0, 0), line("FADD", 7, 1), line(load, 1, 0), line("FADD", 7, 2)])
+    assert waiting.loaded == 8
+    assert waiting.cycles == pytest.approx(2 * (700 + 2) + 2, abs=4)
+    ahead = loop_of([line("FADD", 7, 1), line(load, 0, 0), line("FADD", 7, 2), line(load, 1, 0)])
+    assert ahead.cycles < 0.6 * waiting.cycles
+    assert ahead.under_way > 1.6 * waiting.under_way
