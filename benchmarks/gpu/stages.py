@@ -55,7 +55,7 @@ REGISTERS = module("benchmarks.gpu.registers", "--format", "int4")
 PRIMITIVES = {"copies": 25, "latencies": 25, "host": 20, "partials": 20, "locking": 60}
 
 # Every command begins with these: nothing is measured without them.
-ENVIRONMENT = Stage("", "environment", module("benchmarks.gpu.carried", "--install"), 60, gpu=False)
+ENVIRONMENT = Stage("", "environment", module("benchmarks.gpu.carried", "--install"), 200, gpu=False)
 COMPILED = Stage("", "build", ("sh", "-c", BUILD, PYTHON, LOADED), 300, gpu=False)
 
 # Limits are for 16 cores and a disk cache without compiled kernels. Those of a command, with 45 s for the
