@@ -24,6 +24,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -97,14 +98,16 @@ def _passed(stage: Stage, output: Path) -> str:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a stage with the processes that it has started: an engine's end with their supervisor."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    """End a stage with the processes that it has started: an engine's end with their supervisor; what
+    outlives a shell, as a compiler does, is killed."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(10)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 class Command:

@@ -59,8 +59,8 @@ ENVIRONMENT = Stage("", "environment", module("benchmarks.gpu.carried", "--insta
 COMPILED = Stage("", "build", ("sh", "-c", BUILD, PYTHON, LOADED), 300, gpu=False)
 
 # Limits are for 16 cores and a disk cache without compiled kernels. Those of a command, with 45 s for the
-# environment and 90 s for the build, are together its limit at most, so that every stage is reached there; a
-# slower build takes its time from the last ones. What matters most comes first.
+# environment and 90 s for the build, are together its limit at most, so that every stage is reached there; on
+# a slower machine these two take more, from the time of the last stages. What matters most comes first.
 STAGES = (
     Stage("facts", "card", ("nvidia-smi", f"--query-gpu={CARD}", "--format=csv"), 5, table=True),
     Stage("facts", "host-bits", tests(*NATIVE), 50, gpu=False),

@@ -29,6 +29,14 @@ def found(archive: Path) -> dict[str, str]:
         return {Path(one.name).name: packed.extractfile(one).read().decode() for one in files}
 
 
+def is_running(number: int) -> bool:
+    """A process that has ended and is not waited for yet does not run."""
+    try:
+        return "zombie" not in Path(f"/proc/{number}/status").read_text()
+    except OSError:
+        return False
+
+
 def endings(archive: Path) -> dict[str, str]:
     return {one["name"]: one["ended"] for one in json.loads(found(archive)["report.json"])}
 
@@ -41,7 +49,7 @@ def test_stages_end_at_their_limits_and_the_next_go_on(tmp_path: Path, monkeypat
     writes = "import sys; open(sys.argv[1], 'w').write('{}')"
     stages = [
         python("fails", "print('words'); raise SystemExit(3)"),
-        python("hangs", "import time; time.sleep(60)", 0.3),
+        Stage("facts", "hangs", ("sh", "-c", "sleep 60 & echo $! && wait"), 2, gpu=False),
         Stage("facts", "absent", ("/nonexistent/program",), 5, gpu=False),
         python("on-gpu", "raise SystemExit(1)", gpu=True),
         python("sees", seen),
@@ -52,7 +60,7 @@ def test_stages_end_at_their_limits_and_the_next_go_on(tmp_path: Path, monkeypat
     assert endings(tmp_path / "facts.tar.gz") == {
         "build": "passed",
         "fails": "failed: exit code 3",
-        "hangs": "stopped after 0 s",
+        "hangs": "stopped after 2 s",
         "absent": "not started: No such file or directory",
         "on-gpu": "skipped: torch sees no CUDA device",
         "sees": "passed",
@@ -61,6 +69,7 @@ def test_stages_end_at_their_limits_and_the_next_go_on(tmp_path: Path, monkeypat
     assert files["fails.txt"] == "words\n"
     assert files["writes.json"] == "{}"
     assert "facts/fails.txt" in files["sees.txt"]
+    assert not is_running(int(files["hangs.txt"]))  # what a stage has started ends with it
     assert [path.name for path in tmp_path.iterdir()] == ["facts.tar.gz"]
     assert capsys.readouterr().err.endswith("no GPU: 1 of 6 stages were skipped: torch sees no CUDA device\n")
 
