@@ -51,7 +51,7 @@ survey: $(TEST_TOOLS)
 test-wheel: $(TEST_TOOLS)
 	echo "from a wheel ..." && .ci/wheel $(BIN)/python
 
-# Everything that only a GPU can show, in the folder gpu-report: some minutes, no network.
+# Everything that only a GPU can show, as archives in the folder gpu-report: half an hour at most, no network.
 gpu: $(TEST_TOOLS)
 	exec $(BIN)/python -m benchmarks.gpu
 

@@ -162,7 +162,7 @@ def compare(
                 group = {}
 
 
-def speed(recorded: Recorded, costs: Costs, share: float) -> float:
+def speed(recorded: Recorded, costs: Costs, share: float, policy: str = "tandem") -> float:
     """Microseconds of this process's time for a layer of a measured decode step: the policy, the simulated
     cache and the driver together, without reading the trace. The quickest of three runs."""
     shape = recorded.header.shape
@@ -170,7 +170,7 @@ def speed(recorded: Recorded, costs: Costs, share: float) -> float:
     steps = [step for step in recorded.steps if step.phase == "decode"]
     found = []
     for _ in range(3):
-        replay = Replay(recorded.header, make_policy(PolicyRequest("tandem"), 0), costs, capacity)
+        replay = Replay(recorded.header, make_policy(PolicyRequest(policy), 0), costs, capacity)
         replay.run(recorded.warm)
         for known in (vars(layer.router_routing) for step in steps for layer in step.layers):
             known.pop("active", None)  # it belongs to what a replay computes

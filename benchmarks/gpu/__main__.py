@@ -1,12 +1,15 @@
 """The check on a GPU: `make gpu`, or
 
-    python -m benchmarks.gpu [facts] [primitives] [engine] [--stage NAME] [--out FOLDER]
+    python -m benchmarks.gpu [facts] [primitives] [engine] [--stage NAME] [--wheels FOLDER] [--out FOLDER]
 
-Three commands of eight minutes at most each, on 16 cores: facts about the machine and correctness; what the
-cost model stands on; whole engines. The stages of a command run one after the other, each in a process of
-its own with its own limit; one that fails is reported, and the next goes on. Each writes its output into the
-folder, those that measure also their figures as JSON; `report.json` has how they ended, and short tables
-come last. Needs no network. Without a GPU the stages that need one are skipped, and one line says so.
+Three commands of less than ten minutes each, on 16 cores: facts about the machine and correctness; what the
+cost model stands on; whole engines. Each begins with a build of the C libraries, and with `--wheels` before
+it with an environment from our packages carried along (`benchmarks/gpu/carried.py`), so that a machine with
+Python, torch, a C compiler and no network is enough. Where one of these fails nothing is measured. The stages
+run one after the other, each in a process of its own with its own limit; one that fails is reported, and the
+next goes on. After each stage COMMAND.tar.gz in the folder has all that the command has found so far: the
+stages' outputs, the figures of those that measure as JSON, and `report.json`, how they ended. Short tables
+are printed last. Without a GPU the stages that need one are skipped, and one line says so.
 """
 
 from __future__ import annotations
@@ -18,29 +21,24 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-PYTHON = sys.executable
+from benchmarks.gpu.carried import PLACE
+from benchmarks.gpu.stages import COMPILED, ENVIRONMENT, FIGURES, PYTHON, STAGES, Stage
+
 ROOT = Path(__file__).parents[2]
-COMMAND_LIMIT = 480.0  # seconds of one command
+COMMAND_LIMIT = 570.0  # seconds of one command
 SHOWN = 60  # last lines of a stage's table
+SAID = 10  # last lines of a stage without which nothing is measured
 COUNTS = re.compile(r"(\d+) (passed|skipped)\b(?=[^\n]* in [\d.]+s)")  # in pytest's last line
-FIGURES = "FIGURES"  # in a command: the stage's JSON file
 NO_GPU = "f'torch {torch.__version__} sees no CUDA device'"
 GPU = f"import sys, torch; torch.cuda.is_available() or sys.exit({NO_GPU})"
-
-
-@dataclass(frozen=True)
-class Stage:
-    command: str
-    name: str
-    words: tuple[str, ...]
-    limit: float  # seconds
-    gpu: bool = True
-    table: bool = False  # its output is one
 
 
 @dataclass(frozen=True)
@@ -51,88 +49,28 @@ class Outcome:
     seconds: float
     output: str = ""  # file name
 
-
-def module(name: str, *options: str) -> tuple[str, ...]:
-    return (PYTHON, "-m", name, *options)
-
-
-def tests(*words: str) -> tuple[str, ...]:
-    return module("pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *words)
+    @property
+    def passed(self) -> bool:
+        return self.ended.startswith("passed")
 
 
-def launch(*words: str) -> tuple[str, ...]:
-    return (PYTHON, "launch.py", *words)
-
-
-def bench(shape: str) -> tuple[str, ...]:
-    model = f"--model shape:{shape} --device cuda --format int4 --backbone-dtype int4"
-    return launch("bench", *model.split(), *ALL.split(), *LENGTHS.split())
-
-
-ALL = "--policy all-host,on-demand,layerwise,fiddler,tandem --sweep cache=0.25,0.5,1"
-LENGTHS = "--prompt-len 64 --gen-len 32 --rounds 2 --ppl-tokens 0"
-BUILD = "from setuptools import setup; setup()"  # as pyproject.toml says
-LINK = "pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current"
-CARD = f"name,driver_version,{LINK},memory.total,memory.free"
-HOST = "lscpu; free -b; df -B1 /dev/shm /tmp; ulimit -a; uname -a"
-# One format, one shape.
-SMALLEST = tests("tests/gpu/test_cuda_tiles.py", "-k", "layers_have and 1-1-int4 and not int4-")
-STEPS = "tests/gpu/test_cuda_steps.py"
-WHOLE = tests(STEPS, "tests/gpu/test_cuda_quantized.py", "tests/gpu/test_channels_on_gpu.py")
-CALIBRATE = "calibrate --device cuda --text pipeline/assets/heldout/python.txt --calibrate-tokens 1024"
-CHAOS = "stress --device cuda --policy on-demand --expert-cache 0.25 --chaos kill,stop"
-
-PRIMITIVES = {"copies": 25, "latencies": 25, "host": 20, "partials": 20, "locking": 60}
-
-# Limits are for 16 cores and a disk cache without compiled kernels. Those of a command are together its limit
-# at most, so that every stage is reached. What matters most comes first.
-STAGES = (
-    Stage("facts", "build", (PYTHON, "-c", BUILD, "build_ext", "--inplace"), 90, gpu=False),
-    Stage("facts", "card", ("nvidia-smi", f"--query-gpu={CARD}", "--format=csv"), 5, table=True),
-    Stage("facts", "kernels-bits", tests("tests/gpu/test_cuda_tiles.py"), 90),
-    Stage("facts", "device-tests", tests("tests/gpu/test_cuda.py"), 75),
-    Stage("facts", "parity", tests("tests/gpu/test_cuda_parity.py"), 80),
-    Stage("facts", "quantized", WHOLE, 80),
-    Stage("facts", "computer", ("sh", "-c", HOST), 5, gpu=False),
-    Stage("facts", "machine", ("nvidia-smi", "-q"), 10),
-    Stage("facts", "links", ("nvidia-smi", "topo", "-m"), 5),
-    Stage("facts", "sanitizer", ("compute-sanitizer", "--error-exitcode", "9", *SMALLEST), 40),
-    Stage("primitives", "kernels", module("benchmarks.gpu.kernels", "--out", FIGURES), 110, table=True),
-    *(
-        Stage(
-            "primitives", name, module("benchmarks.gpu.primitives", name, "--out", FIGURES), limit, table=True
-        )
-        for name, limit in PRIMITIVES.items()
-    ),
-    Stage("primitives", "attention", module("benchmarks.gpu.attention", "--out", FIGURES), 40, table=True),
-    Stage("primitives", "doctor", launch("doctor"), 50),
-    Stage("engine", "mixtral", bench("mixtral-8x7b/8"), 110, table=True),
-    Stage("engine", "qwen3", bench("qwen3-30b-a3b/12"), 90, table=True),
-    Stage("engine", "graphs", module("benchmarks.gpu.graphs", "--out", FIGURES), 80, table=True),
-    Stage("engine", "killed", launch(*CHAOS.split()), 50),
-    Stage("engine", "memory-back", ("nvidia-smi", "--query-gpu=memory.used", "--format=csv"), 5, table=True),
-    Stage("engine", "calibrate", launch(*CALIBRATE.split()), 45),
-)
-
-
-def missing_gpu() -> str:
+def missing_gpu(python: str) -> str:
     """Returns why the stages that need a GPU cannot run; "" where there is one."""
     try:
-        done = subprocess.run([PYTHON, "-c", GPU], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        done = subprocess.run([python, "-c", GPU], cwd=ROOT, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
         return "torch does not answer"
     return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["torch fails"])[-1]
 
 
-def run(stage: Stage, folder: Path, limit: float) -> Outcome:
+def run(stage: Stage, python: str, folder: Path, limit: float) -> Outcome:
     output, began = folder / f"{stage.name}.txt", time.monotonic()
-    words = [
-        str(folder.resolve() / f"{stage.name}.json") if word == FIGURES else word for word in stage.words
-    ]
+    given = {PYTHON: python, FIGURES: str(folder.resolve() / f"{stage.name}.json")}
     with output.open("wb") as file:
         try:
             process = subprocess.Popen(
-                words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                [given.get(word, word) for word in stage.words],
+                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"}, start_new_session=True,
             )  # fmt: skip
         except OSError as e:
@@ -160,46 +98,101 @@ def _passed(stage: Stage, output: Path) -> str:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a stage with the processes that it has started: an engine's end with their supervisor."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    """End a stage with the processes that it has started: an engine's end with their supervisor; what
+    outlives a shell, as a compiler does, is killed."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(10)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
-def run_all(stages: Sequence[Stage], folder: Path) -> list[Outcome]:
-    """All of them, within the limits of their commands; the report is written after each."""
-    reason = missing_gpu()
-    outcomes: list[Outcome] = []
-    spent: dict[str, float] = {}
-    for stage in stages:
-        left = COMMAND_LIMIT - spent.get(stage.command, 0.0)
-        if stage.gpu and reason:
+class Command:
+    """One of the three, with all that it has found in an archive of `out`."""
+
+    def __init__(self, name: str, wheels: Path | None, out: Path, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.outcomes: list[Outcome] = []
+        self._archive = out / f"{name}.tar.gz"
+        self._deadline = time.monotonic() + COMMAND_LIMIT
+        self._wheels, self._python = wheels, sys.executable
+
+    def begin(self) -> bool:
+        """Make what every stage needs. Returns False, having said why, where that failed."""
+        stages = [COMPILED]
+        if self._wheels is not None:
+            words = (*ENVIRONMENT.words, str(self._wheels.resolve()))
+            stages.insert(0, replace(ENVIRONMENT, words=words))
+        for stage in stages:
+            outcome = self._run(replace(stage, command=self.name))
+            if not outcome.passed:
+                print(*self.lines(outcome, SAID), sep="\n", file=sys.stderr)
+                print(
+                    f"{self.name}: {outcome.name}: {outcome.ended}; so nothing is measured", file=sys.stderr
+                )
+                return False
+            if stage.name == ENVIRONMENT.name:
+                self._python = str(PLACE / "bin/python")
+        return True
+
+    def run(self, stages: Sequence[Stage]) -> None:
+        """Run all of them within the command's limit; the archive is written after each."""
+        reason = missing_gpu(self._python)
+        for stage in stages:
+            self._run(stage, reason if stage.gpu else "")
+        if reason:
+            number = sum(stage.gpu for stage in stages)
+            print(f"no GPU: {number} of {len(stages)} stages were skipped: {reason}", file=sys.stderr)
+
+    def _run(self, stage: Stage, reason: str = "") -> Outcome:
+        left = self._deadline - time.monotonic()
+        if reason or left < 1:
+            reason = reason or "no time is left"
             outcome = Outcome(stage.command, stage.name, f"skipped: {reason}", 0.0)
-        elif left < 1:
-            outcome = Outcome(stage.command, stage.name, "skipped: no time is left", 0.0)
         else:
             print(f"{stage.command}: {stage.name} ...", file=sys.stderr, flush=True)
-            outcome = run(stage, folder, min(stage.limit, left))
-        spent[stage.command] = spent.get(stage.command, 0.0) + outcome.seconds
-        outcomes.append(outcome)
-        report = json.dumps([asdict(one) for one in outcomes], indent=1)
-        (folder / "report.json").write_text(report + "\n")
-    if reason:
-        number = sum(stage.gpu for stage in stages)
-        print(f"no GPU: {number} of {len(stages)} stages were skipped: {reason}", file=sys.stderr)
-    return outcomes
+            outcome = run(stage, self._python, self.folder, min(stage.limit, left))
+        self.outcomes.append(outcome)
+        report = json.dumps([asdict(one) for one in self.outcomes], indent=1)
+        (self.folder / "report.json").write_text(report + "\n")
+        part = self._archive.with_suffix(".part")
+        with tarfile.open(part, "w:gz") as archive:
+            archive.add(self.folder, self.name)
+        part.replace(self._archive)  # whoever is killed meanwhile leaves the one before
+        return outcome
+
+    def lines(self, outcome: Outcome, number: int) -> list[str]:
+        """Returns the last lines of a stage's output."""
+        if not outcome.output:
+            return []
+        return (self.folder / outcome.output).read_text(errors="replace").splitlines()[-number:]
+
+
+def run_all(stages: Sequence[Stage], wheels: Path | None, out: Path) -> Iterator[Outcome]:
+    """Run the commands of these stages one after the other, and show their tables."""
+    for name in dict.fromkeys(stage.command for stage in stages):
+        with TemporaryDirectory(prefix="tandem-gpu-") as folder:
+            own = [stage for stage in stages if stage.command == name]
+            command = Command(name, wheels, out, Path(folder))
+            if command.begin():
+                command.run(own)
+            tables = {stage.name for stage in own if stage.table}
+            for one in command.outcomes:
+                if one.name in tables and (lines := command.lines(one, SHOWN)):
+                    print(f"--- {name}, {one.name}", *lines, sep="\n")
+            yield from command.outcomes
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="The check on a GPU.")
     commands = list(dict.fromkeys(stage.command for stage in STAGES))
     parser.add_argument("command", nargs="*", help=f"{', '.join(commands)}; default: all")
-    parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="folder of the report")
+    parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="folder of the archives")
     parser.add_argument("--stage", action="append", choices=[stage.name for stage in STAGES])
+    parser.add_argument("--wheels", type=Path, help="folder that `benchmarks.gpu.carried` has filled")
     arguments = parser.parse_args()
     if unknown := set(arguments.command) - set(commands):
         parser.error(f"{unknown.pop()!r} is none of {', '.join(commands)}")
@@ -210,15 +203,11 @@ def main() -> int:
         if stage.command in (arguments.command or commands)
         and (arguments.stage is None or stage.name in arguments.stage)
     ]
-    outcomes = run_all(chosen, arguments.out)
-    for stage, one in zip(chosen, outcomes, strict=True):
-        if stage.table and one.output:
-            lines = (arguments.out / one.output).read_text(errors="replace").splitlines()
-            print(f"--- {one.command}, {one.name}", *lines[-SHOWN:], sep="\n")
+    outcomes = list(run_all(chosen, arguments.wheels, arguments.out))
     for one in outcomes:
         print(f"{one.command:11} {one.name:15} {one.seconds:6.0f} s  {one.ended}")
     print(f"report: {arguments.out}")
-    return int(not all(one.ended.startswith("passed") for one in outcomes))
+    return int(not all(one.passed for one in outcomes))
 
 
 if __name__ == "__main__":
