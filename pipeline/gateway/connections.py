@@ -26,6 +26,7 @@ HEAD_SECONDS = 15.0  # from a connection, or the end of an answer, to the next r
 STALL_SECONDS = 30.0  # in which a client takes something of an answer that waits for it
 KEEP_SECONDS = 75  # that an idle connection is kept
 MOST_HEAD = 64 << 10  # bytes of a head, and of all that a client sends ahead of its turn
+LARGE_HEAD = f"the request's head has more than {MOST_HEAD >> 10} kB"
 MOST_FIELDS = 256  # of a head and of what follows a body: each becomes objects of a hundred bytes
 MOST_WAITING = 1  # requests behind the one that is answered: no client that we know sends any
 MOST_CONNECTIONS = 2048
@@ -118,7 +119,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._all = connections
         self.address = ""
         self._unanswered: deque[RequestResponseCycle] = deque()  # the first one is being answered
-        self._head = 0  # bytes of the head that is being received, or of what is ahead of its turn
+        self._head = 0  # bytes that have come of a head without an end, or of what is ahead of its turn
+        self._fields = 0  # bytes of a request's names and values
         self._in_body = False
         self._refusal = ""  # of what the parser was made to stop at
         self._acknowledged = -1  # bytes, when last looked at; -1: nothing waited for the client
@@ -185,9 +187,24 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head += len(data)
         super().data_received(data)
         if self._head > MOST_HEAD and not self.transport.is_closing():
-            self.send_400_response(f"the request's head has more than {MOST_HEAD >> 10} kB")
+            self.send_400_response(LARGE_HEAD)
+
+    def _count_head(self, size: int) -> None:
+        """Count a part of a head, which may have come whole, and with other bytes behind it."""
+        self._fields += size
+        if self._fields > MOST_HEAD:
+            self._refuse(LARGE_HEAD)
+
+    def on_message_begin(self) -> None:
+        self._fields = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_head(len(name) + len(value))
         if len(self.headers) >= MOST_FIELDS:
             self._refuse(f"the request's head has more than {MOST_FIELDS} fields")
         super().on_header(name, value)
