@@ -59,8 +59,8 @@ PROMPTS = [
     f"{words} {number}" for number in range(4) for words in ("The sea is", "In the beginning", "def f(x):")
 ]
 QUIET_SECONDS = 15.0
-AT_ONCE, HELD, COMPUTED = 64, 1900, 2  # connections in use, and held open; requests of the engine
-HOLD_SECONDS = 40.0  # at most
+AT_ONCE, HELD, COMPUTED = 64, 2500, 2  # connections in use, and held open; requests of the engine
+HOLD_SECONDS = 60.0  # at most
 PATIENCE = 60.0  # seconds for an answer
 PERIOD = 0.25  # seconds between two looks at the processes
 KEPT = 100e6
@@ -148,7 +148,8 @@ class Attacker:
 
     async def _strike(self, kind: str) -> None:
         """Send what one connection sends, and count what becomes of its requests."""
-        attack, left, rest = ATTACKS[kind], ATTACKS[kind].requests, CUT
+        attack, rest = ATTACKS[kind], CUT
+        left = 0 if attack.turns else attack.requests  # sent, and without an answer
         try:
             reader, writer = await connect(
                 self.port, f"127.0.0.{2 + self.random.randrange(SOURCES)}", small=attack.end == "hold"
@@ -161,6 +162,7 @@ class Attacker:
                     for data in self.random.choice(self.variants[kind]):
                         writer.write(data)
                         if attack.turns:
+                            left += 1
                             status, _ = await read_answer(reader)
                             self.counts[kind, str(status)] += 1
                             left -= 1
@@ -189,17 +191,20 @@ _prepared: dict[str, list[list[bytes]]] = {}
 
 def prepare(seed: int, keys: list[str]) -> None:
     """Make this process the attacker's."""
+    os.setsid()  # where Linux divides cores by sessions first, it has a share of its own
     os.setpriority(os.PRIO_PROCESS, 0, 10)
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     _prepared.update(prepared(seed, keys))
 
 
-def attack(port: int, most: int, seconds: float, seed: int) -> Counts:
-    """Run one turn of the siege in this process. Returns what became of its requests."""
+def attack(port: int, most: int, seconds: float, seed: int) -> tuple[Counts, float]:
+    """Run one turn of the siege in this process. Returns what became of its requests, and the seconds of a
+    core that it took."""
+    began = time.process_time()
     attacker = Attacker(port, most, seconds, Random(seed), _prepared)
     uvloop.run(attacker.run())
-    return attacker.counts
+    return attacker.counts, time.process_time() - began
 
 
 # --- the engine and its honest clients ------------------------------------------------------------------
@@ -324,6 +329,7 @@ class Turn:
     answers: list[float]
     cpu: dict[str, float]  # seconds, by process
     memory: dict[str, int]  # at its end
+    load: float  # programs of the machine that want a core
 
     @property
     def rate(self) -> float:
@@ -354,16 +360,24 @@ async def besiege(
                 [len(client.answers) for client in honest],
             )
             became: Counts = Counter()
+            own = 0.0
             if number % 2:
                 seed = options.seed + number
-                became = await loop.run_in_executor(pool, attack, port, share, seconds, seed)
+                became, own = await loop.run_in_executor(pool, attack, port, share, seconds, seed)
                 counts += became
             else:
                 await asyncio.sleep(QUIET_SECONDS)
             watch.look()
-            spent = {role: watch.seconds[role] - cpu[role] for role in WATCHED}
+            spent = {role: watch.seconds[role] - cpu[role] for role in WATCHED} | {"attacker": own}
             answers = [s for client, n in zip(honest, before, strict=True) for s in client.answers[n:]]
-            turn = Turn(became.total(), time.monotonic() - began, answers, spent, dict(watch.memory))
+            turn = Turn(
+                became.total(),
+                time.monotonic() - began,
+                answers,
+                spent,
+                dict(watch.memory),
+                os.getloadavg()[0],
+            )
             turns.append(turn)
             print(
                 f"turn {number + 1}: {turn.hostile} hostile requests, {turn.rate:.1f} honest answers/s",
@@ -391,12 +405,14 @@ def show(turns: list[Turn], counts: Counts, watch: Watch) -> None:
     table = Table("turn", "s", "hostile/s", "honest answers/s", "median s", "longest s", title="Turns")
     for role in WATCHED:
         table.add_column(f"{role}: cores, MB at the end")
+    table.add_column("attacker: cores")
+    table.add_column("load")
     for number, turn in enumerate(turns, 1):
         times = turn.answers or [float("nan")]
         of_clients = [f"{turn.rate:.1f}", f"{median(times):.3f}", f"{max(times):.2f}"]
         of_roles = [f"{turn.cpu[r] / turn.seconds:.2f}, {turn.memory[r] / 1e6:.0f}" for r in WATCHED]
         cells = [f"{turn.seconds:.0f}", f"{turn.hostile / turn.seconds:.0f}", *of_clients, *of_roles]
-        table.add_row(str(number), *cells)
+        table.add_row(str(number), *cells, f"{turn.cpu['attacker'] / turn.seconds:.2f}", f"{turn.load:.1f}")
     console.print(table)
     table = Table("process", "MB before", "peak", "after", "restarts", title="Memory of their own")
     for role in MODULES:

@@ -106,7 +106,7 @@ def _unfinished_head(random: Random, key: str) -> bytes:
 
 
 def _bad_key(random: Random, key: str) -> bytes:
-    return completion("".join(chr(random.randrange(33, 256)) for _ in range(random.randrange(300))))
+    return completion("".join(chr(random.randrange(33, 127)) for _ in range(random.randrange(300))))
 
 
 def _cross_site(random: Random, key: str) -> bytes:
@@ -143,15 +143,16 @@ def _files(random: Random, key: str) -> bytes:
 
 
 def _containers(random: Random, key: str) -> bytes:
-    unit = random.choice((b"[]", b"{}", b'{"a":[]}', b"[[[[[[]]]]]]", b'[{"":0}]', b"0"))
+    unit = random.choice((b"[]", b"{}", b'{"a":[]}', b"[[[[[[]]]]]]", b'[{"":0}]', b"0.5"))
     body = b'{"prompt":[' + b",".join([unit] * (_size(random, 100, 8 << 20) // (len(unit) + 1) + 1)) + b"]}"
     return request(COMPLETIONS, key, b"[" * 100_000 if random.random() < 0.1 else body)
 
 
 def _long_strings(random: Random, key: str) -> bytes:
-    text = random.choice(("x", "x ", "\U0001f600", "é\n", "{[", '"\\')) * _size(random, 1000, 1 << 20)
+    """Prompts are longer than the context."""
+    text = random.choice(("x", "x ", "\U0001f600", "é\n", "{[", '"\\')) * _size(random, 300_000, 2 << 20)
     name = random.choice(("prompt", "model", "stop", "user", "x" * 100_000))
-    return completion(key, **{name: text[: 2 << 20]})
+    return completion(key, **{name: text[: 2 << 20], "max_tokens": 1})
 
 
 def _exponents(random: Random, key: str) -> bytes:
@@ -223,7 +224,7 @@ def _grammar(random: Random, key: str) -> bytes:
 
 
 def _stream(random: Random, key: str) -> bytes:
-    return completion(key, prompt=f"{random.random()} " * random.randrange(20), max_tokens=32, stream=True)
+    return completion(key, prompt=f"{random.random()} " * random.randrange(9), max_tokens=16, stream=True)
 
 
 def _unfinished_body(random: Random, key: str) -> bytes:
@@ -236,9 +237,9 @@ def _events(random: Random, key: str) -> bytes:
 
 
 ATTACKS = {
-    "pipelines": Attack(0.2, _pipeline, BURST),
-    "bad heads": Attack(0.17, _bad_head),
-    "bad keys": Attack(0.15, _bad_key, TURNS, turns=True),
+    "pipelines": Attack(0.3, _pipeline, BURST),
+    "bad heads": Attack(0.15, _bad_head),
+    "bad keys": Attack(0.17, _bad_key, TURNS, turns=True),
     "cross-site": Attack(0.1, _cross_site, TURNS, turns=True),
     "wrong paths": Attack(0.1, _nothing_there, TURNS, turns=True),
     "contradicting lengths": Attack(0.05, _framing),
@@ -247,12 +248,12 @@ ATTACKS = {
     "unfinished heads": Attack(0.03, _unfinished_head, end="hold"),
     "heads, abandoned": Attack(0.03, _unfinished_head, end="drop"),
     "files, not read": Attack(0.02, _files, 2, end="hold"),
-    "values": Attack(0.05, _values),
-    "containers": Attack(0.005, _containers),
+    "values": Attack(0.03, _values),
+    "containers": Attack(0.003, _containers),
     "long strings": Attack(0.002, _long_strings, computed=True),
-    "exponents": Attack(0.005, _exponents),
+    "exponents": Attack(0.003, _exponents),
     "half pairs": Attack(0.003, _half_pairs),
-    "bombs": Attack(0.002, _bomb),
+    "bombs": Attack(0.001, _bomb),
     "chunks and trailers": Attack(0.01, _trailers),
     "grammars": Attack(0.001, _grammar, computed=True),
     "streams, not read": Attack(0.001, _stream, end="hold", computed=True),

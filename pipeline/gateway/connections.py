@@ -220,8 +220,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._note_progress()
 
     def on_body(self, body: bytes) -> None:
-        self._note_progress()
-        if len(self._unanswered) > 1 and self._head > MOST_HEAD:
+        if len(self._unanswered) <= 1:
+            self._head = 0
+        elif self._head > MOST_HEAD:
             self._refuse("too much before an answer")
         super().on_body(body)
 
