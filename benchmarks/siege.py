@@ -58,7 +58,7 @@ TOKENS = 16
 PROMPTS = [
     f"{words} {number}" for number in range(4) for words in ("The sea is", "In the beginning", "def f(x):")
 ]
-QUIET_SECONDS = 15.0
+QUIET_SECONDS = 12.0
 AT_ONCE, HELD, COMPUTED = 64, 2500, 2  # connections in use, and held open; requests of the engine
 HOLD_SECONDS = 60.0  # at most
 PATIENCE = 60.0  # seconds for an answer
