@@ -214,25 +214,6 @@ def second_rounding(needs: Needs) -> str:
     return f"the experts are {needs.rounded} in the file, kept as {needs.format}: a second rounding{cost}"
 
 
-def longer_context(source: ModelSource, now: Situation, plan: Plan) -> list[str]:
-    """A line for each option of SMALLER by which the context becomes longer than the plan's: with the most
-    exact of the formats that make it longest."""
-    lines = []
-    for name, option in SMALLER.items():
-        plans = [
-            (other, getattr(config, name))
-            for config in _smaller(now.config, name)
-            for other in [now.plan(config, every_format(source, config, (plan.needs.format,)))]
-            if other is not None and other.context > plan.context
-        ]
-        if plans:
-            best, dtype = max(
-                plans, key=lambda of: (of[0].context, of[0].needs.backbone, of[0].needs.kv_token)
-            )
-            lines.append(f"{option} {dtype}: a context of {best.context} tokens instead of {plan.context}")
-    return lines
-
-
 def _smaller(asked: EngineConfig, name: str) -> Iterator[EngineConfig]:
     """The configuration with each format that an option of SMALLER takes, none where there is no option."""
     formats = next((o.value for o in OPTIONS_TABLE if o.key == name), None)

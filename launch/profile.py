@@ -96,16 +96,8 @@ class PhaseProfile:
 
     @property
     def device_busy(self) -> float:
-        """Share of the time in which the device computed: by its own clock where it has timed steps, else as
-        seen from the host."""
-        timed = self.device_timed
-        return sum(self.shares[cause] for cause in COMPUTING) if timed is None else timed
-
-    @property
-    def device_timed(self) -> float | None:
-        """The share by the device's own clock, if it has timed steps."""
-        timed = self.tree["device_timed"]
-        return min(1.0, float(timed["busy_s"]) / float(timed["of_s"])) if timed["of_s"] else None
+        """Share of the time in which the device computed, as seen from the host."""
+        return sum(self.shares[cause] for cause in COMPUTING)
 
     @property
     def link_busy(self) -> float:

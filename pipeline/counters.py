@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +15,8 @@ from pipeline.arrays import PHASES, IntArray, Phase
 from pipeline.policies.view import Gated
 from shm.mask import Tally
 
-if TYPE_CHECKING:
-    from pipeline.device.base import Device
-
 Part = Literal["attention", "read", "plan", "submit", "shared", "device", "link", "wait", "combine", "head"]
 PARTS: tuple[Part, ...] = get_args(Part)
-LAUNCHING: tuple[Part, ...] = ("attention", "shared", "device", "combine", "head")
-TIMED = 16  # of so many steps one is timed by the device's clock: its marks take about 2 us each
 WINDOW = 16  # steps after which predictions are judged
 LEAST = 64  # tiles that must have landed for a judgement
 USEFUL_SHARE = 0.5  # of those tiles, that must have been used
@@ -136,7 +131,6 @@ class PhaseCounters:
     fetched_tiles: int = 0  # over the link
     host_busy: float = 0.0  # seconds, of each layer's longest Work
     link_busy: float = 0.0  # seconds of copies to the device
-    timed: float = 0.0  # seconds of the steps that the device's own clock has timed
     masked_channels: int = 0  # of the tiles in layers with a mask
     kept_channels: int = 0  # of those, read: some row keeps them
     fidelity: Fidelity = field(default_factory=Fidelity)
@@ -148,7 +142,6 @@ class PhaseCounters:
         self.hit_tiles: NDArray[np.int64] = np.zeros(self.layers, np.int64)  # of them, resident
         # the same memory, in which Python changes single numbers sooner
         self._counts = self.active.data, self.active_tiles.data, self.hits.data, self.hit_tiles.data
-        self.device_seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)  # by the device's clock
         # by part and layer; the last number of each part: outside layers
         self.seconds: dict[Part, list[float]] = {part: [0.0] * (self.layers + 1) for part in PARTS}
 
@@ -235,42 +228,26 @@ class PrefetchMeter:
 class StepClock:
     """Divides a step's time: `mark(part)` adds the time since the previous mark to that part. On an
     asynchronous device a part counts the host's time; the device's own appears where the host waits for it
-    ("read"). There some steps are timed by the device's clock too, by marks in its stream: it computes in the
-    parts of LAUNCHING, and in the others it waits for the host or for tiles."""
+    ("read")."""
 
     def __init__(
-        self,
-        counters: PhaseCounters,
-        device: Device | None = None,
-        copied: Callable[[], tuple[int, float]] = lambda: (0, 0.0),
+        self, counters: PhaseCounters, copied: Callable[[], tuple[int, float]] = lambda: (0, 0.0)
     ) -> None:
         """`copied`: the tiles that were moved so far, and the seconds of that."""
         self._copied, (_, self._before) = copied, copied()
         self.counters, self._seconds = counters, counters.seconds
-        self._marks: list[tuple[Part, Any]] = []
-        timed = device is not None and not device.on_host and counters.steps % TIMED == TIMED // 2
-        self._device = device if timed else None
-        self._first = None if self._device is None else self._device.time_mark()
-        self._began = self._last = time.perf_counter()
+        self._last = time.perf_counter()
         self.layer = 0  # to which the time is added
 
     def mark(self, part: Part) -> None:
         now = time.perf_counter()
         self._seconds[part][self.layer] += now - self._last
         self._last = now
-        if self._device is not None:
-            self._marks.append((part, self._device.time_mark()))
 
     def finish(self, part: Part) -> None:
         """End the step, of which all that was launched was waited for; the rest is as `mark`."""
         self.mark(part)
         self.counters.link_busy += self._copied()[1] - self._before
-        if self._device is not None:
-            before = self._first
-            for part, mark in self._marks:
-                self.counters.device_seconds[part] += self._device.seconds_between(before, mark)
-                before = mark
-            self.counters.timed += self._last - self._began
 
 
 class Counters:
@@ -292,7 +269,6 @@ def _tree(c: PhaseCounters, tile_bytes: int, channel_bytes: float) -> dict[str, 
         "channels": dict(vars(c.channels)),
         "host_busy_s": c.host_busy,
         "link_busy_s": c.link_busy,
-        "device_timed": {"of_s": c.timed, "busy_s": sum(c.device_seconds[part] for part in LAUNCHING)},
         "seconds": {part: sum(seconds) for part, seconds in c.seconds.items()},
         "layers": {
             "seconds": {part: seconds[:-1] for part, seconds in c.seconds.items()},

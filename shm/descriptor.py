@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,20 +37,6 @@ THRESHOLD, SHARE = 12, 13  # of its numbers of 4 bytes
 
 Int32 = NDArray[np.int32]
 Descriptor = Int32  # one-dimensional and contiguous
-
-
-class Parts(NamedTuple):
-    """The parts of a descriptor; the arrays are the descriptor's own memory."""
-
-    generation: int
-    seq: int
-    layer: int
-    items: Int32
-    offsets: Int32
-    rows: Int32
-    weights: Float32
-    x_rows: int
-    mask: tuple[float, float]  # threshold, share
 
 
 def numbers(items: int, rows: int) -> int:
@@ -88,27 +74,3 @@ def describe(
     head.view(np.float32)[[THRESHOLD, SHARE]] = mask.threshold, mask.share
     lists = np.asarray(offsets, np.int32), np.asarray(rows, np.int32), np.asarray(weights, np.float32)
     return np.concatenate([head, items.ravel(), *(each.view(np.int32) for each in lists)])
-
-
-def parts_of(descriptor: Descriptor) -> Parts:
-    """Raises IndexError where the parts would not lie in the descriptor; the numbers in them are not
-    checked."""
-    if len(descriptor) < HEADER:
-        raise IndexError("arrays larger than their memory")
-    head = head_of(descriptor).tolist()
-    items, rows, x_rows = head[ITEMS : X_ROWS + 1]
-    offsets, first = HEADER + 3 * items, HEADER + 4 * items + 1
-    if min(items, rows, x_rows) < 0 or first + 2 * rows > len(descriptor):
-        raise IndexError("arrays larger than their memory")
-    floats = descriptor.view(np.float32)
-    return Parts(
-        head[GENERATION],
-        head[SEQ],
-        head[LAYER],
-        descriptor[HEADER:offsets].reshape(items, 3),
-        descriptor[offsets:first],
-        descriptor[first : first + rows],
-        floats[first + rows : first + 2 * rows],
-        x_rows,
-        (float(floats[THRESHOLD]), float(floats[SHARE])),
-    )

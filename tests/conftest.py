@@ -47,7 +47,6 @@ LONGEST = (
     "launch/test_calibrate.py",
     "launch/test_stress.py",
     "kernels/test_cuda_compiler.py",
-    "kernels/test_cuda_kernels.py",
     "gateway/test_pages.py",
     "launch/test_doctor.py",
     "faults/test_poisoned_work.py",

@@ -22,7 +22,6 @@ from launch.planning import (
     Situation,
     every_format,
     formats,
-    longer_context,
     reasons,
     refusal,
     situation,
@@ -54,7 +53,6 @@ class ModelPlan:
     rows: Sequence[Plan]
     chosen: Plan | None
     why: Sequence[str]
-    longer: Sequence[str]  # lines about options that make the context longer
 
     @classmethod
     def of(cls, source: ModelSource, now: Situation) -> ModelPlan:
@@ -70,8 +68,7 @@ class ModelPlan:
             return now.plan(replace(now.config, format=needs.format), [needs]) or now.smallest(needs)
 
         why = [refusal(source, now, allowed)] if chosen is None else reasons(chosen, now, allowed)
-        longer = longer_context(source, now, chosen) if chosen is not None else []
-        return cls(source, now, [row(needs) for needs in each], chosen, why, longer)
+        return cls(source, now, [row(needs) for needs in each], chosen, why)
 
     @property
     def formats(self) -> list[FormatName]:
@@ -88,7 +85,6 @@ class ModelPlan:
             "policy": now.config.policy,
             "chosen": None if resolved is None else {name: getattr(resolved, name) for name in OPTIONS},
             "why": list(self.why),
-            "longer_context": list(self.longer),
             "formats": [
                 {
                     "format": plan.needs.format,
@@ -211,6 +207,3 @@ def _verdict(plan: ModelPlan) -> Iterator[Text]:
     yield Text("It fits. An engine would start with", style="bold green")
     yield Text("  " + " ".join(words if plan.chosen.slab else words[:-1]))
     yield from dim(f"  {line}" for line in plan.why)
-    if plan.longer:
-        yield Text("A longer context:", style="bold")
-        yield from (Text(f"  {line}") for line in plan.longer)

@@ -164,7 +164,7 @@ class Engine:
         observers = self.observers if counted else []
         self.memory.count_in(counters)
         self.poll_children()
-        clock = StepClock(counters, self.device, self.memory.copied)
+        clock = StepClock(counters, self.memory.copied)
         sequences = tuple(item.span.kv.id for item in inputs for _ in item.span.tokens)
         self.timing.begin_step(phase)
         driver.begin_step(phase, sequences, live, self.timing.costs)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipeline.arrays import FloatArray, IntArray
@@ -69,10 +69,7 @@ class GenericBackbone:
         self.fused = fuse_norms(self._decoder, precision.device)  # modules computed in one pass
         self._packing = Packing(self._decoder)
         self._packing.cache = StepCache(observed.cache, self.kept)
-        self.calls = [
-            GenericCall(self, number, tap, [Sibling(*s) for s in siblings])
-            for number, (tap, siblings) in enumerate(zip(taps, observed.siblings, strict=True))
-        ]
+        self.calls = [GenericCall(self, number, tap) for number, tap in enumerate(taps)]
         for layer, call in zip(self.layers, self.calls, strict=True):
             bias = getattr(layer.experts, "down_proj_bias", None)
             call.down_bias = bias if isinstance(bias, Tensor) and bias.numel() else None
@@ -188,36 +185,15 @@ class GenericStep:
         return answers(backbone.head, backbone.facts.vocabulary, backbone.device, self._h, inputs)
 
 
-class Sibling:
-    """A module beside the experts that computes from the router's input alone, such as shared experts: it may
-    be computed before its turn."""
-
-    def __init__(self, module: nn.Module, dims: int) -> None:
-        self._own, self._dims = module.forward, dims
-        self._ready: Tensor | None = None
-        module.forward = self._called
-
-    def compute(self, x: Tensor) -> None:
-        self._ready = self._own(x.view(*(1,) * (self._dims - 2), -1, x.shape[-1]))
-
-    def forget(self) -> None:
-        """A step may have failed before the module's turn."""
-        self._ready = None
-
-    def _called(self, x: Tensor) -> Tensor:
-        y, self._ready = self._ready, None
-        return self._own(x) if y is None else y
-
-
 class GenericCall:
     """One layer at its experts: a LayerCall."""
 
     x: Tensor
     down_bias: Tensor | None = None  # float32 [E, H]
 
-    def __init__(self, backbone: GenericBackbone, layer: int, tap: Tap, siblings: Sequence[Sibling]) -> None:
+    def __init__(self, backbone: GenericBackbone, layer: int, tap: Tap) -> None:
         self.layer = layer
-        self._backbone, self._tap, self._siblings = backbone, tap, siblings
+        self._backbone, self._tap = backbone, tap
         self._read: list[Tensor] = []
         self._choice: tuple[Tensor, Tensor]
 
@@ -225,8 +201,6 @@ class GenericCall:
         """In place of the experts module: x [R, H], index and weights [R, k] where the module chose."""
         self.x = x
         self._choice = index, weights
-        for sibling in self._siblings:
-            sibling.forget()
         y = self._backbone._experts(self)
         return torch.zeros_like(x) if y is None else y
 
@@ -243,9 +217,7 @@ class GenericCall:
         return self._backbone.device.to_host(*self._read)
 
     def shared(self) -> None:
-        """Compute what stands beside the experts; the model adds it."""
-        for sibling in self._siblings:
-            sibling.compute(self._tap.x)
+        """The model computes shared experts itself, once it has the others' output."""
 
     def expert_bias(self, experts: IntArray, weights: FloatArray) -> Tensor | None:
         """The sum of the experts' down biases [R, H], for experts and weights [R, k]; None without any."""

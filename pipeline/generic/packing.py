@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,8 +25,6 @@ from pipeline.generic import attention
 from pipeline.generic.caches import PerSequence, Rows, StepCache
 
 CACHE = "cache"  # the argument of what takes one
-# modules of transformers whose wrappers of a forward do nothing here: old names, gradient checkpoints
-WRAPPERS = ("transformers.utils.deprecation", "transformers.modeling_layers")
 
 
 class Packing:
@@ -39,8 +37,6 @@ class Packing:
         self.mixers = dict(mixers_of(decoder))
         self.rows: set[type[nn.Module]] = set()  # kinds of mixers that are called once for all sequences
         self._step: Sequence[Rows] = ()  # of several sequences
-        for module in decoder.modules():
-            _unwrap(module)
         for mixer in self.mixers.values():
             mixer.forward = self._split(mixer, mixer.forward)
             for module in mixer.modules():
@@ -136,20 +132,6 @@ def _taking_cache(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module
             yield f"{name}.{child_name}", child
         else:
             yield from _taking_cache(f"{name}.{child_name}", child)
-
-
-def _unwrap(module: nn.Module) -> None:
-    """Let a module's forward be called without the wrappers that do nothing here."""
-    function: Any = type(module).forward
-    inner = function
-    while (
-        isinstance(inner, FunctionType)
-        and inner.__globals__["__name__"] in WRAPPERS
-        and hasattr(inner, "__wrapped__")
-    ):
-        inner = inner.__wrapped__
-    if inner is not function and "forward" not in vars(module):
-        module.forward = MethodType(inner, module)
 
 
 def _wrap_functions(modeling: Any) -> None:

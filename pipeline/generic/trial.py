@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -37,10 +37,6 @@ EXACT, ROUNDED, CACHED = 2e-4, 0.05, 0.1
 log = logging.getLogger(__name__)
 
 
-# modules called after a layer's experts on its router's input, with the dimensions of their argument
-Siblings = list[tuple[nn.Module, int]]
-
-
 @dataclass(frozen=True)
 class Observed:
     """What one forward of the model as it was made has shown."""
@@ -50,7 +46,6 @@ class Observed:
     cache: Cache
     kept: list[LayerKept]
     routers: list[Seen]
-    siblings: list[Siblings]  # by layer
     attention: attention.Calls
 
 
@@ -84,7 +79,6 @@ def observe(skeleton: Skeleton, vocabulary: int) -> Observed:
         cache,
         kept_by(cache, TOKENS, skeleton.decoder),
         [layer.seen() for layer in watched],
-        [layer.siblings for layer in watched],
         calls,
     )
 
@@ -98,27 +92,19 @@ def new_cache(decoder: nn.Module) -> Cache:
 
 
 class _Watched:
-    """Records what one layer's router and experts are given, and what is called after them."""
+    """Records what one layer's router and experts are given."""
 
     def __init__(self, layer: MoeLayer) -> None:
         self._layer = layer
         self._seen: Seen | None = None
         self.called = False  # the experts
-        self.siblings: Siblings = []
-        self._own: list[tuple[nn.Module, Any]] = []
         vars(layer.experts)["tandem_call"] = self._experts
-        self._watch(layer.router, self._router)
-        for module in layer.owner.children():
-            if module not in (layer.router, layer.experts):
-                self._watch(module, self._sibling)
+        self._before = vars(layer.router).get("forward")
+        self._own = layer.router.forward
+        layer.router.forward = self._router
 
-    def _watch(self, module: nn.Module, instead: Callable[..., Any]) -> None:
-        own = module.forward
-        self._own.append((module, vars(module).get("forward")))
-        module.forward = lambda *args, **kwargs: instead(module, own, *args, **kwargs)
-
-    def _router(self, module: nn.Module, own: Callable[..., Any], x: Tensor, *more: Any, **named: Any) -> Any:
-        outputs = own(x, *more, **named)
+    def _router(self, x: Tensor, *more: Any, **named: Any) -> Any:
+        outputs = self._own(x, *more, **named)
         self._seen = Seen(x, (more, named), tuple(outputs))
         return outputs
 
@@ -128,24 +114,16 @@ class _Watched:
         seen.experts, seen.weights = index.reshape(len(x), -1), weights.reshape(len(x), -1)
         return output_of(x)
 
-    def _sibling(self, module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.called and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-            (x,) = args
-            if x.data_ptr() == self.seen().x.data_ptr() and x.numel() == self.seen().x.numel():
-                self.siblings.append((module, x.dim()))
-        return own(*args, **kwargs)
-
     def seen(self) -> Seen:
         if self._seen is None:
             raise ModelError(f"the router of {self._layer.name} was not called before its experts")
         return self._seen
 
     def restore(self) -> None:
-        for module, forward in self._own:
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
+        if self._before is None:
+            del self._layer.router.forward
+        else:
+            self._layer.router.forward = self._before
 
 
 class Trial:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
@@ -59,22 +59,6 @@ class Balanced:
     def pays(self) -> bool:
         """True where the device alone, with every tile there, saves more than ordering an expert takes."""
         return self.alone - self.there > self.fixed.fetch
-
-    @cached_property
-    def gain(self) -> float:
-        """Seconds that the layer would save if one more tile were resident, of the group where that saves
-        most; 0 where all are."""
-        best = 0.0
-        if self.leaves:
-            return best
-        for index, group in enumerate(self.groups):
-            if group.missing:
-                others = [replace(other) for other in self.groups]
-                others[index].resident += 1
-                others[index].missing -= 1
-                others[index].lacking = min(group.lacking, others[index].missing)
-                best = max(best, self.seconds - balance(others, self.fixed).seconds)
-        return best
 
 
 class _Table:

@@ -8,28 +8,17 @@ linear, so experts with equally many rows are alike and form one *group*, of whi
 device takes resident tiles first, then missing ones, expert after expert.
 
 `balance` begins with everything on the host and moves tiles to the device, those first that save most host
-time for a second of the device or of the link, until another one would make the device the later side. Whole
-tiles leave a gap; where it is worth more than 1 %, other counts are tried: every cut of a small layer,
-otherwise those of a few groups around the answer.
+time for a second of the device or of the link, until another one would make the device the later side. What
+is left to gain is less than a tile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, inf, prod
+from math import ceil, inf
 from operator import itemgetter
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
-
-GAP = 0.01  # of the layer's seconds, that is worth a search
-SEARCHED = 1024  # counts that are tried, at most
-VARIED = 5  # groups that they vary
-
-Floats = NDArray[np.float64]
-Counts = NDArray[np.integer]
 
 
 class Fixed(NamedTuple):
@@ -75,19 +64,14 @@ def balance(groups: Sequence[Group], fixed: Fixed) -> Sides:
     if alone.seconds <= _least_with_device(groups, fixed):
         _take(groups, [0] * len(groups))
         return alone
-    best, bound, by_link = _in_order(groups, fixed, by_link=True)
+    best, by_link = _in_order(groups, fixed, by_link=True)
     if len(groups) > 1:
         if not by_link:
             taken = [group.taken for group in groups]
-            other, other_bound, _ = _in_order(groups, fixed, by_link=False)
-            if max(other) < max(best):
-                best, bound = other, other_bound
-            else:
+            other, _ = _in_order(groups, fixed, by_link=False)
+            if max(other) >= max(best):
                 _take(groups, taken)
         best = sides(groups, fixed)
-        every = prod(group.tiles + 1 for group in groups) <= SEARCHED
-        if every or max(best) > (1 + GAP) * bound:
-            best = _search(groups, fixed, best, every)
     missing = sum([group.missing for group in groups])
     # all of it on the device needs no exchange: better, unless the link alone takes longer
     if best.host and not (missing and fixed.tile * missing > best.seconds):
@@ -148,10 +132,10 @@ def _take(groups: Sequence[Group], taken: Sequence[int]) -> None:
         group.taken = count
 
 
-def _in_order(groups: Sequence[Group], fixed: Fixed, by_link: bool) -> tuple[Sides, float, bool]:
+def _in_order(groups: Sequence[Group], fixed: Fixed, by_link: bool) -> tuple[Sides, bool]:
     """Move tiles to the device in the order of the host's time that each saves for a second of the device;
     with `by_link`, for a second of the link where a missing tile takes longer there. Returns what it reaches,
-    what parts of tiles would reach, and whether the link is what ends late."""
+    and whether the link is what ends late."""
     begins, launch, waits, tile, fetch = fixed
     order = []
     left, host = 0, 0.0  # of the host
@@ -206,67 +190,7 @@ def _in_order(groups: Sequence[Group], fixed: Fixed, by_link: bool) -> tuple[Sid
                 fetches += group.lacking
                 last = later
             continue
-        early, late = now_host - now_device, high_device - high_host
-        bound = now_host - (now_host - high_host) * early / (early + late)
         group.taken += high if high_device < now_host else low
         better = Sides(high_host, high_device) if high_device < now_host else Sides(now_host, now_device)
-        return better, bound, linked
-    return Sides(now_host, now_device), now_host, True
-
-
-def _search(groups: Sequence[Group], fixed: Fixed, best: Sides, every: bool) -> Sides:
-    """Try `every` count, or those around the answer."""
-    counts = [np.arange(group.tiles + 1) for group in groups]
-    if not every:
-        varied = _boundary(groups)
-        width = int(SEARCHED ** (1 / len(varied)))
-        for index, group in enumerate(groups):
-            if index in varied:
-                low = max(0, min(group.taken - width // 2, group.tiles + 1 - width))
-                counts[index] = np.arange(low, min(low + width, group.tiles + 1))
-            else:
-                counts[index] = np.arange(group.taken, group.taken + 1)
-    if fixed.tile == inf:
-        counts = [tried[tried <= group.resident] for group, tried in zip(groups, counts, strict=True)]
-    host, device = _ends(groups, counts, fixed)
-    later = np.maximum(host, device)
-    places = np.unravel_index(later.argmin(), later.shape)
-    sides_there = Sides(float(host[places]), float(device[places]))
-    if max(sides_there) >= max(best):
-        return best
-    _take(groups, [int(tried[place]) for tried, place in zip(counts, places, strict=True)])
-    return sides_there
-
-
-def _boundary(groups: Sequence[Group]) -> list[int]:
-    """The groups whose counts are worth varying: those that are divided, and those of the smallest tiles,
-    which close a gap best."""
-    order = sorted(range(len(groups)), key=lambda index: groups[index].host)
-    order.sort(key=lambda index: groups[index].taken in (0, groups[index].resident, groups[index].tiles))
-    return order[:VARIED]
-
-
-def _ends(groups: Sequence[Group], counts: Sequence[Counts], fixed: Fixed) -> tuple[Floats, Floats]:
-    """Returns the ends of both sides, as `sides` has them, for every combination of these counts: an axis for
-    each group."""
-    open_mesh = list(zip(groups, np.ix_(*counts), strict=True))
-    zero = np.zeros([len(tried) for tried in counts])
-    left, host, here, landed, began = zero, zero, zero, zero + fixed.link, zero > 0
-    for group, tried in open_mesh:
-        rest = group.tiles - tried
-        left = left + rest
-        host = host + rest * group.host
-        here = here + np.minimum(tried, group.resident) * group.device
-    device = fixed.launch + here
-    # group after group, as its tiles land: the device computes each once it is there and it has time
-    for group, tried in open_mesh:
-        missing = np.maximum(tried - group.resident, 0)
-        if not missing.any():
-            continue
-        first = landed + (fixed.fetch + fixed.tile)
-        share = group.lacking / group.missing
-        landed = landed + (fixed.fetch * np.ceil(missing * share) + fixed.tile * missing)
-        ends = np.maximum(np.maximum(device, first) + missing * group.device, landed + group.device)
-        device = np.where(missing > 0, ends, device)
-        began = began | (missing > 0)
-    return np.where(left > 0, fixed.host + host, 0.0), np.where(began | (here > 0), device, 0.0)
+        return better, linked
+    return Sides(now_host, now_device), True

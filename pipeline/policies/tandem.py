@@ -195,7 +195,7 @@ class Tandem(Policy):
             if view.residency[self._moving] < self._worth.target[self._moving]:
                 return ()
             self._moving = None
-        if not (balanced.pays and balanced.gain):
+        if balanced.leaves or not balanced.pays:
             return ()
         tiles = view.shape.tiles
         outside = worth.value[layer] * (worth.target[layer] == 0)

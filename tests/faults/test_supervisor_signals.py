@@ -29,10 +29,8 @@ TERMINAL = shutil.which("setsid")
 @pytest.mark.parametrize(
     ("child", "signals"),
     [
-        ("loader", [signal.SIGTERM]),
         ("loader", [signal.SIGHUP]),
         ("coordinator", [signal.SIGTERM]),
-        ("coordinator", [signal.SIGHUP]),
         ("coordinator", [signal.SIGINT, signal.SIGINT]),
     ],
 )

@@ -18,7 +18,6 @@ from waiting import until
 from protocol.client import Client
 from protocol.messages import ChatMessage
 
-openai = pytest.importorskip("openai")
 QUESTION = [{"role": "user", "content": "What is a list?"}]
 BROKEN_CALL = {"id": "1", "function": {"name": "f", "arguments": '{"a": NaN}'}}
 WRONG_SCHEMA = {"type": "json_schema", "schema": {"type": "x"}}
@@ -28,6 +27,7 @@ CALLED = "messages[0].tool_calls[0].function"
 
 @pytest.fixture(scope="module")
 def client(served: Served) -> Iterator[Any]:
+    openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 

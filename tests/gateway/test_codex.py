@@ -10,6 +10,8 @@ import logging
 import shutil
 import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise, takewhile
 from operator import eq
 from types import SimpleNamespace
@@ -34,9 +36,9 @@ from gateway_engine import Served, serve
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from pipeline.assets import model_dir
-from pipeline.gateway import responses
+from pipeline.gateway import bodies, responses
 from pipeline.gateway.answers import ChatEvent
-from pipeline.gateway.bodies import fitting, note_once
+from pipeline.gateway.bodies import fitting
 from pipeline.gateway.call import MOST_BYTES
 from pipeline.gateway.content_coding import inflated
 from pipeline.gateway.errors import ApiError
@@ -49,7 +51,8 @@ from pipeline.text.chat_history import as_template_reads
 from pipeline.text.chat_output import Part
 from protocol.messages import VERSION, Welcome
 
-openai = pytest.importorskip("openai")
+if find_spec("openai") is None:  # to import it takes a while, in each of several processes
+    pytest.skip("of the extra `dev`", allow_module_level=True)
 pydantic = pytest.importorskip("pydantic")
 zstandard = pytest.importorskip("zstandard")
 CONTEXT = 8192
@@ -63,7 +66,6 @@ CODINGS = {
     "deflate": zlib.compress,
     "identity": bytes,
 }
-EVENT = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent)
 WELCOME = Welcome(VERSION, "e", MODEL, "f", "cpu", "all-host", True, 9, CONTEXT, True, True)
 
 
@@ -87,18 +89,28 @@ def post(served: Served, body: dict[str, Any], path: str = "", coding: str = "id
         return http.post(f"/v1/responses{path}", content=content, headers=headers)
 
 
+@cache
+def event_type() -> Any:
+    """Reads JSON as strictly as the package's types have an event of a stream."""
+    from openai.types.responses import ResponseStreamEvent
+
+    return pydantic.TypeAdapter(ResponseStreamEvent)
+
+
 def streamed(answer: Any) -> list[Any]:
     """The events of an answer but later signs of life, each as strictly as the package's types have it."""
     assert answer.status_code == 200, answer.text
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
-    events = [EVENT.validate_json(line) for line in lines]
+    events = [event_type().validate_json(line) for line in lines]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     return [event for event in events if event.type != "response.in_progress" or event.sequence_number == 1]
 
 
 def whole(answer: Any) -> Any:
+    from openai.types.responses import Response
+
     assert answer.status_code == 200, answer.text
-    return openai.types.responses.Response.model_validate_json(answer.text)
+    return Response.model_validate_json(answer.text)
 
 
 def read(body: dict[str, Any], kind: TemplateKind = PLAIN_KIND) -> ResponseRequest:
@@ -163,6 +175,8 @@ def test_calls_come_back_as_the_client_knows_its_tools(
 
 
 def test_chats_have_tools_without_a_place_for_them(served: Served) -> None:
+    import openai
+
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": [{"a": 1}]}}}
         picture = {"type": "image_url", "image_url": {"url": IMAGE["image_url"]}}
@@ -178,12 +192,14 @@ def test_chats_have_tools_without_a_place_for_them(served: Served) -> None:
 
 
 def test_a_conversation_is_shortened_by_the_model(served: Served) -> None:
+    from openai.types.responses import CompactedResponse
+
     *_, body = requests()
     body["max_output_tokens"] = 24
     names = ("model", "instructions", "input", "tools", "parallel_tool_calls", "max_output_tokens")
     compact = {name: body[name] for name in names}
     answer = post(served, compact, "/compact", "zstd")
-    found = openai.types.responses.CompactedResponse.construct(**answer.json())
+    found = CompactedResponse.construct(**answer.json())
     *questions, summary = answer.json()["output"]
     assert questions == [item for item in body["input"] if item.get("role") == "user"]
     assert summary["type"] == "compaction"
@@ -281,7 +297,7 @@ async def test_a_long_prompt_is_no_silence_and_a_late_error_an_event(monkeypatch
     may, events = asyncio.Event(), []
     answer.begin = may.wait
     async for raw in answer.stream():
-        events.append(EVENT.validate_json(raw.partition(b"data: ")[2]))
+        events.append(event_type().validate_json(raw.partition(b"data: ")[2]))
         if len(events) == 5:
             may.set()
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -301,7 +317,7 @@ async def refuse() -> None:
 
 
 def test_items_are_read_as_a_chat(caplog: pytest.LogCaptureFixture) -> None:
-    note_once.cache_clear()
+    bodies._noted.clear()
     with caplog.at_level(logging.INFO, logger="pipeline.gateway"):
         *_, body = requests()
         request = read(body)

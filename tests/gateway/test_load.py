@@ -16,7 +16,7 @@ from gateway_engine import Served, serve
 from waiting import until
 
 STREAMS = 64
-TOKENS = 80
+TOKENS = 48
 
 
 @pytest.fixture(scope="module")

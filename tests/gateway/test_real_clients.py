@@ -20,9 +20,6 @@ from pipeline.assets import model_dir
 from protocol.client import Client
 from protocol.messages import Scores
 
-openai = pytest.importorskip("openai")
-anthropic = pytest.importorskip("anthropic")
-
 TEMPLATE = """\
 {{ bos_token }}{% if tools %}<|system|>{% for tool in tools %}{{ tool['function']['name'] }} {% endfor %}\
 <|end|>{% endif %}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}\
@@ -68,12 +65,14 @@ def link_weights(source: str, target: str) -> None:
 
 @pytest.fixture(scope="module")
 def client(served: Served) -> Iterator[Any]:
+    openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def claude(served: Served) -> Iterator[Any]:
+    anthropic = pytest.importorskip("anthropic")
     with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as client:
         yield client
 
@@ -249,6 +248,9 @@ def test_reasoning_is_apart(client: Any) -> None:
 
 
 def test_errors_are_the_clients_own(client: Any, claude: Any) -> None:
+    import anthropic
+    import openai
+
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="other", messages=QUESTION)
     with pytest.raises(anthropic.BadRequestError):
@@ -351,6 +353,9 @@ def test_an_agents_conversation_is_answered_to_its_end(claude: Any, served: Serv
 
 
 def test_the_model_has_the_names_that_it_is_given(client: Any, claude: Any, served: Served) -> None:
+    import anthropic
+    import openai
+
     names = [MODEL, "claude-small"]
     assert [entry.id for entry in client.models.list()] == names
     assert client.models.retrieve(names[1]).context_length == CONTEXT

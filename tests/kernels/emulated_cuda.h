@@ -7,18 +7,12 @@
  * arrives at a barrier, a block of another size than the kernel's, reads that are not aligned. */
 #pragma once
 
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <map>
+/* Of C: the containers of C++ take longer to compile than the kernels. */
 #include <setjmp.h>
-#include <string>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
 #include <ucontext.h>
-#include <utility>
-#include <vector>
 
 #define DEVICE static inline
 #define METHOD inline
@@ -26,15 +20,15 @@
 
 namespace emulation {
 
-enum { LANES_OF_WARP = 32, STACK = 1 << 17, MOST_SHARED = 48 << 10 };
+enum { LANES_OF_WARP = 32, MOST_THREADS = 1024, MOST_KERNELS = 64, STACK = 1 << 17, MOST_SHARED = 48 << 10 };
 
 struct position {
     unsigned x;
 };
 
 [[noreturn]] static void refuse(const char *what) {
-    std::fprintf(stderr, "emulated GPU: %s\n", what);
-    std::abort();
+    fprintf(stderr, "emulated GPU: %s\n", what);
+    __builtin_abort();
 }
 
 /* Where threads wait for each other. What they hand over is kept twice, because the first thread that goes on may arrive
@@ -46,25 +40,34 @@ struct barrier {
 };
 
 struct fiber {
-    std::vector<char> stack = std::vector<char>(STACK);
     ucontext_t start;
     jmp_buf state;
     bool begun, ended;
     size_t shared;
 };
 
-static std::vector<fiber> fibers;
-static std::vector<barrier> warps;
-static barrier whole;
-static std::vector<unsigned> order;
-static std::vector<char> shared;
-static std::function<void()> body;
+struct kernel {
+    const char *name;
+    unsigned threads;
+    void (*unpacked)(void **arguments);
+};
+
+static kernel kernels[MOST_KERNELS];
+static unsigned defined;
+
+static fiber fibers[MOST_THREADS];
+static char stacks[MOST_THREADS][STACK]; /* pages that no fiber has used take no memory */
+static barrier warps[MOST_THREADS / LANES_OF_WARP], whole;
+static unsigned order[MOST_THREADS];
+alignas(16) static char shared[MOST_SHARED];
+static const kernel *launched;
+static void **given;
 static jmp_buf scheduler;
 static ucontext_t origin;
 static unsigned running, moves; /* `moves`: whether a round of all fibers has changed anything */
 static position thread, block, size, grid;
 
-static uint32_t random_number() { /* a xorshift; <random> takes longer to compile than all kernels */
+static uint32_t random_number() { /* a xorshift */
     static uint32_t state = 1;
     state ^= state << 13, state ^= state >> 17, state ^= state << 5;
     return state;
@@ -88,23 +91,29 @@ static void leave(barrier &at) {
     if (--at.members > 0 && at.arrived == at.members) at.arrived = 0, at.turn++;
 }
 
+/* A fiber runs one block's thread after the other: to begin a fiber takes two calls of the system. */
 static void run_fiber() {
-    body();
-    fibers[running].ended = true, moves++;
-    leave(whole);
-    barrier &warp = warps[running / LANES_OF_WARP];
-    warp.members--;
-    if (warp.arrived) refuse("a lane has ended that others of its warp wait for");
-    _longjmp(scheduler, 1);
+    for (;;) {
+        launched->unpacked(given);
+        fibers[running].ended = true, moves++;
+        leave(whole);
+        barrier &warp = warps[running / LANES_OF_WARP];
+        warp.members--;
+        if (warp.arrived) refuse("a lane has ended that others of its warp wait for");
+        give_way();
+    }
 }
 
 static void run_block() {
     volatile unsigned left = size.x;
     whole.members = (int)size.x, whole.arrived = 0;
-    for (auto &warp : warps) warp.members = LANES_OF_WARP, warp.arrived = 0;
-    for (auto &f : fibers) f.begun = f.ended = false, f.shared = 0;
-    std::memset(shared.data(), 0xFF, shared.size());
-    for (unsigned i = size.x - 1; i > 0; i--) std::swap(order[i], order[random_number() % (i + 1)]);
+    for (unsigned w = 0; w < size.x / LANES_OF_WARP; w++) warps[w].members = LANES_OF_WARP, warps[w].arrived = 0;
+    for (unsigned i = 0; i < size.x; i++) fibers[i].ended = false, fibers[i].shared = 0;
+    memset(shared, 0xFF, sizeof shared);
+    for (unsigned i = size.x - 1; i > 0; i--) {
+        unsigned &other = order[random_number() % (i + 1)], moved = order[i];
+        order[i] = other, other = moved;
+    }
     while (left) {
         moves = 0;
         for (unsigned at = 0; at < size.x; at++) {
@@ -116,7 +125,7 @@ static void run_block() {
                 if (f.begun) _longjmp(f.state, 1);
                 f.begun = true;
                 getcontext(&f.start);
-                f.start.uc_stack.ss_sp = f.stack.data(), f.start.uc_stack.ss_size = f.stack.size();
+                f.start.uc_stack.ss_sp = stacks[running], f.start.uc_stack.ss_size = STACK;
                 f.start.uc_link = &origin;
                 makecontext(&f.start, run_fiber, 0);
                 setcontext(&f.start);
@@ -134,7 +143,7 @@ static void run_block() {
     size_t at = f.shared;
     f.shared += (bytes + 15) / 16 * 16;
     if (f.shared > MOST_SHARED) refuse("more memory of a block than every GPU has");
-    return shared.data() + at;
+    return shared + at;
 }
 
 static barrier &here() { return warps[running / LANES_OF_WARP]; }
@@ -142,31 +151,32 @@ static barrier &here() { return warps[running / LANES_OF_WARP]; }
 template <class T> T exchanged(T value, unsigned from) {
     barrier &warp = here();
     if (warp.members != LANES_OF_WARP) refuse("a shuffle with a lane that has ended");
-    std::memcpy(warp.given[warp.turn % 2][running % LANES_OF_WARP], &value, sizeof value);
+    memcpy(warp.given[warp.turn % 2][running % LANES_OF_WARP], &value, sizeof value);
     unsigned turn = arrive(warp);
     T taken;
-    std::memcpy(&taken, warp.given[turn % 2][from % LANES_OF_WARP], sizeof taken);
+    memcpy(&taken, warp.given[turn % 2][from % LANES_OF_WARP], sizeof taken);
     return taken;
 }
 
-struct kernel {
-    unsigned threads;
-    std::function<void(void **)> call;
+template <size_t... I> struct indices {};
+template <size_t N, size_t... I> struct indices_below : indices_below<N - 1, N - 1, I...> {};
+template <size_t... I> struct indices_below<0, I...> {
+    typedef indices<I...> all;
 };
 
-static std::map<std::string, kernel> &kernels() {
-    static std::map<std::string, kernel> all;
-    return all;
-}
-
-template <class... A, size_t... I>
-static std::function<void(void **)> unpacked(void (*f)(A...), std::index_sequence<I...>) {
+/* unpack<f>::call(arguments) calls a kernel. */
+template <auto f> struct unpack;
+template <class... A, void (*f)(A...)> struct unpack<f> {
     static_assert(((sizeof(A) == 8) && ...), "every argument has 8 bytes");
-    return [f](void **arguments) { f(*static_cast<A *>(arguments[I])...); };
-}
+    template <size_t... I> static void with(void **arguments, indices<I...>) {
+        f(*static_cast<A *>(arguments[I])...);
+    }
+    static void call(void **arguments) { with(arguments, typename indices_below<sizeof...(A)>::all()); }
+};
 
-template <class... A> static bool define(const char *name, unsigned threads, void (*f)(A...)) {
-    kernels()[name] = {threads, unpacked(f, std::index_sequence_for<A...>())};
+static bool define(const char *name, unsigned threads, void (*unpacked)(void **)) {
+    if (defined == MOST_KERNELS) refuse("more kernels than there is room for");
+    kernels[defined++] = {name, threads, unpacked};
     return true;
 }
 
@@ -175,19 +185,16 @@ template <class T> static T aligned(const T *from) {
     return *from;
 }
 
-static void launch(const std::string &name, unsigned blocks, unsigned threads, void **arguments) {
-    auto found = kernels().find(name);
-    if (found == kernels().end()) refuse("no such kernel");
-    if (threads != found->second.threads || threads % LANES_OF_WARP) refuse("another size of blocks than the kernel's");
+static void launch(const char *name, unsigned blocks, unsigned threads, void **arguments) {
+    launched = nullptr, given = arguments;
+    for (unsigned i = 0; i < defined; i++)
+        if (!strcmp(kernels[i].name, name)) launched = &kernels[i];
+    if (!launched) refuse("no such kernel");
+    if (threads != launched->threads || threads % LANES_OF_WARP) refuse("another size of blocks than the kernel's");
+    if (threads > MOST_THREADS) refuse("more threads than a block can have");
     size.x = threads, grid.x = blocks;
-    while (fibers.size() < threads) fibers.emplace_back();
-    warps.resize(threads / LANES_OF_WARP), order.resize(threads), shared.resize(MOST_SHARED);
-    std::vector<fiber> rest;
-    while (fibers.size() > threads) rest.push_back(std::move(fibers.back())), fibers.pop_back();
     for (unsigned i = 0; i < threads; i++) order[i] = i;
-    body = [&] { found->second.call(arguments); };
     for (unsigned b = 0; b < blocks; b++) block.x = b, run_block();
-    for (auto &f : rest) fibers.push_back(std::move(f));
 }
 
 } // namespace emulation
@@ -203,7 +210,7 @@ extern "C" void emulated_launch(const char *name, int64_t blocks, int64_t thread
 #define SHARED(type, name, count) type *name = static_cast<type *>(emulation::block_memory(sizeof(type) * (count)))
 #define KERNEL(threads, name, ...)                                                                               \
     static void name(__VA_ARGS__);                                                                               \
-    [[maybe_unused]] static bool defined_##name = emulation::define(#name, threads, name);                       \
+    [[maybe_unused]] static bool defined_##name = emulation::define(#name, threads, emulation::unpack<name>::call);                       \
     static void name(__VA_ARGS__)
 
 struct alignas(8) int2 {
@@ -229,13 +236,13 @@ template <class T> static T __shfl_down_sync(uint32_t, T value, unsigned far) {
 }
 DEVICE float __uint_as_float(uint32_t bits) {
     float number;
-    std::memcpy(&number, &bits, 4);
+    memcpy(&number, &bits, 4);
     return number;
 }
 DEVICE float __int_as_float(int32_t bits) { return __uint_as_float((uint32_t)bits); }
 DEVICE uint32_t __float_as_uint(float number) {
     uint32_t bits;
-    std::memcpy(&bits, &number, 4);
+    memcpy(&bits, &number, 4);
     return bits;
 }
 DEVICE int32_t __float_as_int(float number) { return (int32_t)__float_as_uint(number); }
@@ -245,7 +252,7 @@ DEVICE int __dp4a(int a, int b, int sum) {
 }
 DEVICE float half_number(uint32_t bits) {
     uint32_t size = bits & 0x7FFF, exponent = size < 0x7C00 ? 112u << 23 : 224u << 23;
-    float number = size < 0x400 ? std::ldexp((float)size, -24) : __uint_as_float((size << 13) + exponent);
+    float number = size < 0x400 ? __builtin_ldexpf((float)size, -24) : __uint_as_float((size << 13) + exponent);
     return bits & 0x8000 ? -number : number;
 }
 DEVICE uint32_t chosen_bytes(uint32_t low, uint32_t high, uint32_t choice) { /* PTX's prmt */
@@ -268,7 +275,7 @@ DEVICE float __fadd_rn(float a, float b) { return a + b; }
 DEVICE float __fsub_rn(float a, float b) { return a - b; }
 DEVICE float __fmul_rn(float a, float b) { return a * b; }
 DEVICE float __fdiv_rn(float a, float b) { return a / b; }
-DEVICE float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+DEVICE float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 /* PTX's m16n8k32 of int8. Lane 4 g + t holds of A the rows g (registers 0 and 2) and g + 8 (1 and 3), of each the columns
  * 4 t.. (0 and 1) and 16 + 4 t.. (2 and 3); of B column g, rows 4 t.. and 16 + 4 t..; of D rows g (0 and 1) and g + 8,
@@ -278,7 +285,7 @@ DEVICE void multiply_add(int32_t *d, const uint32_t *a, const uint32_t *b) {
     if (warp.members != 32) emulation::refuse("a product with a lane that has ended");
     unsigned lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     uint32_t *given = warp.given[warp.turn % 2][lane];
-    std::memcpy(given, a, 16), std::memcpy(given + 4, b, 8);
+    memcpy(given, a, 16), memcpy(given + 4, b, 8);
     unsigned turn = emulation::arrive(warp);
     for (unsigned c = 0; c < 4; c++)
         for (unsigned k = 0; k < 8; k++) { /* four columns of A each */

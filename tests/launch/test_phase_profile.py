@@ -25,12 +25,8 @@ def test_profile_shares_causes_and_hit_rates() -> None:
     assert profile.tiles == 120
 
 
-def test_the_devices_own_clock_goes_before_the_hosts() -> None:
-    tree = decode() | {"device_timed": {"of_s": 0.4, "busy_s": 0.1}, "link_busy_s": 0.6}
-    profile = PhaseProfile(tree, TILE)
-    assert (profile.device_timed, profile.device_busy) == (pytest.approx(0.25), pytest.approx(0.25))
-    assert profile.link_busy == pytest.approx(0.6)
-    assert PhaseProfile(decode(), TILE).device_timed is None
+def test_link_is_busy_for_a_share_of_the_time() -> None:
+    assert PhaseProfile(decode() | {"link_busy_s": 0.6}, TILE).link_busy == pytest.approx(0.6)
 
 
 def test_moved_bytes_are_tiles_times_tile_size() -> None:

@@ -21,7 +21,6 @@ from launch.planning import (
     Situation,
     every_format,
     formats,
-    longer_context,
     make_plan,
     memory_lines,
     reasons,
@@ -115,21 +114,6 @@ def test_refusal_names_options_that_would_fit() -> None:
         with pytest.raises(UsageError) as refused:
             make_plan(model, now(machine, model=model, backbone_dtype="f32"))
         assert words in str(refused.value)
-
-
-def test_formats_that_buy_context_are_named_the_most_exact_of_them() -> None:
-    model = Path("shape:mixtral-8x7b")
-    source = open_model(model)
-
-    def longer(memory: int) -> list[str]:
-        there = now(Machine(memory, memory), model=model, format="int4")
-        return longer_context(source, there, make_plan(model, there)[0])
-
-    assert longer(100 * GB) == []
-    found = "--backbone-dtype int8: a context of 8192 tokens instead of "
-    lines = longer(32_200_000_000)
-    assert [line for line in lines if line.startswith(found)]
-    assert [line for line in lines if line.startswith("--kv-dtype int8: a context of ")]
 
 
 def test_each_choice_other_than_the_default_has_a_reason() -> None:

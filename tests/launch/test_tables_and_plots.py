@@ -8,11 +8,10 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from matplotlib.container import ErrorbarContainer
-from matplotlib.figure import Figure
 
 from launch.errors import OutputFailed, WrongUsage
 from launch.terminal.format import distinct_names, percent, rate, three_digits
@@ -21,6 +20,9 @@ from launch.terminal.plot import Panel, Series, check_picture, draw
 from launch.terminal.tables import Column, Grid, Table, VisibleConsole, each, render, spreads
 from pipeline.assets import model_dir
 from shm.segment import byte_size
+
+if TYPE_CHECKING:  # to import it takes a while, in each of several processes
+    from matplotlib.figure import Figure
 
 
 @dataclass
@@ -75,12 +77,16 @@ def test_no_path_is_broken_and_a_narrow_terminal_has_the_text_below_the_name() -
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """Each figure, in place of a file."""
+    from matplotlib.figure import Figure
+
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     return figures
 
 
 def test_bars_and_lines_have_medians_and_ranges(tmp_path: Path, drawn: list[Figure]) -> None:
+    from matplotlib.container import ErrorbarContainer
+
     speeds = Panel("speed", [Series("", {"a": [900, 901, 902], "b": [10, 30]})])
     along = Panel("speed", [Series("fiddler", {16: [5.0], 1: [1.0, 3.0]})], "batch")
     draw(tmp_path / "a.PNG", [[speeds], [along]], "heading")

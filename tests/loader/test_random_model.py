@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +111,11 @@ def test_each_shape_is_listed_once() -> None:
     assert re.findall(r'^  "(.*)": {$', text, re.MULTILINE) == [*SHAPES]
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("format_name", FORMATS)
-def test_experts_of_known_shapes_need_little_padding(name: str, format_name: str) -> None:
-    shape = expert_shape(SHAPES[name], None, format_named(format_name))
-    assert shape.padded == shape.intermediate or (shape.intermediate, shape.padded) == (2880, 2944)
+def test_experts_of_known_shapes_need_little_padding() -> None:
+    for name, format_name in product(SHAPES, FORMATS):
+        shape = expert_shape(SHAPES[name], None, format_named(format_name))
+        padded = (shape.intermediate, shape.padded)
+        assert padded[0] == padded[1] or padded == (2880, 2944), (name, format_name)
 
 
 @pytest.fixture
@@ -305,15 +306,15 @@ def test_routers_choose_all_experts_about_equally_often(tiny: Path) -> None:
 
 def test_loader_draws_a_shape_without_caching_it_and_attaches_it_again(supervisor: Supervisor) -> None:
     asked = {"format": "int4", "tile": 448}  # an unusual tile, so that no running engine has this store
-    first = supervisor.load(Path("shape:mixtral-8x7b/1"), **asked)
+    first = supervisor.load(Path("shape:olmoe-1b-7b/1"), **asked)
     assert first.ready.notes[0].startswith("source random weights: 0 B read")
     assert first.stages == ["allocating", "drawing random experts"]
     assert not list(supervisor.cache.glob("*"))
-    again = supervisor.load(Path("shape:mixtral-8x7b/1"), **asked)
+    again = supervisor.load(Path("shape:olmoe-1b-7b/1"), **asked)
     assert again.ready.fingerprint == first.ready.fingerprint
     assert again.source == "attached"
     with Store.attach(store_name(first.ready.fingerprint)) as store:
-        assert store.manifest.source == "shape:mixtral-8x7b/1"
+        assert store.manifest.source == "shape:olmoe-1b-7b/1"
 
 
 def test_shape_that_does_not_fit_is_refused_before_allocation(supervisor: Supervisor) -> None:

@@ -16,6 +16,8 @@ from oracle import Oracle
 from safetensors import safe_open
 
 ROUNDING = 1e-5
+# Of the cases and of transformers, neither of which a change of the program touches.
+pytestmark = pytest.mark.slow
 SEEN = 0.1  # nats that a change must move some log-probability by: a thousand times what engines may differ
 
 

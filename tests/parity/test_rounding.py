@@ -17,6 +17,8 @@ from test_family_formats import SEEDS, TEXTS, TOKENS
 from torch import nn
 
 CASE = next(case for case in CASES if case.family == "deepseek_v2" and place(case) == 3)
+# Of the rule and of the oracle, neither of which a change of the program touches.
+pytestmark = pytest.mark.slow
 GROUP = 16  # half a group of int4: no model here has two whole ones
 OTHER_SEEDS = range(100, 105)
 

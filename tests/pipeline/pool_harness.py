@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from child_messages import LIMIT, PRINT, child_endpoint
 from clock import Clock
+from descriptor_parts import Parts, parts_of
 
 from pipeline.arrays import FloatArray
 from pipeline.config import WorkerCores
@@ -22,7 +23,7 @@ from pipeline.experts.peers import ChildServerSocket, ExitEvents
 from pipeline.experts.pool import Carrier, Compute, HostPool, Ticket
 from protocol.messages import Abandon, AttachLane, Partial, Work, WorkerDied, WorkerUp, WorkFailed
 from shm.control import ControlSegment
-from shm.descriptor import Parts, describe, parts_of
+from shm.descriptor import describe
 from shm.lane import LaneShape, Slot, WorkerLane, library
 from shm.mask import DENSE, NOTHING, Mask, Tally
 from workers.child_endpoint import ChildEndpoint

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from descriptor_parts import parts_of
 from thread_engine import engine_in_threads
 
 from pipeline.calibration import cost_probe
@@ -15,7 +16,6 @@ from pipeline.errors import PolicyError
 from pipeline.experts.division import Divided
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import Target
-from shm.descriptor import parts_of
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")

@@ -13,7 +13,7 @@ import pytest_asyncio
 import torch
 from oracle import Oracle
 
-from pipeline.counters import TIMED, Counters, Fidelity, PhaseCounters, StepClock, difference, fidelity
+from pipeline.counters import Counters, Fidelity, StepClock, difference, fidelity
 from pipeline.policies.view import Gated, Routing
 from protocol.client import Client
 
@@ -103,45 +103,6 @@ def test_difference_of_two_snapshots_counts_what_is_between() -> None:
     assert (change["decode"]["steps"], change["decode"]["fetched_bytes"]) == (2, 50)
     assert change["decode"]["seconds"]["wait"] > 0
     assert change["prefill"] == difference(before, before)["prefill"]
-
-
-class Ticks:
-    """A device whose clock goes on by a second with each mark."""
-
-    on_host = False
-
-    def __init__(self) -> None:
-        self.marks = 0
-
-    def time_mark(self) -> int:
-        self.marks += 1
-        return self.marks
-
-    def seconds_between(self, earlier: int, later: int) -> float:
-        return float(later - earlier)
-
-
-def test_some_steps_are_timed_by_the_devices_clock() -> None:
-    """It computes in the parts that launch; in the others it waits."""
-    device, counters = Ticks(), PhaseCounters(2)
-    for number in range(3 * TIMED):
-        before, clock = device.marks, StepClock(counters, device)
-        for part in ("attention", "read", "device", "link", "device"):
-            clock.mark(part)
-        clock.finish("combine")
-        counters.steps += 1
-        assert device.marks - before == 7 * (number % TIMED == TIMED // 2)
-    assert counters.device_seconds["device"] == 6
-    assert counters.device_seconds["read"] == counters.device_seconds["link"] == 3
-    assert 0 < counters.timed < sum(map(sum, counters.seconds.values()))
-    counted = Counters(10, 2)
-    counted.phases["decode"] = counters
-    assert counted.snapshot()["decode"]["device_timed"] == {"of_s": counters.timed, "busy_s": 12.0}
-    device.on_host = True
-    before = device.marks
-    counters.steps = TIMED // 2
-    StepClock(counters, device).mark("device")
-    assert device.marks == before
 
 
 # --- fidelity ------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
+from descriptor_parts import Parts, parts_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -24,7 +25,7 @@ from pipeline.experts.division import (
     split_layer,
 )
 from pipeline.policies.view import Active, Routing
-from shm.descriptor import Descriptor, Parts, describe, parts_of
+from shm.descriptor import Descriptor, describe
 from shm.mask import DENSE, Mask
 from shm.numa import node_of
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.assets import model_dir
@@ -53,13 +53,9 @@ def refused(config: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("key", NUMBERS)
-@pytest.mark.parametrize("value", [None, "64", 0, -1, True, [4], float("nan"), float("inf")])
-def test_invalid_number_is_named(key, value) -> None:
-    assert key in refused(GOOD | {key: value})
-
-
-@pytest.mark.parametrize("key", NUMBERS)
-def test_missing_key_is_named(key) -> None:
+def test_invalid_or_missing_number_is_named(key) -> None:
+    for value in (None, "64", 0, -1, True, [4], float("nan"), float("inf")):
+        assert key in refused(GOOD | {key: value}), value
     assert key in refused({name: value for name, value in GOOD.items() if name != key})
 
 
@@ -83,8 +79,13 @@ def test_default_tiles_are_large_enough_and_not_too_many(hidden, intermediate) -
         assert REACH * tile >= TILE_BYTES or (shape.tiles == 2 and tile >= HALF_BYTES)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@given(hidden=st.integers(1, 64), intermediate=st.integers(1, 4096), asked=st.integers(1, 64) | st.none())
+@settings(max_examples=400, deadline=None)
+@given(
+    name=st.sampled_from(list(FORMATS)),
+    hidden=st.integers(1, 64),
+    intermediate=st.integers(1, 4096),
+    asked=st.integers(1, 64) | st.none(),
+)
 def test_tiles_are_whole_groups_and_hold_the_expert(name, hidden, intermediate, asked) -> None:
     form = format_named(name)
     config = GOOD | {"hidden_size": hidden * 8, "intermediate_size": intermediate}
@@ -102,11 +103,12 @@ def test_formats_that_read_gate_by_channel_refuse_ungated_experts() -> None:
     check_kind(ExpertMath(bias=True), format_named("floe"))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_small_expert_is_halved_in_every_format(name: str) -> None:
+def test_small_expert_is_halved_in_every_format() -> None:
     """So that the embedded model's experts can be resident, fetched and divided in part."""
     config = json.loads((model_dir() / "config.json").read_text())
-    assert expert_shape(config, None, format_named(name)).tiles == 2
+    assert {name: expert_shape(config, None, format_named(name)).tiles for name in FORMATS} == dict.fromkeys(
+        FORMATS, 2
+    )
     assert expert_shape(GOOD, None, BF16).tiles == 1  # a half would be too small
 
 
@@ -438,35 +440,10 @@ PHI_ROPE |= {"long_mscale": 1.5, "original_max_position_embeddings": 128}
 @pytest.mark.parametrize(
     ("family", "given", "changes"),
     [
-        (
-            "mixtral",
-            {"head_dim": 32, "sliding_window": 9, "rope_theta": 7, "tie_word_embeddings": True},
-            {"attention": GroupedQuery(4, 2, 32), "windows": (9,) * 3, "rope": Rope("default", 7.0)}
-            | {"tied_embeddings": True},
-        ),
-        (
-            "phimoe",
-            {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0, "sliding_window": 9},
-            {"attention": GroupedQuery(4, 2, 16, bias=True, output_bias=True), "head_bias": True}
-            | {"router": SparseMixer(0.0), "windows": (9,) * 3},
-        ),
         (  # the number of positions is that of the parameters
             "phimoe",
             {"rope_scaling": PHI_ROPE, "original_max_position_embeddings": 64},
             {"rope": Rope("longrope", 1e6, 128, (1.25, 1.5))},
-        ),
-        (
-            "qwen2_moe",
-            {"qkv_bias": False, "norm_topk_prob": True, "mlp_only_layers": [1], "rope_theta": 5e5},
-            {"attention": GroupedQuery(4, 2, 16), "router": Softmax(2, rescaled=True)}
-            | {"moe_layers": (0, 2), "rope": Rope("default", 5e5)},
-        ),
-        (
-            "qwen3_moe",
-            {"attention_bias": True, "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 8}
-            | {"use_sliding_window": True, "sliding_window": 5},
-            {"attention": GroupedQuery(4, 2, 8, bias=True, output_bias=True, qk_norm="head")}
-            | {"router": Softmax(2, rescaled=True), "moe_layers": (1,), "windows": (5,) * 3},
         ),
         (
             "deepseek_v2",
@@ -486,21 +463,6 @@ PHI_ROPE |= {"long_mscale": 1.5, "original_max_position_embeddings": 128}
             {"topk_method": "greedy", "n_group": 3, "topk_group": 2},
             {},
         ),
-        (
-            "olmoe",
-            {"attention_bias": True, "clip_qkv": 8, "norm_topk_prob": True},
-            {"attention": GroupedQuery(4, 2, 16, bias=True, output_bias=True, qk_norm="all", clip=8)}
-            | {"router": Softmax(2, rescaled=True)},
-        ),
-        (
-            "glm4_moe",
-            {"attention_bias": True, "use_qk_norm": True, "norm_topk_prob": False, "head_dim": 24}
-            | {"first_k_dense_replace": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
-            | {"rope_parameters": {"rope_type": "default", "rope_theta": 7, "partial_rotary_factor": 0.25}},
-            {"attention": GroupedQuery(4, 2, 24, bias=True, qk_norm="head", rotated=6), "moe_layers": (2,)}
-            | {"router": Scored("sigmoid", 2, False, 1.5), "shared_intermediate": 80}
-            | {"rope": Rope("default", 7.0)},
-        ),
         (  # as its maker writes it
             "minimax_m2",
             {
@@ -514,12 +476,6 @@ PHI_ROPE |= {"long_mscale": 1.5, "original_max_position_embeddings": 128}
             {"attention": GroupedQuery(4, 2, 32, qk_norm="all", rotated=16)},
         ),
         (
-            "glm4_moe_lite",
-            {"mlp_layer_types": ["sparse", "dense", "sparse"], "q_lora_rank": 12, "rope_interleave": False},
-            {"attention": Latent(4, 12, 20, 10, 8, 14, False, 18**-0.5, interleaved=False)}
-            | {"moe_layers": (0, 2)},
-        ),
-        (
             "kimi_k2",
             {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "n_group": 1, "topk_group": 1}
             | {"first_k_dense_replace": 1, "routed_scaling_factor": 2.827, "rope_scaling": YARN},
@@ -529,7 +485,8 @@ PHI_ROPE |= {"long_mscale": 1.5, "original_max_position_embeddings": 128}
         ),
     ],
 )
-def test_spec_follows_each_option_of_a_family(family: str, given: dict, changes: dict) -> None:
+def test_spec_follows_the_options_of_a_family(family: str, given: dict, changes: dict) -> None:
+    """Those that transformers does not know or writes otherwise; tests/parity has the others."""
     config = {"model_type": family} | LEAST[family] | given
     assert model_spec(config) == replace(DEFAULTS[family], **changes)
 

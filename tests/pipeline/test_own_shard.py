@@ -11,12 +11,13 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from child_messages import LIMIT
+from descriptor_parts import parts_of
 from pool_harness import HIDDEN, PoolHarness, Worker, X
 
 from pipeline.arrays import FloatArray
 from pipeline.config import WorkerCores
 from pipeline.experts.pool import Answer
-from shm.descriptor import Descriptor, parts_of
+from shm.descriptor import Descriptor
 from shm.lane import library
 from shm.mask import NOTHING, Tally
 

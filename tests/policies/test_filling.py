@@ -49,12 +49,14 @@ def ends(groups: list[Group], cuts: tuple[int, ...], fixed: Fixed) -> float:
 
 @settings(deadline=None, max_examples=400)
 @given(problems())
-def test_the_cut_is_within_a_hundredth_of_the_best_of_all_cuts(problem: Problem) -> None:
+def test_the_cut_is_within_a_tile_of_the_best_of_all_cuts(problem: Problem) -> None:
     groups, fixed = problem
     found = balance(groups, fixed)
     cuts = tuple(group.taken for group in groups)
     least = min(ends(groups, tried, fixed) for tried in product(*(range(g.tiles + 1) for g in groups)))
-    assert ends(groups, cuts, fixed) <= least * 1.01 + 1e-12
+    link = fixed.fetch + fixed.tile if fixed.tile < inf else 0.0
+    a_tile = max(max(group.host, link + group.device) for group in groups)
+    assert ends(groups, cuts, fixed) <= least + a_tile
     assert found.seconds == pytest.approx(ends(groups, cuts, fixed))
     assert sides(groups, fixed).seconds == pytest.approx(found.seconds)
 

@@ -91,7 +91,6 @@ def test_a_layer_is_cut_so_that_the_heaviest_experts_are_fetched() -> None:
     assert cut[1] == 4  # resident
     assert cut[0] >= cut[3] >= cut[2]
     assert balanced.moved == sum(cut) - 4
-    assert balanced.gain > 0
 
 
 def test_of_equal_experts_the_most_valuable_is_fetched() -> None:

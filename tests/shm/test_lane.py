@@ -16,12 +16,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from descriptor_parts import parts_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from small_store import ROOT
 
-from shm.descriptor import GENERATION, HEADER, Descriptor, describe, head_of, numbers, parts_of
+from shm.descriptor import GENERATION, HEADER, Descriptor, describe, head_of, numbers
 from shm.errors import SegmentMissing, ShmError
 from shm.lane import CoordinatorLane, LaneShape, Library, Slot, WorkerLane, library, x_areas
 from shm.mask import Mask, Tally

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import brute_force
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from kernel_runs import any_matrix, bits, kernel_of, plain_kind, quick, reference, run, seeds
 from quantized_cases import (
@@ -18,6 +20,7 @@ from quantized_cases import (
     TINY,
     UNIT,
     Case,
+    Float64,
     Matrix,
     cases,
     expected,
@@ -156,21 +159,39 @@ def test_tiles_equal_exact_arithmetic_and_the_reference(library: Library, case: 
 def test_tiles_of_every_kind_of_experts_do(library: Library, kind: str) -> None:
     @quick(6)
     @given(case=cases(math=KINDS[kind]))
-    @example(make_case("int4", 200, 1, 3, 1, "random", "normal", "normal", 1, KINDS[kind]))
-    @example(make_case("int8", 130, 2, 2, 70, "random", "normal", "normal", 2, KINDS[kind]))
     def check(case: Case) -> None:
         check_tiles(library, case)
 
+    for sizes in (("int4", 200, 1, 3, 1), ("int8", 130, 2, 2, 70)):
+        check_known(library, *known_case(kind, *sizes))
     check()
 
 
+@cache
+def known_case(
+    kind: str, name: str, hidden: int, groups: int, tiles: int, rows: int
+) -> tuple[Case, Float64, Float64]:
+    """A case, the same for every library, and what is known of it."""
+    case = make_case(name, hidden, groups, tiles, rows, "random", "normal", "normal", rows, KINDS[kind])
+    return case, *known(case)
+
+
 def check_tiles(library: Library, case: Case) -> None:
+    check_known(library, case, *known(case))
+
+
+def known(case: Case) -> tuple[Float64, Float64]:
+    """The exact result and the bound, which the reference keeps."""
     y, bound = expected(case)
+    other = reference(case.layout, case.data, case.x, case.rows)
+    assert (np.abs(other - y) <= bound).all()  # so the two are within twice the bound of each other
+    return y, bound
+
+
+def check_known(library: Library, case: Case, y: Float64, bound: Float64) -> None:
     found = run(library, case)
     assert found.shape == y.shape
     assert (np.abs(found - y) <= bound).all()
-    other = reference(case.layout, case.data, case.x, case.rows)
-    assert (np.abs(other - y) <= bound).all()  # so the two are within twice the bound of each other
 
 
 @quick(40)
@@ -185,36 +206,50 @@ def check_tiles(library: Library, case: Case) -> None:
 def test_plain_tiles_equal_the_brute_force_and_the_reference(
     library, name, hidden, tile, tiles, rows, seed
 ) -> None:
-    check_plain(library, "swiglu", name, hidden, tile, tiles, rows, seed)
+    plain_case("swiglu", name, hidden, tile, tiles, rows, seed)(library)
 
 
 @pytest.mark.parametrize("kind", [name for name in KINDS if name != "swiglu"])
 @pytest.mark.parametrize("name", ["f32", "bf16", "fp8"])
 @pytest.mark.parametrize(("hidden", "tile", "rows"), [(37, 23, 1), (96, 48, 5), (130, 50, 40)])
 def test_plain_tiles_of_every_kind_of_experts_do(library, kind, name, hidden, tile, rows) -> None:
-    check_plain(library, kind, name, hidden, tile, 3, rows, rows)
+    same_for_every_library(kind, name, hidden, tile, 3, rows, rows)(library)
 
 
-def check_plain(
-    library: Library, kind: str, name: str, hidden: int, tile: int, tiles: int, rows: int, seed: int
-) -> None:
+def plain_case(
+    kind: str, name: str, hidden: int, tile: int, tiles: int, rows: int, seed: int
+) -> Callable[[Library], None]:
+    """The check of a library, for which the exact result is known and the reference was compared with it."""
     random, math = np.random.default_rng(seed), KINDS[kind]
     tile = 128 + 128 * (tile % 2) if name == "fp8" else tile
     layout, matrices, biases, data = plain_kind(random, math, hidden, tile, tiles, name)
     x = random.standard_normal((rows, hidden)).astype(np.float32)
     chosen = random.permutation(rows).astype(np.int32)
-    kernel = kernel_of(library, layout)
-    found = kernel.tiles(data, kernel.quantize(x), chosen)
     exact = brute_force.expert(*matrices, x[chosen], name, math, biases)
-    assert exact.agrees(found)
     assert exact.agrees(reference(layout, data, x, chosen))
+
+    def check(library: Library) -> None:
+        kernel = kernel_of(library, layout)
+        assert exact.agrees(kernel.tiles(data, kernel.quantize(x), chosen))
+
+    return check
+
+
+same_for_every_library = cache(plain_case)
+
+
+@cache
+def large(name: str, rows: int) -> tuple[Case, Float64, Float64]:
+    """A case, the same for every library, and what is known of it."""
+    case = make_case(name, 2880, 1, 1, rows, "random", "normal", "spikes", 1, KINDS["clamped"])
+    return case, *known(case)
 
 
 @pytest.mark.parametrize("name", OF_FILES)
 @pytest.mark.parametrize("rows", [1, 5, 16, 33])
 def test_tiles_of_large_experts_with_biases_do(library: Library, name: str, rows: int) -> None:
     """gpt-oss's H is no multiple of 128."""
-    check_tiles(library, make_case(name, 2880, 1, 1, rows, "random", "normal", "spikes", 1, KINDS["clamped"]))
+    check_known(library, *large(name, rows))
 
 
 def test_the_formula_with_swiglus_numbers_has_its_bits(library: Library) -> None:

@@ -7,13 +7,14 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from descriptor_parts import Parts, parts_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_runs import kernel_of
 from quantized_cases import KINDS
 from work_cases import Case
 
-from shm.descriptor import ITEMS, ROWS, X_ROWS, Parts, head_of, numbers, parts_of
+from shm.descriptor import ITEMS, ROWS, X_ROWS, head_of, numbers
 from shm.layout import ExpertShape, StoreLayout, format_named
 from workers.kernels.native import WorkKernel, best
 
