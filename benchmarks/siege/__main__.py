@@ -24,6 +24,7 @@ import asyncio
 import os
 import re
 import secrets
+import signal
 import sys
 import time
 from collections import Counter
@@ -184,6 +185,7 @@ def main() -> int:
     options = parser.parse_args()
     names = [*(f"honest{number}" for number in range(HONEST)), "hostile0", "hostile1"]
     keys = {name: secrets.token_hex(16) for name in names}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the engine ends, too
     with serving(keys) as (port, supervisor, log):
         siege = Siege(port, supervisor, keys, options)
         asyncio.run(siege.run())

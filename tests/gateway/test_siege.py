@@ -13,11 +13,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_no_process_ends_and_no_answer_changes_in_a_small_siege() -> None:
-    few = ("--requests", "5000", "--seconds", "60", "--turns", "1")
+    few = ("--requests", "4000", "--seconds", "20", "--turns", "1")
     command = [sys.executable, "-m", "benchmarks.siege", *few]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=500)
     assert done.returncode in (0, 1)
     faults = re.findall("^FAULT: (.*)", done.stdout, re.MULTILINE)
     assert [fault for fault in faults if not fault.endswith("of their speed")] == []  # others' work slows it
