@@ -83,13 +83,14 @@ class Siege:
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             await loop.run_in_executor(pool, prepare, seed, self._hostile)
             await self.honest[0].ask_all()
-            tasks = [asyncio.create_task(client.go_on()) for client in (*self.honest, self.watch)]
+            tasks = [asyncio.create_task(client.go_on()) for client in self.honest]
+            tasks.append(asyncio.create_task(self.watch.go_on()))
             most, seconds = self._options.requests, self._options.seconds
             turns = self._options.turns
             for number in range(turns):
                 await self._turn(_quiet())
-                attacking = (attack, self._port, most // turns, seconds / turns, seed + number)
-                await self._turn(loop.run_in_executor(pool, *attacking))
+                bounds = (most // turns, seconds / turns)
+                await self._turn(loop.run_in_executor(pool, attack, self._port, *bounds, seed + number))
             await self._turn(_quiet())
             for task in tasks:
                 task.cancel()
