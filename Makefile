@@ -29,8 +29,9 @@ required = $$($(BIN)/python -c '$(REQUIRED)' $(1))
 
 # A Ctrl-C during Python's own start would be a traceback: launch.py unblocks the signal, where this env can block it.
 BLOCKED := $(shell env --block-signal=INT true 2>/dev/null && echo env --block-signal=INT)
+# Its one line about that is the only one: make would add another about the exit code.
 run: $(READY)
-	exec $(BLOCKED) $(BIN)/python launch.py
+	trap 'interrupted=yes' INT; $(BLOCKED) $(BIN)/python launch.py; code=$$?; test "$$interrupted" || exit $$code
 
 # Processes that tests start import our modules by the hundred: they are compiled once, even if the environment
 # forbids it. mypy, which uses one core, runs beside the first tests, many of which only one process runs.

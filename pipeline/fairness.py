@@ -85,7 +85,7 @@ def held_bytes(value: object) -> int:
         case tuple() if value and type(value[0]) is int:  # then all are
             return ID_BYTES * len(value)
         case tuple() | list():
-            return ID_BYTES + sum(map(held_bytes, value))
+            return ID_BYTES * (1 + len(value)) + sum(map(held_bytes, value))
         case dict():
             return MESSAGE_BYTES + sum(held_bytes(entry) for pair in value.items() for entry in pair)
         case int() | float() | None:

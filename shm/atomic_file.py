@@ -53,11 +53,15 @@ def warn_unkept(log: logging.Logger, what: str, error: OSError) -> None:
     log.warning(f"{what}: {place}{error.strerror or error}{more}", extra=fact)
 
 
-def check_creatable(path: Path) -> None:
-    """Raises OSError unless `atomic_file` can create a file there."""
+def check_creatable(path: Path, room: int = 0) -> None:
+    """Raises OSError unless `atomic_file` can create a file there, with room for so many bytes."""
     descriptor, temporary = _create_beside(path, PRIVATE)
-    os.close(descriptor)
-    temporary.unlink()
+    try:
+        if room:
+            os.posix_fallocate(descriptor, 0, room)
+    finally:
+        os.close(descriptor)
+        temporary.unlink()
 
 
 def _create_beside(path: Path, mode: int) -> tuple[int, Path]:

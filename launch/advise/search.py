@@ -64,18 +64,21 @@ class Search:
         return min((each for each in exact if each.tok_s >= ALIKE * fastest), key=_preference, default=None)
 
     def recommended(self) -> list[Estimate]:
-        """Returns the best; then that of the most exact format, where it is another one. None where nothing
-        fits."""
+        """Returns the best, or one as good in a more exact format; then that of each more exact format that
+        is faster than all still more exact ones, by falling speed. None where nothing fits."""
         best = self.best()
         if best is None:
             return []
+        advised: list[Estimate] = []  # from the most exact format on
         for fitting in self.formats:
             each = self.best(fitting.sizes.format)
             if each is best:
                 break
-            if each is not None and each.exact:
-                return [each] if each.tok_s >= CLOSE * best.tok_s else [best, each]
-        return [best]
+            if each is not None and each.exact and (not advised or each.tok_s > advised[-1].tok_s):
+                advised.append(each)
+                if each.tok_s >= CLOSE * best.tok_s:
+                    return advised[::-1]
+        return [best, *reversed(advised)]
 
     async def presets(self, requests: Sequence[PolicyRequest]) -> None:
         """Replay each preset in each format, with the cache that fits."""

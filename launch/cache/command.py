@@ -16,7 +16,7 @@ from launch.cache.entries import UNKNOWN, Entry, scan, writer_of
 from launch.command_line.options import Options
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.output import print_json, show
-from launch.terminal.tables import Column, Table, each, render
+from launch.terminal.tables import UNBROKEN, Grid, render
 from protocol.program import one_line, user_folder, visible
 from shm.disk_cache import remove_empty
 from shm.errors import ShmError
@@ -24,6 +24,7 @@ from shm.locks import remove_kept
 from shm.segment import byte_size
 
 DAY = 86400.0
+SIZE_WIDTH = 8  # of "991.2 kB"
 
 log = logging.getLogger("tandem")
 
@@ -113,17 +114,21 @@ def table(folder: Path, entries: Sequence[Entry]) -> str:
     sums = _sums(folder, entries) + "\n"  # not wrapped: its path is to be copied
     if not entries:
         return visible(sums)
-    columns = [
-        Column[Entry]("kind", lambda entry: Text(entry.kind, "dim" * (entry.kind == UNKNOWN)), text=True),
-        Column[Entry]("model", lambda entry: Text(_name(entry)), text=True),
-        Column[Entry]("format", lambda entry: Text(_format(entry)), text=True),
-        Column[Entry]("last use", _used, text=True),
-        Column[Entry]("in use by", lambda entry: entry.in_use, text=True, style="green", optional=True),
-        Column[Entry]("size", lambda entry: entry.size, each(byte_size)),
-    ]
+    titles = ("kind", "last use", f"{'size':>{SIZE_WIDTH}}", "model and format")
+    rows = [tuple(Text(title, "bold") for title in titles), *map(_row, entries)]
     note = "unknown files are of another program or version, and are never removed\n"
     unknown = any(entry.kind == UNKNOWN for entry in entries)
-    return render(Table(columns, entries), "") + note * unknown + visible(sums)
+    return render(Grid(rows), "", plain_width=UNBROKEN) + note * unknown + visible(sums)
+
+
+def _row(entry: Entry) -> tuple[Text, ...]:
+    """Returns its cells; the last one has a path or name, which may be long."""
+    name = Text(", ".join(filter(None, (_name(entry), _format(entry)))))
+    if entry.in_use:
+        name.append(f" (in use by {entry.in_use})", "green")
+    kind = Text(entry.kind, "dim" * (entry.kind == UNKNOWN))
+    size = f"{byte_size(entry.size):>{SIZE_WIDTH}}"
+    return kind, Text(_used(entry)), Text(size), name
 
 
 def to_json(folder: Path, entries: Sequence[Entry]) -> dict[str, Any]:

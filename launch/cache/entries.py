@@ -28,6 +28,7 @@ from pipeline.backbone import disk_cache as backbone_cache
 from pipeline.calibration import cost_cache
 from pipeline.calibration import file as calibration_file
 from pipeline.models import facts
+from protocol.errors import NotPrivate
 from shm.disk_cache import FINGERPRINT, RECORD, STORE_FILE, UNFINISHED, last_use, read_record
 from shm.errors import ShmError
 from shm.locks import unused_store
@@ -54,7 +55,7 @@ class Entry:
     model: str = UNKNOWN
     format: str = ""
     in_use: str = ""
-    setting: str = ""  # of costs, what else they were measured with
+    setting: str = ""  # of costs, what else they were measured with; of facts, what model they are of
 
     @property
     def on_disk(self) -> bool:
@@ -163,7 +164,13 @@ def _kernels(path: Path) -> Entry:
 
 def _facts(path: Path) -> Entry:
     entry = _plain(path)
-    return replace(entry, kind="facts") if facts.FILE_NAME.fullmatch(path.name) else entry
+    if not facts.FILE_NAME.fullmatch(path.name):
+        return entry
+    setting = ""
+    with suppress(OSError, NotPrivate, ValueError, KeyError, TypeError):  # the name of a model is in none
+        found = facts.read(path)
+        setting = f"{count(found.layers, 'layer')}, {count(found.experts, 'expert')}"
+    return replace(entry, kind="facts", setting=setting)
 
 
 def _kept_store(path: Path) -> Entry:

@@ -4,6 +4,7 @@ the REPL's screen (`repl.py`), or as plain lines to stdout and stderr."""
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +22,10 @@ from launch.terminal.tables import PLAIN_WIDTH, VisibleConsole
 from pipeline.assets import model_dir
 from pipeline.policies.options import did_you_mean
 from protocol.client import Client
+from protocol.errors import RequestFailed
 from protocol.messages import PolicyChanged, Welcome
 
+ADVISED = re.compile(r"--set ([\w-]+)\.[^\s);,]+(?: --set \1\.[^\s);,]+)*")  # of one policy
 LAST_WORDS = ("exit", "quit")  # as a whole line
 QUESTIONS = (  # that the embedded model answers well, also without a repetition penalty
     "What is the global interpreter lock?",
@@ -81,6 +84,12 @@ def parse_policy(argument: str) -> tuple[str, dict[str, str]]:
         if not (option and equals):
             raise WrongUsage(f"{option[:40]!r}: write an option of the policy as OPTION=VALUE")
     return name, {option: value for option, _, value in pairs}
+
+
+def as_typed(text: str) -> str:
+    """Returns an engine's advice about a policy's options with a line of the chat in place of those of a
+    start."""
+    return ADVISED.sub(lambda found: f"/policy {found[1]} {found[0].replace(f'--set {found[1]}.', '')}", text)
 
 
 class Session:
@@ -159,9 +168,12 @@ class Session:
             self._output.show(policy_list(current, stats.get("policy_options", {})))
             return
         name, options = parse_policy(argument)
-        changed = await self._client.set_policy(name, options)
+        try:
+            changed = await self._client.set_policy(name, options)
+        except RequestFailed as e:
+            raise RequestFailed(as_typed(str(e)), usage=e.usage) from None
         given = "".join(f" {option}={value}" for option, value in options.items())
-        self._output.note(policy_change(changed, given))
+        self._output.note(as_typed(policy_change(changed, given)))
 
     async def _set(self, argument: str) -> None:
         before = self._conversation.settings

@@ -25,7 +25,7 @@ NAMED = 0.03  # smaller shares of the time are summed up as "the rest"
 LEAST_SHARE = 0.15  # of the time: less is not worth a change of settings
 LARGER = ("f32", "bf16", "int8")  # formats than int4
 CAUSE_NAMES = {
-    "workers": "experts on the host",
+    "workers": "waiting for the workers",
     "link": "waiting for the link",
     "device": "experts on the device",
     "attention": "attention and routers",
@@ -33,6 +33,8 @@ CAUSE_NAMES = {
     "messages": "messages and sums",
     "head": "the head",
 }
+
+WITHOUT_WORKERS = {"workers": "experts on the host"}
 
 
 def why_text(reply: Reply | None, stats: dict[str, Any], welcome: Welcome) -> RenderableType:
@@ -53,14 +55,15 @@ def why_text(reply: Reply | None, stats: dict[str, Any], welcome: Welcome) -> Re
     lines = [*_facts(profile, request), stats.get("prefetch", {}).get("status")]
     lines += [stats.get("policy_status")] if stats.get("policy") == policy else []
     lines.append(f"fidelity: {approximation(answer.get('fidelity', {})) or 'exact'}")
-    parts: list[RenderableType] = [_time(profile, policy), "", _layers(profile, request), ""]
+    parts: list[RenderableType] = [_time(profile, policy, stats), "", _layers(profile, request), ""]
     parts += [Text(line) for line in lines if line]
     return Group(*parts, "", _advice(profile, stats, welcome, policy))
 
 
-def _time(profile: PhaseProfile, policy: str) -> Text:
+def _time(profile: PhaseProfile, policy: str, stats: dict[str, Any]) -> Text:
+    names = CAUSE_NAMES | ({} if "exchange" in stats else WITHOUT_WORKERS)
     named = sorted(profile.shares.items(), key=lambda item: -item[1])
-    words = [f"{CAUSE_NAMES[cause]} {percent(part)}" for cause, part in named if part >= NAMED]
+    words = [f"{names[cause]} {percent(part)}" for cause, part in named if part >= NAMED]
     rest = sum(part for _, part in named if part < NAMED)
     words += [f"the rest {percent(rest)}"] if rest > 0.005 else []
     token = _milliseconds(profile.seconds / profile.rows)

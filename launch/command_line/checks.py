@@ -44,6 +44,7 @@ NO_TEMPLATE = "this model has no chat template, so it cannot chat: `generate --p
 
 HTTP_PACKAGES = ("uvicorn", "httptools", "prometheus_client")  # of the extra `serve`
 
+RECORD_ROOM = 16 << 20  # bytes that the disk must have before a recording; a token of a large model is 50 kB
 MOST_CHARACTERS = 120  # of an error about a line of a file
 MAX_TEXT_BYTES = 64 << 20  # of a text or a list of ids: far more than any context holds
 
@@ -56,7 +57,7 @@ def check_engine(config: EngineConfig, source: ModelSource | None = None) -> Non
     if config.costs is not None:
         Costs.load(config.costs)
     if config.record is not None:
-        check_new_file("--record", config.record, replace=False)
+        check_new_file("--record", config.record, replace=False, room=RECORD_ROOM)
     folder = config.model or model_dir()
     source = source or open_model(folder)
     eos_ids(folder)  # before experts are encoded for minutes
@@ -79,14 +80,15 @@ def check_calibration(config: EngineConfig, policies: Sequence[PolicyRequest]) -
         policy.check_calibration(calibration)
 
 
-def check_new_file(option: str, path: Path, replace: bool = True) -> None:
-    """Raises WrongUsage unless a file can be made there. `replace`: instead of one that exists."""
+def check_new_file(option: str, path: Path, replace: bool = True, room: int = 0) -> None:
+    """Raises WrongUsage unless a file can be made there, with room for so many bytes. `replace`: instead of
+    one that exists."""
     try:
         if not replace and path.exists():
             raise WrongUsage(f"{option} {path}: it exists already; give another name, or remove it")
         if path.is_dir():
             raise WrongUsage(f"{option} {path}: it is a folder")
-        check_creatable(path)
+        check_creatable(path, room)
     except (OSError, ValueError) as e:  # ValueError: a name with a NUL
         reason = e.strerror if isinstance(e, OSError) else str(e)
         raise WrongUsage(f"{option} {path}: no file can be made there: {reason}") from None

@@ -126,7 +126,7 @@ def _description(finding: Finding) -> Text:
     if finding.means:
         text.append(f"\n{finding.means}", style="dim")
     for line in finding.do.splitlines():
-        text.append("\n> ", style="cyan")
+        text.append(f"\n{tables.COMMAND}", style="cyan")
         text.append(line)
     return text
 

@@ -36,6 +36,9 @@ from pipeline.policies.view import PolicyRequest
 from protocol.program import visible
 
 PLAIN_WIDTH = 80
+UNBROKEN = 10_000  # columns, where the reader of a pipe looks for whole lines
+COMMAND = "> "
+TYPED = (COMMAND, "--")  # before commands and options, whose lines are wrapped on terminals only
 MAX_WIDTH = 110  # longer lines of text are hard to read
 LEAST_TEXT = 24  # columns for a text that wraps
 
@@ -168,14 +171,18 @@ class Grid:
                 if not last:
                     continue
                 line = Text(" " * indent)
-            for text in wrapped(_as_text(last), options.max_width - indent):
+            for text in wrapped(_as_text(last), options.max_width - indent, console.is_terminal):
                 yield _whole(line.append_text(text))
                 line = Text(" " * indent)
 
 
-def wrapped(text: Text, width: int) -> Iterator[Text]:
-    """Yields lines of `width` columns; a longer word is a line by itself. rich would break or cut it."""
+def wrapped(text: Text, width: int, commands: bool = True) -> Iterator[Text]:
+    """Yields lines of `width` columns; a longer word is a line by itself. rich would break or cut it.
+    `commands`: whether they are wrapped, too."""
     for line in text.split("\n", allow_blank=True):
+        if not commands and line.plain.lstrip().startswith(TYPED):
+            yield line
+            continue
         breaks, used = [], 0
         for word in re.finditer(r"\s*\S+", line.plain):
             if used and used + cell_len(word[0]) > width:
@@ -218,7 +225,7 @@ class VisibleConsole(Console):
         if not isinstance(what, Cell):
             self.print(what, crop=False)
             return
-        for line in wrapped(_as_text(what), self.width):
+        for line in wrapped(_as_text(what), self.width, self.is_terminal):
             self.print(line, no_wrap=True, overflow="ignore", crop=False)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
@@ -226,12 +233,12 @@ class VisibleConsole(Console):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
 
-def render(*parts: RenderableType, max_width: int = MAX_WIDTH) -> str:
+def render(*parts: RenderableType, max_width: int = MAX_WIDTH, plain_width: int = PLAIN_WIDTH) -> str:
     """Returns the text of `parts` for stdout, each beginning a line: colours and the terminal's width (at
-    most `max_width`) on a terminal, else plain and 80 columns. No line ends in spaces."""
+    most `max_width`) on a terminal, else plain and `plain_width` columns. No line ends in spaces."""
     stdout = Console()
     terminal = stdout.is_terminal
-    width = min(stdout.width, max_width) if terminal else PLAIN_WIDTH
+    width = min(stdout.width, max_width) if terminal else plain_width
     console = VisibleConsole(width=width, force_terminal=terminal)
     with console.capture() as captured:
         for part in parts:

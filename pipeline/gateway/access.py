@@ -109,6 +109,13 @@ class Access:
         if not header_of(scope, b"origin") and "*" not in self._origins:
             raise ApiError(403, "pages of other sites may not load this; see --allowed-origins")
 
+    def account(self, scope: Scope) -> str:
+        """Returns the name of the client whose key the request has, "" where it has none that is known."""
+        try:
+            return self.client(scope)
+        except ApiError:
+            return ""
+
     def client(self, scope: Scope) -> str:
         """Returns the name of the client whose key the request has, "" where none is needed. Raises
         ApiError."""

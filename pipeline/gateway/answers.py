@@ -8,14 +8,14 @@ import hashlib
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pipeline.gateway.bodies import CallPart, Content, Object, parse_json
 from pipeline.gateway.call import Call
-from pipeline.gateway.errors import ApiError
+from pipeline.gateway.errors import ApiError, bad
 from pipeline.gateway.metrics import Meter
 from pipeline.gateway.settings import Settings, Tools
 from pipeline.gateway.steady import without_bookkeeping
@@ -34,6 +34,7 @@ AFTER_TOOL = (
     ChatMessage("assistant", "", json.dumps({"tool_calls": [CALLED]})),
     ChatMessage("tool", "x", json.dumps({"tool_call_id": CALLED["id"]})),
 )
+MOST_OPENINGS = 256  # different variables of templates whose openings are remembered
 
 Event = tuple[int, Token | Done]
 
@@ -176,11 +177,22 @@ def turn(role: str, content: Content, extra: Object | None = None) -> ChatMessag
 
 def rendered_call(call: CallPart, where: str) -> Object:
     """Returns a tool's call as chat templates read it: its arguments are an object. Raises ApiError."""
-    arguments = call.function.arguments
-    if isinstance(arguments, str):
-        arguments = parse_json(arguments or "{}", f"{where}.function.arguments")
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"id": call.id or "", "type": "function", "function": function}
+    if call.custom is not None:
+        name, arguments = call.custom.name, {"input": call.custom.input}
+    elif call.function is not None:
+        name, given = call.function.name, call.function.arguments
+        arguments = _arguments(given) if isinstance(given, str) else given
+    else:
+        raise bad(f"{where}.function", "is required")
+    return {"id": call.id or "", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _arguments(text: str) -> Object:
+    """Returns a call's arguments; what a model has written badly stays in the conversation for ever."""
+    try:
+        return parse_json(text or "{}")
+    except ApiError:
+        return {"arguments": text}
 
 
 def hashed(value: Any) -> str:
@@ -321,7 +333,7 @@ class ChatAnswer(ABC):
             async for place, event in events:
                 self.usage.add(event, new_prompt=place == 0)
                 output = outputs[place]
-                for part in output.feed(event.text):
+                for part in self._wanted(output.feed(event.text)):
                     self.usage.reasoning += part.kind == "reasoning"
                     yield place, part
                 if isinstance(event, Token):
@@ -329,9 +341,14 @@ class ChatAnswer(ABC):
                         texts = TokenTexts(await self.call.service.detokenizer())
                         yield place, texts.chat(event)
                     continue
-                for part in output.finish(cut=event.reason == "length"):
+                for part in self._wanted(output.finish(cut=event.reason == "length")):
                     yield place, part
                 yield place, End("tool_calls" if output.calls else event.reason, event.stats.get("stop"))
+
+    def _wanted(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """Yields all parts; of an answer that has to call a tool no content, which is a call cut off."""
+        demanded = bool(self.request.tools.wanted)
+        yield from (part for part in parts if not (demanded and part.kind == "content"))
 
     def _generate(self, index: int) -> Answer:
         request, end = self.request, self.call.service.template.end
@@ -356,5 +373,7 @@ class ChatAnswer(ABC):
             template = json.dumps(variables) if variables else ""
             messages = AFTER_TOOL if after_tool else AFTER_TOOL[:1]
             prompt = await self.client.tokenize(messages=messages, template=template)
-            openings[name] = opens_reasoning(prompt.ending)
+            while len(openings) >= MOST_OPENINGS:  # by clients' variables there could be any number
+                del openings[next(iter(openings))]
+            return openings.setdefault(name, opens_reasoning(prompt.ending))
         return openings[name]

@@ -66,6 +66,7 @@ class App:
         self._running += 1
         self.idle.clear()
         try:
+            await self._service.starts.wait(self._access.account(scope))
             await self._serve(call)
         except ConnectionError:
             meter.disconnects.inc()
@@ -75,6 +76,7 @@ class App:
             self._running -= 1
             if not self._running:
                 self.idle.set()
+            call.kept.close()
             if call.placed:
                 self._service.places.leave(call.key_name)
             if call.status:  # by the table's paths, so that strangers cannot add any
@@ -89,6 +91,11 @@ class App:
         if method == "OPTIONS" and header_of(call.scope, b"access-control-request-method"):
             await call.send_bytes(b"", "text/plain", headers=permission(call.scope, endpoint.method))
             return
+        if method == "OPTIONS":
+            methods = "GET, HEAD" if endpoint.method == "GET" else endpoint.method
+            allowed = (b"allow", f"{methods}, OPTIONS".encode())
+            await call.send_bytes(b"", "text/plain", headers=(allowed,))
+            return
         if endpoint.method != ("GET" if method == "HEAD" else method):
             raise ApiError(405, f"{method[:20]} is not served at {path[:80]}, but {endpoint.method}")
         call.prompt_field = endpoint.prompt
@@ -97,7 +104,7 @@ class App:
         if method == "POST" and self._service.draining:
             raise ApiError(503, "the server is shutting down")
         if path == EVENTS:
-            await call.stream(self.feed.events())
+            await call.stream(self.feed.events(call.key_name))
         else:
             await endpoint.handler(call)
 

@@ -3,6 +3,7 @@ messages; those of responses are in response_items.py. null counts as not given 
 
 from __future__ import annotations
 
+import codecs
 import logging
 import re
 from typing import Annotated, Any, Literal, TypeVar
@@ -10,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from pipeline.fairness import RateLimiter
 from pipeline.gateway.errors import ApiError, bad
 from protocol.files import is_nested
 
@@ -58,7 +60,7 @@ class Common(Struct, kw_only=True):
     model: str | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_k: TopK | None = None
-    top_p: Annotated[float, Meta(ge=1e-9, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     seed: Seed | None = None
@@ -101,12 +103,18 @@ class CalledFunction(Struct):
     arguments: str | Object
 
 
-class CallPart(Struct):
-    """A tool's call in a conversation so far."""
+class CalledCustom(Struct):
+    name: str
+    input: str
 
-    function: CalledFunction
+
+class CallPart(Struct):
+    """A tool's call in a conversation so far: one of `function` and `custom`, as `type` says."""
+
+    function: CalledFunction | None = None
     id: str | None = None
-    type: Literal["function"] | None = None
+    type: Literal["function", "custom"] | None = None
+    custom: CalledCustom | None = None
 
 
 class ChatTurn(Struct):
@@ -128,17 +136,42 @@ class Function(Struct):
     parameters: Object | None = None
 
 
-class Tool(Struct):
-    type: Literal["function"]
+class ToolGrammar(Struct):
+    syntax: str = ""
+    definition: str = ""
+
+
+class ToolFormat(ToolGrammar, kw_only=True):
+    """What a tool's text follows. Chats have the grammar in a field of its own."""
+
+    type: str
+    grammar: ToolGrammar | None = None
+
+
+class FreeTool(Struct):
+    """A tool whose input is a text of any form."""
+
+    name: str
+    description: str | None = None
+    format: ToolFormat | None = None
+
+
+class FunctionTool(Struct, tag_field="type", tag="function"):
     function: Function
+
+
+class TextTool(Struct, tag_field="type", tag="custom"):
+    custom: FreeTool
 
 
 class ChatBody(Common, kw_only=True):
     messages: Turns
-    tools: ToolObjects | None = None  # as the template reads them; each is a Tool
+    tools: ToolObjects | None = None  # as the template reads them; each is a FunctionTool or TextTool
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Object | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     reasoning_effort: OpenAiEffort | None = None
     stop: str | list[str] | None = None
     n: Choices | None = None
@@ -254,8 +287,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # of responses, where nothing is kept between requests
     **dict.fromkeys(("previous_response_id", "conversation", "prompt"), ()),
     "background": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     **dict.fromkeys(("n", "best_of"), (1,)),
     "top_logprobs": (0,),
     "suffix": ("",),
@@ -268,13 +299,16 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "typical_p": (1, 1.0),
     "mirostat": (0,),
 }
+NOTES = 5  # a second
 MOST_NOTES = 1024  # different ones; their words are of clients, so there could be any number
 _noted: set[str] = set()
+_rate = RateLimiter(NOTES)
 
 
 def note_once(text: str, level: int = logging.INFO) -> None:
-    """Write a line into the log, the first time: programs send what it is about with every request."""
-    if text not in _noted and len(_noted) < MOST_NOTES:
+    """Write a line into the log, the first time: programs send what it is about with every request. Of many
+    at once, some are left to later requests."""
+    if text not in _noted and len(_noted) < MOST_NOTES and _rate.spend():
         _noted.add(text)
         log.log(level, "%s", text)
 
@@ -282,7 +316,7 @@ def note_once(text: str, level: int = logging.INFO) -> None:
 def decoded(raw: bytes, kind: type[T], endpoint: str) -> T:
     """Returns the struct of a body. Fields of other servers are accepted, as clients send them by habit, and
     named in the log, but not those that change answers. Raises ApiError, which names the field."""
-    given = parse_json(raw)
+    given = parse_json(raw.removeprefix(codecs.BOM_UTF8))  # which some programs write before all
     body = fitting(given, kind, "")
     fields = set(kind.__struct_fields__)  # type: ignore[attr-defined]  # all kinds are structs
     for name, value in given.items():

@@ -10,11 +10,12 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipeline.fairness import held_bytes
 from pipeline.gateway.access import Headers, Scope, header_of
 from pipeline.gateway.bodies import Common, decoded
 from pipeline.gateway.content_coding import inflated
@@ -22,7 +23,7 @@ from pipeline.gateway.engine_links import EngineLinks, model_name
 from pipeline.gateway.errors import ApiError, of_engine
 from pipeline.gateway.health import Health
 from pipeline.gateway.metrics import Meter
-from pipeline.gateway.shares import BUSY, Bodies, Places
+from pipeline.gateway.shares import BUSY, Bodies, Places, Starts
 from pipeline.gateway.shares import Body as HeldBody
 from pipeline.text.chat_format import TemplateKind
 from pipeline.text.detokenizer import Detokenizer
@@ -79,6 +80,7 @@ class Service:
     meter: Meter = field(default_factory=Meter)
     bodies: Bodies = field(default_factory=Bodies)
     places: Places = field(default_factory=Places)
+    starts: Starts = field(default_factory=Starts)
     openings: dict[str, bool] = field(default_factory=dict)  # does such a prompt open reasoning
     decoding: dict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))  # by key
     health: Health = field(init=False)
@@ -121,6 +123,7 @@ class Call:
     grammar_field: str | None = None
     status: int = 0  # of the answer, once it has begun
     placed: bool = False  # it has one of the places of requests
+    kept: ExitStack = field(default_factory=ExitStack)  # until the answer's end
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -152,6 +155,12 @@ class Call:
             self.placed = True
             async with self.service.decoding[self.key_name]:
                 return await asyncio.to_thread(self._made, raw, kind, make)
+
+    def keep(self, value: object) -> None:
+        """Count a part of the body as long as the request runs. Raises ApiError where there is no memory for
+        it."""
+        held = self.kept.enter_context(self.service.bodies.one(self.key_name))
+        self.service.bodies.grow(held, held_bytes(value))
 
     def _made(self, raw: bytes, kind: type[Body], make: Callable[[Body], T]) -> T:
         coding = header_of(self.scope, b"content-encoding").strip().lower()

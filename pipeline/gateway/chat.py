@@ -10,7 +10,8 @@ from pipeline.gateway.answers import ChatAnswer, ChatRequest, End, Whole, check_
 from pipeline.gateway.bodies import ChatBody, ChatTurn, Object, note_once
 from pipeline.gateway.call import Call, event_of
 from pipeline.gateway.errors import bad
-from pipeline.gateway.settings import grammar_of, openai_tools, settings_of
+from pipeline.gateway.response_tools import free_input
+from pipeline.gateway.settings import grammar_of, openai_tools, settings_of, told
 from pipeline.gateway.steady import steady
 from pipeline.text.chat_format import TemplateKind
 from pipeline.text.chat_output import Part, ToolCall
@@ -20,6 +21,8 @@ from protocol.messages import ChatMessage, Welcome
 # Harmony's efforts for the others: its models always think.
 EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high", "ultra": "high"}
 THINKLESS = "this model's chat template has no reasoning, so what a request says of it has no effect"
+# Of the template, where the last message is the beginning of the answer
+BEGUN = {"add_generation_prompt": False, "continue_final_message": True}
 DONE = b"data: [DONE]\n\n"
 
 
@@ -40,6 +43,12 @@ def _variables(body: ChatBody, kind: TemplateKind) -> Object:
     variables = body.chat_template_kwargs or {}
     if reserved := sorted(variables.keys() & RESERVED):
         raise bad("chat_template_kwargs", f"{reserved[0]} is no variable of a chat template")
+    if body.continue_final_message:
+        if body.add_generation_prompt:
+            raise bad("add_generation_prompt", "begins a message; leave it out to continue the last one")
+        variables = variables | BEGUN
+    elif body.add_generation_prompt is False:
+        raise bad("add_generation_prompt", "is not supported here without continue_final_message")
     return variables | reasoning_variables(body.reasoning_effort, kind)
 
 
@@ -69,6 +78,7 @@ def chat_request(body: ChatBody, welcome: Welcome, kind: TemplateKind) -> ChatRe
     check_chats(welcome)
     turns = steady(_turn(message, f"messages[{place}]") for place, message in enumerate(body.messages))
     tools = openai_tools(body.tools, body.tool_choice, body.parallel_tool_calls, kind)
+    grammar = grammar_of(body.response_format, "response_format", tools)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad("top_logprobs", "belongs to logprobs: true")
     settings = settings_of(
@@ -77,10 +87,10 @@ def chat_request(body: ChatBody, welcome: Welcome, kind: TemplateKind) -> ChatRe
         body.max_completion_tokens or body.max_tokens,
         stop=body.stop,
         choices=body.n,
-        grammar=grammar_of(body.response_format, "response_format", tools),
+        grammar=grammar,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    return ChatRequest(turns, settings, tools, _variables(body, kind))
+    return ChatRequest(told(turns, grammar), settings, tools, _variables(body, kind))
 
 
 async def create(call: Call) -> None:
@@ -110,7 +120,7 @@ class Chat(ChatAnswer):
             message["reasoning_content"] = reasoning
         if whole.calls:
             message["content"] = content or None
-            message["tool_calls"] = [_call(call) for call in whole.calls]
+            message["tool_calls"] = [self._called(call) for call in whole.calls]
         wanted = self.request.settings.logprobs >= 0
         logprobs = {"content": whole.logprobs, "refusal": None} if wanted else None
         return {"index": place, "message": message, "logprobs": logprobs, "finish_reason": whole.reason}
@@ -135,7 +145,7 @@ class Chat(ChatAnswer):
                     yield chunk(place, {"role": "assistant", "content": ""})
                 match event:
                     case Part(call=ToolCall() as tool):
-                        yield chunk(place, {"tool_calls": [{"index": calls[place]} | _call(tool)]})
+                        yield chunk(place, {"tool_calls": [{"index": calls[place]} | self._called(tool)]})
                         calls[place] += 1
                     case Part(kind=kind, text=text):
                         yield chunk(place, {"reasoning_content" if kind == "reasoning" else kind: text})
@@ -147,6 +157,9 @@ class Chat(ChatAnswer):
             yield event_of(self._body("chat.completion.chunk", choices=[], usage=self.usage.openai()))
         yield DONE
 
-
-def _call(call: ToolCall) -> Object:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    def _called(self, call: ToolCall) -> Object:
+        if call.name in self.request.tools.free:
+            custom = {"name": call.name, "input": free_input(call.arguments)}
+            return {"id": call.id, "type": "custom", "custom": custom}
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": call.id, "type": "function", "function": function}

@@ -120,7 +120,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.address = ""
         self._unanswered: deque[RequestResponseCycle] = deque()  # the first one is being answered
         self._head = 0  # bytes that have come of a head without an end, or of what is ahead of its turn
-        self._fields = 0  # bytes of a request's names and values
+        self._fields = self._named = 0  # of the head, and behind the body; bytes of their names and values
         self._in_body = False
         self._refusal = ""  # of what the parser was made to stop at
         self._acknowledged = -1  # bytes, when last looked at; -1: nothing waited for the client
@@ -191,12 +191,12 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _count_head(self, size: int) -> None:
         """Count a part of a head, which may have come whole, and with other bytes behind it."""
-        self._fields += size
-        if self._fields > MOST_HEAD:
+        self._named += size
+        if self._named > MOST_HEAD:
             self._refuse(LARGE_HEAD)
 
     def on_message_begin(self) -> None:
-        self._fields = 0
+        self._fields = self._named = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -204,10 +204,12 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._fields += 1
         self._count_head(len(name) + len(value))
-        if len(self.headers) >= MOST_FIELDS:
+        if self._fields > MOST_FIELDS:
             self._refuse(f"the request's head has more than {MOST_FIELDS} fields")
-        super().on_header(name, value)
+        if not self._in_body:  # what follows a body is no field of the head, and least of all a key
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if len(self._unanswered) > MOST_WAITING:
@@ -279,6 +281,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._reader_timer.cancel()
         self._tell_gone()
         super().connection_lost(exc)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing of a request to speak another protocol, which is answered in HTTP: uvicorn's advice is
+        to install packages for WebSockets."""
 
     def _tell_gone(self) -> None:
         """Uvicorn tells only the request that came last."""

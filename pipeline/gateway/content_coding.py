@@ -8,13 +8,16 @@ from importlib.util import find_spec
 from pipeline.gateway.errors import ApiError
 
 CODINGS = ("gzip", "deflate", "zstd")
+ALIASES = {"x-gzip": "gzip"}  # RFC 9110
 EITHER = 32 + zlib.MAX_WBITS  # gzip's head or zlib's
+MOST_MEMBERS = 64  # of a gzip body, each with a head of its own
 MOST_WINDOW = 8 << 20  # bytes that a zstd frame may look back on, as RFC 9659 has it
 
 
 def inflated(raw: bytes, coding: str, most: int) -> bytes:
     """Returns the plain bytes of a body. Raises ApiError for another coding (415), a damaged body (400) and
     one of more than `most` bytes (413), of which no more are decoded."""
+    coding = ALIASES.get(coding, coding)
     if coding not in CODINGS:
         raise ApiError(
             415, f"the body's coding {coding[:40]!r} is not read; send {', '.join(CODINGS)} or plain"
@@ -31,11 +34,16 @@ def inflated(raw: bytes, coding: str, most: int) -> bytes:
 
 
 def _zlib(raw: bytes, most: int) -> bytes:
-    reader = zlib.decompressobj(EITHER)
-    plain = reader.decompress(raw, most)
-    if len(plain) < most and (not reader.eof or reader.unused_data):
-        raise ValueError("it does not end where the body ends")
-    return plain
+    plain = b""
+    for _ in range(MOST_MEMBERS):
+        reader = zlib.decompressobj(EITHER)
+        plain += reader.decompress(raw, most - len(plain))
+        if len(plain) == most or (reader.eof and not reader.unused_data):
+            return plain
+        if not reader.eof:
+            raise ValueError("it does not end where the body ends")
+        raw = reader.unused_data
+    raise ValueError(f"it has more than {MOST_MEMBERS} members")
 
 
 def _zstd(raw: bytes, most: int) -> bytes:

@@ -69,6 +69,7 @@ class Catalogue:
         self.given: list[Function] = []
         self.deferred: dict[str, Function] = {}
         self.skipped: set[str] = set()
+        self._told: set[str] = set()
         searched = False  # by the provider, so that nobody names deferred ones here
         for place, tool in enumerate(tools):
             function = self._function(tool, f"tools[{place}]")
@@ -103,13 +104,16 @@ class Catalogue:
         if function is None:
             return ""
         self.deferred[function.name] = function
+        self._told.discard(function.name)
         return self.described(function.name)
 
     def described(self, name: str) -> str:
-        """Returns what the model is told where a conversation makes a tool available."""
+        """Returns what the model is told where a conversation makes a tool available: the first time all of
+        it, as a name of some bytes may stand for megabytes, and a conversation may have it very often."""
         function = self.deferred.get(name)
-        if function is None:
+        if function is None or name in self._told:
             return f"[The function {name} can be called.]"
+        self._told.add(name)
         what = {"description": function.description or "", "parameters": function.parameters}
         return "This function can be called, too:\n" + json.dumps({"name": name} | what, ensure_ascii=False)
 
@@ -119,11 +123,47 @@ class Catalogue:
         return [*self.given, *self.deferred.values()]
 
 
+class Turns:
+    """The messages of a conversation. What is said behind the last one is joined to it only when the next one
+    comes: there may be thousands of such texts. `begun`: there is one that is not of the system."""
+
+    def __init__(self) -> None:
+        self._messages: list[ChatMessage] = []
+        self._more: list[str] = []  # behind the last message
+        self.begun = False
+
+    def append(self, message: ChatMessage) -> None:
+        """Add a message."""
+        self._join()
+        self._messages.append(message)
+        self.begun |= message.role != "system"
+
+    def extend_last(self, texts: Iterable[str]) -> None:
+        """Add texts to the last message, of which there is one."""
+        self._more += texts
+
+    @property
+    def role(self) -> str:
+        """Returns the last message's role, "" where there is no message."""
+        return self._messages[-1].role if self._messages else ""
+
+    def all(self) -> list[ChatMessage]:
+        """Returns the messages."""
+        self._join()
+        return self._messages
+
+    def _join(self) -> None:
+        if self._more:
+            last = self._messages[-1]
+            self._messages[-1] = replace(last, content="\n\n".join(filter(None, (last.content, *self._more))))
+            self._more = []
+
+
 class Conversation:
     """The turns of a request's messages, added in order."""
 
     def __init__(self, catalogue: Catalogue) -> None:
-        self.turns: list[ChatMessage] = []
+        self.turns = Turns()
         self._catalogue = catalogue
         self._called = False  # by the last answer, whose results are still missing
         self._late: list[str] = []  # of the system, before these results
@@ -131,7 +171,7 @@ class Conversation:
     def add_system(self, content: Content, where: str = "system") -> None:
         """Add the system's text: the first of all, or in the middle. Raises ApiError."""
         texts = [without_bookkeeping(text) for text in self._texts(_blocks(content), where)]
-        if all(message.role == "system" for message in self.turns):
+        if not self.turns.begun:
             if text := "\n\n".join(filter(None, texts)):
                 self._say("system", text)
             return
@@ -198,7 +238,7 @@ class Conversation:
 
     def _say(self, role: str, text: str) -> None:
         """Add a message, or to the last one, if it is of this role."""
-        if self.turns and self.turns[-1].role == role:
+        if self.turns.role == role:
             self._remind([text])
         else:
             self.turns.append(turn(role, text))
@@ -207,10 +247,10 @@ class Conversation:
         """Add texts behind the last message of the user's side, or as one."""
         if not texts:
             return
-        if self.turns[-1].role == "assistant":
+        if self.turns.role == "assistant":
             self.turns.append(turn("user", "\n\n".join(texts)))
             return
-        self.turns[-1] = continued(self.turns[-1], *texts)
+        self.turns.extend_last(texts)
 
     def _texts(self, blocks: list[Object], where: str) -> list[str]:
         texts = [self._text(block, f"{where}[{place}]") for place, block in enumerate(blocks)]
@@ -250,11 +290,6 @@ class Conversation:
 def reminder(text: str) -> str:
     """Returns what the system says in the middle of a conversation, as it is said on the user's side."""
     return text if text.startswith("<") else f"{REMINDER}\n{text}\n</{REMINDER[1:]}"
-
-
-def continued(message: ChatMessage, *texts: str) -> ChatMessage:
-    """Returns a message with texts behind its own."""
-    return replace(message, content="\n\n".join(filter(None, (message.content, *texts))))
 
 
 def _blocks(content: Content | list[Any]) -> list[Object]:

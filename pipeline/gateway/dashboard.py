@@ -11,6 +11,7 @@ import asyncio
 import base64
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Any
@@ -40,19 +41,20 @@ class Feed:
 
     def __init__(self, links: EngineLinks) -> None:
         self._links = links
-        self._queues: set[asyncio.Queue[bytes | None]] = set()
+        self._queues: dict[asyncio.Queue[bytes | None], str] = {}  # with their keys, the oldest first
         self._latest: dict[str, bytes] = {}  # of each event whose next one does not add to it
         self._polling: asyncio.Task[None] | None = None
         self._closed = False
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yields the events of one browser. Raises ApiError where there are too many."""
+    async def events(self, key: str = "") -> AsyncGenerator[bytes, None]:
+        """Yields the events of one browser. Where there are too many, the oldest of the key that has most
+        ends, if that has more than this one. Raises ApiError."""
         if len(self._queues) >= MOST_BROWSERS:
-            raise ApiError(429, f"{MOST_BROWSERS} dashboards are open; close one")
+            self._make_room(key)
         if self._closed:
             raise ApiError(503, "the server is shutting down")
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(MOST_WAITING)
-        self._queues.add(queue)
+        self._queues[queue] = key
         try:
             if self._polling is None:
                 self._latest.clear()
@@ -62,10 +64,19 @@ class Feed:
             while (next_event := await queue.get()) is not None:
                 yield next_event
         finally:
-            self._queues.discard(queue)
+            self._queues.pop(queue, None)
             if not self._queues and self._polling is not None:
                 self._polling.cancel()
                 self._polling = None
+
+    def _make_room(self, key: str) -> None:
+        counts = Counter(self._queues.values())
+        crowded, most = counts.most_common(1)[0]
+        if most <= counts[key] + 1:
+            raise ApiError(429, f"{MOST_BROWSERS} dashboards are open; close one")
+        oldest = next(queue for queue, owner in self._queues.items() if owner == crowded)
+        del self._queues[oldest]
+        _put(oldest, None)
 
     def close(self) -> None:
         """End all streams."""

@@ -10,17 +10,15 @@ from contextlib import aclosing
 from pipeline.gateway.answers import ChatAnswer, ChatRequest, Whole, check_chats
 from pipeline.gateway.bodies import CountBody, MessagesBody, Object, note_once
 from pipeline.gateway.call import Call, event_of
-from pipeline.gateway.chat import THINKLESS, known_effort, thinking_variables
+from pipeline.gateway.chat import BEGUN, THINKLESS, known_effort, thinking_variables
 from pipeline.gateway.conversations import Catalogue, Conversation
 from pipeline.gateway.errors import bad
-from pipeline.gateway.settings import Tools, chosen_tools, flat_tools, grammar_of, settings_of
+from pipeline.gateway.settings import Tools, chosen_tools, flat_tools, grammar_of, settings_of, told
 from pipeline.gateway.steady import steady
 from pipeline.text.chat_format import TemplateKind
 from pipeline.text.chat_output import Part, ToolCall
 from protocol.messages import Welcome
 
-# Of the template, where the last message is the beginning of the answer
-BEGUN = {"add_generation_prompt": False, "continue_final_message": True}
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -41,18 +39,19 @@ def messages_request(
         if form is not None:
             raise bad(name, "an answer follows one form only; give output_config.format alone")
         form, name = body.output_config.format, "output_config.format"
+    grammar = grammar_of(form, name, tools)
     settings = settings_of(
         body,
         welcome,
         max_tokens,
         stop=body.stop_sequences,
         stop_field="stop_sequences",
-        grammar=grammar_of(form, name, tools),
+        grammar=grammar,
     )
-    turns, variables = steady(conversation.turns), _variables(body, kind)
+    turns, variables = steady(conversation.turns.all()), _variables(body, kind)
     if turns and turns[-1].role == "assistant" and turns[-1].content.strip() and not turns[-1].extra:
         variables = variables | BEGUN
-    return ChatRequest(turns, settings, tools, variables)
+    return ChatRequest(told(turns, grammar), settings, tools, variables)
 
 
 def _variables(body: CountBody, kind: TemplateKind) -> Object:

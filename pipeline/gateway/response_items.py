@@ -25,11 +25,10 @@ from pipeline.gateway.bodies import (
     fitting,
     note_once,
 )
-from pipeline.gateway.conversations import continued, reminder
-from pipeline.gateway.errors import ApiError, bad
+from pipeline.gateway.conversations import Turns, reminder
+from pipeline.gateway.errors import bad
 from pipeline.gateway.response_tools import Functions, functions_of, joined
 from pipeline.gateway.settings import flat_tools
-from protocol.messages import ChatMessage
 
 SEAL = "tandem:"  # before a text in Base64 that goes to the client and comes back
 SUMMARY = "This is a summary of the conversation so far, of which the earlier messages are left out:\n\n"
@@ -142,10 +141,7 @@ def called(kind: str, value: Object, where: str) -> Object:
                 search.arguments if isinstance(search.arguments, dict) else {"query": search.arguments}
             )
             name, call_id = "tool_search", search.call_id or ""
-    try:
-        return rendered_call(CallPart(CalledFunction(name, arguments), call_id), where)
-    except ApiError:  # what a model has written badly stays in the conversation for ever
-        return rendered_call(CallPart(CalledFunction(name, {"arguments": arguments}), call_id), where)
+    return rendered_call(CallPart(CalledFunction(name, arguments), call_id), where)
 
 
 @dataclass
@@ -155,7 +151,7 @@ class Conversation:
     the one before. `compacts`: it asks for a summary of itself."""
 
     known: Functions
-    turns: list[ChatMessage] = field(default_factory=list)
+    turns: Turns = field(default_factory=Turns)
     given: list[Function] = field(init=False)
     compacts: bool = False
     # What the model wrote at once, which templates read as one message
@@ -180,12 +176,12 @@ class Conversation:
         """Add a message to the model. One of the system in the middle belongs to what the model answers next,
         as most templates take one at the beginning only. Neighbours of one role are one message."""
         self._end()
-        said, last = turn(role, content), self.turns[-1] if self.turns else None
-        if said.role == "system" and any(message.role != "system" for message in self.turns):
-            role = "tool" if last and last.role == "tool" else "user"
+        said = turn(role, content)
+        if said.role == "system" and self.turns.begun:
+            role = "tool" if self.turns.role == "tool" else "user"
             said = replace(said, role=role, content=reminder(said.content))
-        if last and last.role == said.role:
-            self.turns[-1] = continued(last, said.content)
+        if self.turns.role == said.role:
+            self.turns.extend_last((said.content,))
         else:
             self.turns.append(said)
 
@@ -220,7 +216,7 @@ class Conversation:
                 self._result(found.call_id, self._described(found.tools, where))
             case "additional_tools":
                 added = fitting(value, ToolsItem, where).tools
-                if all(message.role == "system" for message in self.turns):
+                if not self.turns.begun:
                     new = functions_of(added, f"{where}.tools")
                     self.known = new | self.known
                     self.given = [function for function, _ in self.known.values()]
@@ -240,7 +236,8 @@ class Conversation:
     def _described(self, tools: list[Object], where: str) -> str:
         """Add functions to those that can be called. Returns what the model is told of them."""
         added = functions_of(tools, f"{where}.tools")
-        self.known = added | self.known
+        for name, function in added.items():  # in place: there may be thousands of such items
+            self.known.setdefault(name, function)
         shown, _ = flat_tools(function for function, _ in added.values())
         texts = [json.dumps(tool["function"], ensure_ascii=False) for tool in shown]
         return (

@@ -12,7 +12,7 @@ from pipeline.gateway.chat import reasoning_variables
 from pipeline.gateway.errors import bad
 from pipeline.gateway.response_items import Conversation
 from pipeline.gateway.response_tools import Origin, functions_of
-from pipeline.gateway.settings import Grammar, Tools, chosen_tools, flat_tools, grammar_of, settings_of
+from pipeline.gateway.settings import Grammar, Tools, chosen_tools, flat_tools, grammar_of, settings_of, told
 from pipeline.gateway.steady import steady
 from pipeline.text.chat_format import TemplateKind
 from protocol.messages import Welcome
@@ -94,7 +94,7 @@ def response_request(
         tools, grammar = Tools(tools.given), Grammar()
         most = min(most or welcome.context, welcome.context // SUMMARY_PART)
     return ResponseRequest(
-        steady(conversation.turns),
+        told(steady(conversation.turns.all()), grammar),
         settings_of(body, welcome, most, stop=body.stop, grammar=grammar),
         tools,
         reasoning_variables(reasoning.effort, kind),
@@ -107,9 +107,6 @@ def response_request(
 
 
 def _tools(body: ResponsesBody, conversation: Conversation, kind: TemplateKind) -> Tools:
-    choice = body.tool_choice
-    if isinstance(choice, dict) and choice.get("type") == "custom":
-        choice = choice | {"type": "function"}
     given, _ = flat_tools(conversation.given)
     _, schemas = flat_tools(function for function, _ in conversation.known.values())
-    return chosen_tools(given, schemas, choice, kind, body.parallel_tool_calls is not False)
+    return chosen_tools(given, schemas, body.tool_choice, kind, body.parallel_tool_calls is not False)

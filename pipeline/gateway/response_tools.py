@@ -7,11 +7,14 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from pipeline.gateway.bodies import Function, Object, fitting, note_once
+from pipeline.gateway.bodies import FreeTool, Function, Object, fitting, note_once
 from pipeline.gateway.errors import bad
+
+MOST_NAMESPACE = 256  # characters: each of its tools has them in its name
 
 
 class FlatTool(Struct):
@@ -20,22 +23,8 @@ class FlatTool(Struct):
     parameters: Object | None = None
 
 
-class ToolFormat(Struct):
-    type: str
-    syntax: str = ""
-    definition: str = ""
-
-
-class FreeTool(Struct):
-    """A tool whose input is a text of any form."""
-
-    name: str
-    description: str | None = None
-    format: ToolFormat | None = None
-
-
 class Namespace(Struct):
-    name: str
+    name: Annotated[str, Meta(max_length=MOST_NAMESPACE)]
     tools: list[Object]
     description: str | None = None
 
@@ -79,8 +68,7 @@ def _functions(tools: list[Object], where: str, namespace: str | None) -> Iterat
                 yield function, Origin(tool.name, namespace)
             case "custom":
                 free = fitting(value, FreeTool, at)
-                function = Function(joined(namespace, free.name), _described(free), FREE_INPUT)
-                yield function, Origin(free.name, namespace, free=True)
+                yield free_function(free, namespace), Origin(free.name, namespace, free=True)
             case "namespace" if namespace is None:
                 group = fitting(value, Namespace, at)
                 about = group.description
@@ -101,11 +89,13 @@ def joined(namespace: str | None, name: str) -> str:
     return name if namespace is None else f"{namespace.rstrip('_')}__{name}"
 
 
-def _described(tool: FreeTool) -> str:
+def free_function(tool: FreeTool, namespace: str | None = None) -> Function:
+    """Returns a tool whose input is a text as a function."""
     text = tool.description or ""
-    if tool.format is not None and tool.format.definition:
-        text += f"\n\nThe input follows this grammar ({tool.format.syntax}):\n{tool.format.definition}"
-    return text
+    grammar = tool.format and (tool.format.grammar or tool.format)
+    if grammar and grammar.definition:
+        text += f"\n\nThe input follows this grammar ({grammar.syntax}):\n{grammar.definition}"
+    return Function(joined(namespace, tool.name), text, FREE_INPUT)
 
 
 def free_input(arguments: str) -> str:

@@ -33,10 +33,11 @@ async def create(call: Call) -> None:
     """Answer a conversation."""
     client = await call.client()
     welcome, template = client.welcome, call.service.template
-    body, request = await call.body(
-        ResponsesBody, lambda body: (body, response_request(body, welcome, template))
+    said, request = await call.body(
+        ResponsesBody, lambda body: (bool(body.input), response_request(body, welcome, template))
     )
-    answer = Compaction if request.compacts else Response if body.input else Probed
+    call.keep(request.given)
+    answer = Compaction if request.compacts else Response if said else Probed
     await answer(call, client, request).send()
 
 
@@ -51,7 +52,9 @@ async def compact(call: Call) -> None:
         request = response_request(body, welcome, template, compacts=True)
         return request, _questions(items, welcome.context // 2)
 
-    await Compacted(call, client, *await call.body(ResponsesBody, made)).send()
+    request, questions = await call.body(ResponsesBody, made)
+    call.keep((request.given, questions))
+    await Compacted(call, client, request, questions).send()
 
 
 def _questions(items: list[Object], most: int) -> list[Object]:
@@ -74,7 +77,11 @@ class Response(ChatAnswer):
     def body(self, choices: list[Whole]) -> Object:
         """Returns the whole answer."""
         (whole,) = choices
-        output = [self._item(place, block, whole=True) for place, block in enumerate(whole.blocks)]
+        last = len(whole.blocks) - 1
+        output = [
+            self._item(place, block, _status(whole) if place == last else "completed")
+            for place, block in enumerate(whole.blocks)
+        ]
         return self._body(_status(whole), output, self._usage())
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -116,7 +123,9 @@ class Response(ChatAnswer):
         whole = Whole()
         async with aclosing(self.changes(whole)) as changes:
             async for change, place, part in changes:
-                for event in self._events(change, place, part):
+                # What closes before the end is known is followed by more
+                status = _status(whole) if change == "close" else "in_progress"
+                for event in self._events(change, place, part, status):
                     yield event
         yield f"response.{_status(whole)}", {"response": self.body([whole])}
 
@@ -147,15 +156,16 @@ class Response(ChatAnswer):
             "total_tokens": usage.prompt + usage.completion,
         }
 
-    def _item(self, place: int, part: Part, *, whole: bool) -> Object:
-        """Returns a whole item of the output, or the empty one that a part begins."""
-        name, status = f"{self.call.id}_{place}", "completed" if whole else "in_progress"
+    def _item(self, place: int, part: Part, status: str) -> Object:
+        """Returns a whole item of the output, or the empty one that a part in progress begins."""
+        name, whole = f"{self.call.id}_{place}", status != "in_progress"
         if part.call is not None:
             kind, text = self._said(part)
             origin = self._origin(part)
             start, type_ = ("ctc", "custom_tool_call") if origin.free else ("fc", "function_call")
             item: Object = {"id": f"{start}_{name}", "type": type_, "call_id": part.call.id}
-            item |= {"name": origin.name, FIELDS[kind][1]: text if whole else "", "status": status}
+            item |= {"name": origin.name, FIELDS[kind][1]: text if whole else ""}
+            item["status"] = "completed" if whole else status  # a call is there only when it is complete
             return item if origin.namespace is None else item | {"namespace": origin.namespace}
         if part.kind == "reasoning":
             item = {"id": f"rs_{name}", "type": "reasoning", "summary": []}
@@ -179,11 +189,12 @@ class Response(ChatAnswer):
             return "free call", free_input(part.call.arguments)
         return "call", part.call.arguments
 
-    def _events(self, change: str, place: int, part: Part) -> list[Event]:
-        """Returns the names and values of what the stream says of a change of its blocks."""
+    def _events(self, change: str, place: int, part: Part, status: str) -> list[Event]:
+        """Returns the names and values of what the stream says of a change of its blocks. `status`: of the
+        item after it."""
         if change == "start":
             return []
-        item = self._item(place, part, whole=change == "close")
+        item = self._item(place, part, status)
         kind, text = self._said(part)
         name, field = FIELDS[kind]
         where = {"output_index": place, "item_id": item["id"]}

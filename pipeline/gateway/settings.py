@@ -3,6 +3,7 @@ it ends, which tools it may call, and the grammar by which it has to call one or
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Iterable
@@ -19,20 +20,32 @@ from pipeline.gateway.bodies import (
     Common,
     Format,
     Function,
+    FunctionTool,
     Object,
-    Tool,
+    TextTool,
     fitting,
     note_once,
 )
 from pipeline.gateway.errors import bad
+from pipeline.gateway.response_tools import free_function
 from pipeline.text.chat_format import FORMS, TemplateKind
 from pipeline.text.detokenizer import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from pipeline.text.generation_defaults import check_size
-from protocol.messages import Sampling, Shaping, TokenBias, Welcome
+from protocol.messages import ChatMessage, Sampling, Shaping, TokenBias, Welcome
 
 # Of JSON, for llguidance: at most one space, behind a comma or a colon, where models have tokens with it. One
 # that is not sure may otherwise write white space only.
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+UNENFORCED = "beside tools this model is told the form of its answer, which it may not follow"
+TOLD = """\
+When you answer without calling a tool, the answer is JSON and nothing else, and follows this schema:
+"""
+ANY_CALL = """\
+start: form | {1} REST
+form: {0}
+REST: /(.|\\n)*/"""
+TOOL_KINDS = ("function", "custom")  # that can be called by name
+LEAST_TOP_P = 1e-9  # leaves the most probable token alone
 DEFAULT_PART = 4  # of the context, for an answer without a limit
 PLACELESS = "this model's chat template has no place for tools: they are written into the system message"
 
@@ -40,10 +53,11 @@ PLACELESS = "this model's chat template has no place for tools: they are written
 @dataclass(frozen=True)
 class Grammar:
     """Grammar that an answer follows; false where it follows none. `field`: of the request that asks for
-    it."""
+    it. `told`: what the model is told instead, where nothing can be enforced."""
 
     text: str = ""
     field: str | None = None
+    told: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.text)
@@ -62,18 +76,22 @@ class AllowedTools(Struct):
 class Tools:
     """`given`: as the chat template reads them; `schemas`: of the parameters of all that can be called, by
     name. `wanted`: the names that the answer has to call one of; empty where it may do without. `calls`: how
-    the model writes them, of FORMS."""
+    the model writes them, of FORMS. `free`: the names of those in `schemas` whose input is a text to the
+    client."""
 
     given: tuple[Object, ...] = ()
     schemas: dict[str, Object] = field(default_factory=dict)
     wanted: tuple[str, ...] = ()
     parallel: bool = True
     calls: str = ""
+    free: frozenset[str] = frozenset()
 
     def grammar(self, schema: Object | None = None, param: str = "tools") -> Grammar:
         """Returns that of an answer that calls a wanted tool; with a schema, of one that is JSON of it or
-        calls any tools. `param`: the field that asks for it."""
-        calls, rules, form = [], [], FORMS["json"]
+        calls any tools, which are enforced only where they are JSON. `param`: the field that asks for it."""
+        calls, rules, form = [], [], FORMS[self.calls]
+        if self.calls != "json":
+            return _made("lark", ANY_CALL.format(_json_rule(schema or {}), json.dumps(form.open)), param)
         for place, name in enumerate(self.wanted or self.schemas):
             rules.append(f"arguments{place}: {_json_rule(self.schemas[name] or {'type': 'object'})}")
             head = json.dumps(f'{form.open}\n{{"name": {json.dumps(name)}, "arguments": ')
@@ -89,10 +107,22 @@ class Tools:
 def openai_tools(
     given: list[Object] | None, choice: str | Object | None, parallel: bool | None, kind: TemplateKind
 ) -> Tools:
-    """Returns those of a chat, which the template reads as they were given. Raises ApiError."""
-    tools = fitting(given or [], list[Tool], "tools")
-    schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
-    return chosen_tools(given or [], schemas, choice, kind, parallel is not False)
+    """Returns those of a chat. The template reads functions as they were given. Raises ApiError."""
+    shown: list[Object] = []
+    schemas: dict[str, Object] = {}
+    free: set[str] = set()
+    for tool, value in zip(
+        fitting(given or [], list[FunctionTool | TextTool], "tools"), given or [], strict=True
+    ):
+        if isinstance(tool, TextTool):
+            (value,), schema = flat_tools([free_function(tool.custom)])
+            schemas |= schema
+            free.add(tool.custom.name)
+        else:
+            schemas[tool.function.name] = tool.function.parameters or {}
+        shown.append(value)
+    chosen = chosen_tools(shown, schemas, choice, kind, parallel is not False)
+    return dataclasses.replace(chosen, free=frozenset(free))
 
 
 def flat_tools(given: Iterable[Function]) -> tuple[list[Object], dict[str, Object]]:
@@ -118,10 +148,10 @@ def chosen_tools(
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         choice, schemas = _allowed(choice, schemas)  # the prompt has all of them: it stays as it was
     if isinstance(choice, dict):
-        inner = choice.get("function", choice)
+        inner = _inner(choice)
         wanted = inner.get("name") if isinstance(inner, dict) else None
         known = isinstance(wanted, str) and wanted in schemas
-        if choice.get("type", "function") != "function" or not known:
+        if choice.get("type", "function") not in TOOL_KINDS or not known:
             raise bad("tool_choice", "must name one of the tools")
         names = (str(wanted),)
     elif choice == "required":
@@ -141,10 +171,15 @@ def chosen_tools(
     return Tools(tuple(tools), schemas, names, parallel, kind.calls)
 
 
+def _inner(named: Object) -> Any:
+    """Returns the object with a tool's name, which chats have in a field of their own."""
+    return next((named[kind] for kind in TOOL_KINDS if kind in named), named)
+
+
 def _allowed(choice: Object, schemas: dict[str, Object]) -> tuple[str, dict[str, Object]]:
     """Returns the choice among the tools that are allowed, and their schemas. Raises ApiError."""
     inner = fitting(choice.get("allowed_tools", choice), AllowedTools, "tool_choice")  # a chat's is nested
-    named = (fitting(tool.get("function", tool), Named, "tool_choice.tools").name for tool in inner.tools)
+    named = (fitting(_inner(tool), Named, "tool_choice.tools").name for tool in inner.tools)
     allowed = {name: schemas[name] for name in named if name in schemas}
     if not allowed:
         raise bad("tool_choice", "must allow one of the tools")
@@ -161,10 +196,20 @@ def grammar_of(wanted: Format | None, name: str, tools: Tools = Tools()) -> Gram
         raise bad("tool_choice", "an answer follows a form or calls a tool; give one of them")
     if not tools.schemas:
         return json_schema(schema, name)
-    if tools.calls != "json":
-        text = "an answer of this model follows a form or may call tools; leave one out, or tool_choice: none"
-        raise bad(name, text)
+    form = FORMS.get(tools.calls)
+    if form is None or form.marks:  # what is a special token is no text of a grammar
+        note_once(UNENFORCED, logging.WARNING)
+        return Grammar(told=TOLD + json.dumps(schema, ensure_ascii=False))
     return tools.grammar(schema, name)
+
+
+def told(turns: tuple[ChatMessage, ...], grammar: Grammar) -> tuple[ChatMessage, ...]:
+    """Returns a conversation with what the model is told of its answer's form, in the system message."""
+    if not grammar.told:
+        return turns
+    if turns and turns[0].role == "system":
+        return (replace(turns[0], content=f"{turns[0].content}\n\n{grammar.told}"), *turns[1:])
+    return (ChatMessage("system", grammar.told), *turns)
 
 
 def _schema(wanted: Format, name: str) -> Object | None:
@@ -283,6 +328,8 @@ def _sampling(body: Common, default: Sampling) -> Sampling:
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
     if body.top_k is not None:
         given["top_k"] = max(int(body.top_k), 0)  # -1: no limit, as other servers have it
+    if "top_p" in given:
+        given["top_p"] = max(given["top_p"], LEAST_TOP_P)
     return replace(default, **given, seed=None if body.seed is None else body.seed & MOST_SEED)
 
 

@@ -1,10 +1,11 @@
-"""What requests share in the gateway, so that no API key shuts out the others: the memory of bodies that are
-read, and the places of requests whose bodies are complete. Without keys all are one client."""
+"""What requests share in the gateway, so that no API key shuts out the others: the event loop's time, the
+memory of bodies that are read, and the places of requests whose bodies are complete. Without keys all are one
+client, and so are with keys all requests that have none."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,6 +76,39 @@ class Bodies:
         if body in self._bodies:
             del self._bodies[body]
             self._bytes[body.key] -= body.size
+
+
+class Starts:
+    """The beginnings of requests: one in a turn of the event loop, accounts in turn. Many small requests then
+    cost the tokens of answers, which need some turns each, one of them and not as many as there are
+    connections. Used by the event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by account, the next one first
+        self._busy = False  # one has begun in this turn of the loop
+
+    async def wait(self, account: str) -> None:
+        """Wait until a request of this account may begin."""
+        if not self._busy:
+            self._busy = True
+            asyncio.get_running_loop().call_soon(self._next)
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(account, deque()).append(turn)
+        await turn
+
+    def _next(self) -> None:
+        while self._waiting:
+            account = next(iter(self._waiting))
+            turns = self._waiting.pop(account)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[account] = turns
+            if not turn.done():  # by its task's end
+                turn.set_result(None)
+                asyncio.get_running_loop().call_soon(self._next)
+                return
+        self._busy = False
 
 
 class Places:

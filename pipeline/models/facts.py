@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -195,6 +196,12 @@ def pack(facts: ModelFacts) -> bytes:
     return msgspec.json.encode({"facts": fields | {"math": facts.math.plain(), "own_router": None}})
 
 
+def read(path: Path) -> ModelFacts:
+    """Returns the facts in a file of the cache. Raises OSError, NotPrivate, ValueError, KeyError or
+    TypeError."""
+    return _unpack(read_small(path, MAX_BYTES, check=check_private))
+
+
 def _unpack(answer: bytes) -> ModelFacts:
     """Raises ValueError, KeyError or TypeError for what `pack` has not made."""
     fields = {name: _tuples(value) for name, value in msgspec.json.decode(answer)["facts"].items()}
@@ -218,7 +225,7 @@ def _described(question: bytes) -> ModelFacts:
     key = hashlib.blake2b(question + f"{VERSION} {installed}".encode(), digest_size=16).hexdigest()
     path = user_folder("CACHE") / FOLDER / f"{key}.json"
     with suppress(OSError, NotPrivate, ValueError, KeyError, TypeError):
-        return _unpack(read_small(path, MAX_BYTES, check=check_private))
+        return read(path)
     answer = _ask(question)
     with suppress(OSError):  # without the file the next start asks again
         make_folders(path.parent)

@@ -155,8 +155,8 @@ class Sparsity:
         if not up:
             asked = AUTO if self.wished is None else f"{self.wished:g}"
             raise PolicyError(
-                f"policy {policy}: sparsity={asked} leaves channels out, which needs a format that keeps up"
-                f" apart: start with --format floe-int4, or give --set {policy}.sparsity=0"
+                f"policy {policy}: sparsity={asked} leaves channels out, which needs a format that keeps the"
+                f" up matrices apart: start with --format floe-int4, or give --set {policy}.sparsity=0"
             )
         wished = self.share(calibration)
         magnitudes = _magnitudes(up, calibration)

@@ -1,6 +1,6 @@
 """Gives requests their sequences in the KV cache, which begin with what is computed already of their prompts.
 
-What a running request has prefilled, in whole blocks, and what ended ones have left, is in a `PrefixTree`,
+What a running request has computed, in whole blocks, and what ended ones have left, is in a `PrefixTree`,
 separate for each client. Where blocks are needed, those that no running sequence holds are evicted. Used by
 the engine's thread alone."""
 

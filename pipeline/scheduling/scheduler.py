@@ -20,6 +20,7 @@ from typing import Any
 from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.batch import StepInput
 from pipeline.backbone.kv_cache import KVCache
+from pipeline.config import KV_BLOCK
 from pipeline.counters import difference, fidelity
 from pipeline.engine.engine import Engine
 from pipeline.errors import DOUBTFUL, NumberInUse, OutOfDeviceMemory, PipelineError, RequestError, StepFailed
@@ -240,8 +241,9 @@ class Scheduler:
     ) -> None:
         """Give the jobs of a step its logits, and end those that are complete or have failed."""
         failed: dict[Job, PipelineError] = {}
-        for job in jobs if phase == "prefill" else ():
-            self.prefixes.publish(job)
+        for job in jobs:
+            if phase == "prefill" or job.filled % KV_BLOCK == 0:
+                self.prefixes.publish(job)
         for job, rows in zip(jobs, logits, strict=True):
             try:
                 job.take_logits(rows)

@@ -10,6 +10,7 @@ import platform
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from pipeline.assets import model_dir
@@ -24,9 +25,13 @@ from pipeline.scheduling.job_factory import check_ids
 from pipeline.scheduling.scheduler import Scheduler
 from pipeline.serving.engine_parts import EngineParts
 from pipeline.serving.policy_switch import PolicySwitch
+from protocol.files import make_folders
 from protocol.messages import Calibrate, Calibrated, Calibrating, Done
+from shm.atomic_file import check_creatable
+from shm.disk_cache import remove_empty
 
 PROGRESS_SECONDS = 0.2  # between two Calibrating messages
+ROOM = 4 << 20  # bytes that the file's disk must have before a calibration; most files have fewer
 MOST_TOKENS = 1 << 17
 
 
@@ -67,12 +72,17 @@ class CalibrationService:
             self._send(client, Done(message.request, "error", reason, usage=True))
             return
         self._current, self._cancelled = (client, message.request), False
+        path = calibration_path(self._parts.config.cache, self._parts.source)
         try:
-            answer: object = self._calibrate(client, message)
+            make_folders(path.parent)
+            check_creatable(path, ROOM)  # before the work
+            remove_empty(path.parent)
+            answer: object = self._calibrate(client, message, path)
         except _Cancelled:
             answer = Done(message.request, "cancelled")
         except OSError as e:
-            answer = Done(message.request, "error", f"the calibration cannot be written: {e.strerror or e}")
+            reason = f"the calibration {path} cannot be written: {e.strerror or e}"
+            answer = Done(message.request, "error", reason)
         except PipelineError as e:
             answer = Done(message.request, "error", str(e), usage=isinstance(e, UsageError))
         finally:
@@ -87,7 +97,7 @@ class CalibrationService:
         """End the calibration of a client that has disconnected."""
         self._cancelled |= self._current is not None and self._current[0] == client
 
-    def _calibrate(self, client: bytes, message: Calibrate) -> Calibrated:
+    def _calibrate(self, client: bytes, message: Calibrate, path: Path) -> Calibrated:
         parts, scheduler = self._parts, self._scheduler
         ids = self._ids(message)
         scheduler.prefixes.clear()
@@ -115,7 +125,6 @@ class CalibrationService:
         try:
             calibration, findings = calibrate(context, ids, message.tokens, report)
             about = self._about(findings)
-            path = calibration_path(parts.config.cache, parts.source)
             save(path, calibration, about)
         finally:
             if not self._stopping:

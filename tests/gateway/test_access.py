@@ -79,6 +79,8 @@ def test_allowed_pages_of_other_sites_can_read_answers_and_refusals(served: Serv
         assert (asked.status_code, asked.headers[name]) == (200, FRONT)
         assert asked.headers["access-control-allow-methods"] == "POST"
         assert asked.headers["access-control-allow-headers"] == "authorization,x-os"
+        own = http.options("/v1/models")  # of a program that asks what is served
+        assert (own.status_code, own.headers["allow"]) == (200, "GET, HEAD, OPTIONS")
         for path, status in (("/v1/completions", 401), ("/nowhere", 404), ("/v1/models", 405)):
             refused = http.post(path, json=body, headers=allowed)
             assert (refused.status_code, refused.headers[name]) == (status, FRONT)

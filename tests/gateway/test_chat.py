@@ -19,7 +19,6 @@ from protocol.client import Client
 from protocol.messages import ChatMessage
 
 QUESTION = [{"role": "user", "content": "What is a list?"}]
-BROKEN_CALL = {"id": "1", "function": {"name": "f", "arguments": '{"a": NaN}'}}
 WRONG_SCHEMA = {"type": "json_schema", "schema": {"type": "x"}}
 OBJECT = {"type": "json_schema", "schema": {"type": "object"}}
 CALLED = "messages[0].tool_calls[0].function"
@@ -138,7 +137,9 @@ def test_a_client_that_disconnects_cancels_its_answer(served: Served) -> None:
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": True}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"max_tokens": 1e400}, None),  # which is no JSON
@@ -161,7 +162,7 @@ def test_a_client_that_disconnects_cancels_its_answer(served: Served) -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stop": ["x" * 600]}, "stop"),
         ({"tool_choice": {"type": "function", "function": {"name": ["f"]}}}, "tool_choice"),
-        ({"messages": [{"role": "assistant", "tool_calls": [BROKEN_CALL]}]}, f"{CALLED}.arguments"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, CALLED),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         # By the engine: where the texts are read
         ({"messages": [{"role": "user", "content": "word " * 5000}]}, "messages"),
@@ -291,7 +292,20 @@ def test_the_embedded_model_calls_tools_that_are_demanded(client: Any) -> None:
     turns.append({"role": "tool", "tool_call_id": call.id, "content": "rain"})
     again = client.chat.completions.create(**asked, messages=turns, tool_choice="none").choices[0]
     assert again.message.tool_calls is None
+    cut = client.chat.completions.create(
+        **asked | {"max_tokens": 2}, messages=QUESTION, tool_choice="required"
+    ).choices[0]
+    assert (cut.finish_reason, cut.message.content, cut.message.tool_calls) == ("length", "", None)
     assert client.models.retrieve("any").id == "tandem-embedded"
+
+
+def test_no_probability_left_is_the_most_probable_token(served: Served) -> None:
+    with served.http() as http:
+        texts = [
+            http.post("/v1/completions", json={"prompt": "What is", "max_tokens": 8} | how).json()["choices"]
+            for how in ({"temperature": 0}, {"temperature": 2, "top_p": 0})
+        ]
+    assert texts[0] == texts[1]
 
 
 def test_an_answer_without_a_limit_gets_a_quarter_of_the_context(client: Any) -> None:

@@ -113,12 +113,12 @@ PARTS = (
 )
 
 
-async def said(dialect: type[Any]) -> tuple[list[Any], Any]:
+async def said(dialect: type[Any], reason: str = "stop") -> tuple[list[Any], Any]:
     """What a dialect says of PARTS: the events of its stream, and its whole answer."""
 
     class Scripted(dialect):  # type: ignore[misc]
         async def events(self) -> AsyncGenerator[tuple[int, Part | End], None]:
-            for event in (*PARTS, End("stop")):
+            for event in (*PARTS, End(reason)):
                 yield 0, event
 
     service = SimpleNamespace(meter=Meter(), model_name=lambda welcome: "m")
@@ -150,6 +150,14 @@ async def test_items_of_a_response_are_streamed_and_whole_alike() -> None:
     assert list(texts.values()) == ["I see", "ab", '{"a": 1}', "{}", "c"]
     done = [event for event in events if event["type"].endswith(("text.done", "arguments.done"))]
     assert [event.get("text", event.get("arguments")) for event in done] == list(texts.values())
+
+
+async def test_what_is_cut_off_is_incomplete() -> None:
+    events, whole = await said(Response, "length")
+    items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert items == whole["output"]
+    assert [item.get("status") for item in items] == [None, *["completed"] * 3, "incomplete"]
+    assert (events[-1]["type"], whole["status"]) == ("response.incomplete", "incomplete")
 
 
 async def test_blocks_of_a_message_are_streamed_and_whole_alike() -> None:

@@ -36,11 +36,13 @@ from gateway_engine import Served, serve
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from pipeline.assets import model_dir
+from pipeline.fairness import RateLimiter
 from pipeline.gateway import bodies, responses
-from pipeline.gateway.answers import ChatEvent
-from pipeline.gateway.bodies import fitting
+from pipeline.gateway.answers import ChatEvent, Whole
+from pipeline.gateway.bodies import ChatBody, fitting
 from pipeline.gateway.call import MOST_BYTES
-from pipeline.gateway.content_coding import inflated
+from pipeline.gateway.chat import Chat, chat_request
+from pipeline.gateway.content_coding import MOST_MEMBERS, inflated
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.metrics import Meter
 from pipeline.gateway.response_items import SUMMARY, sealed, unsealed
@@ -48,7 +50,7 @@ from pipeline.gateway.response_request import SUMMARIZE, ResponseRequest, Respon
 from pipeline.gateway.responses import Response
 from pipeline.text.chat_format import TemplateKind
 from pipeline.text.chat_history import as_template_reads
-from pipeline.text.chat_output import Part
+from pipeline.text.chat_output import Part, ToolCall
 from protocol.messages import VERSION, Welcome
 
 if find_spec("openai") is None:  # to import it takes a while, in each of several processes
@@ -273,7 +275,25 @@ def test_a_bomb_is_decoded_no_further_than_the_limit() -> None:
         assert refused.value.status == 413
 
 
+def test_a_gzip_body_has_several_members() -> None:
+    member = gzip.compress(b"x" * 10)
+    assert inflated(member * MOST_MEMBERS, "x-gzip", 10_000) == b"x" * 10 * MOST_MEMBERS
+    assert inflated(member * 10, "gzip", 100) == b"x" * 100
+    for raw, most, status in (
+        (member * 10, 99, 413),
+        (gzip.compress(b"") * (MOST_MEMBERS + 1), 100, 400),
+        (member + b"x", 100, 400),
+    ):
+        with pytest.raises(ApiError) as refused:
+            inflated(raw, "gzip", most)
+        assert refused.value.status == status
+
+
 # --- without an engine ----------------------------------------------------------------------------------
+
+
+SERVICE = SimpleNamespace(meter=Meter(), model_name=lambda welcome: MODEL)
+SIMPLE_CALL: Any = SimpleNamespace(service=SERVICE, id="x", created=1)
 
 
 class Slow(Response):
@@ -290,8 +310,7 @@ class Slow(Response):
 async def test_a_long_prompt_is_no_silence_and_a_late_error_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HEADERS_WITHIN", "PING_SECONDS"):
         monkeypatch.setattr(responses, name, 0.01)
-    service = SimpleNamespace(meter=Meter(), model_name=lambda welcome: MODEL)
-    call: Any = SimpleNamespace(service=service, id="x", created=1, status=200, refusal=lambda error: error)
+    call: Any = SimpleNamespace(**vars(SIMPLE_CALL), status=200, refusal=lambda error: error)
     client: Any = SimpleNamespace(welcome=WELCOME)
     answer = Slow(call, client, read({"input": "a"}))
     may, events = asyncio.Event(), []
@@ -316,8 +335,9 @@ async def refuse() -> None:
     raise ApiError(400, "no")
 
 
-def test_items_are_read_as_a_chat(caplog: pytest.LogCaptureFixture) -> None:
-    bodies._noted.clear()
+def test_items_are_read_as_a_chat(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_noted", set())
+    monkeypatch.setattr(bodies, "_rate", RateLimiter(100))
     with caplog.at_level(logging.INFO, logger="pipeline.gateway"):
         *_, body = requests()
         request = read(body)
@@ -399,6 +419,42 @@ def test_the_systems_messages_in_the_middle_stay_there() -> None:
     ]
 
 
+def test_chats_call_the_same_tools_by_names_of_their_own() -> None:
+    free = {"name": "apply_patch", "description": "Edits."}
+    grammar = {"syntax": "lark", "definition": "start: x"}
+    of_chat = [
+        {"type": "custom", "custom": free | {"format": {"type": "grammar", "grammar": grammar}}},
+        {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}},
+    ]
+    flat = [
+        {"type": "custom", **free, "format": {"type": "grammar", **grammar}},
+        {"type": "function", "name": "f", "parameters": {"type": "object"}},
+    ]
+    patch, broken = {"name": "apply_patch", "input": PATCH}, {"name": "f", "arguments": '{"a": 1'}
+    called = [
+        {"id": "1", "type": "custom", "custom": patch},
+        {"id": "2", "type": "function", "function": broken},
+    ]
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": called}]
+    calls = [
+        {"type": "custom_tool_call", "call_id": "1"} | patch,
+        {"type": "function_call", "call_id": "2"} | broken,
+    ]
+    for chosen, wanted in (
+        ("auto", "auto"),
+        ({"type": "custom", "custom": {"name": "apply_patch"}}, {"type": "custom", "name": "apply_patch"}),
+    ):
+        chat = {"messages": turns, "tools": of_chat, "tool_choice": chosen}
+        own = chat_request(fitting(chat, ChatBody, ""), WELCOME, PLAIN_KIND)
+        items = {"input": [message("user", "a"), *calls], "tools": flat, "tool_choice": wanted}
+        other = read(items)
+        assert (own.messages, own.template) == (other.messages, other.template)
+        assert (own.settings.shaping, own.tools.schemas) == (other.settings.shaping, other.tools.schemas)
+    answer = Chat(SIMPLE_CALL, SimpleNamespace(welcome=WELCOME), own)  # type: ignore[arg-type]
+    whole = Whole([Part("call", call=ToolCall("1", "apply_patch", json.dumps({"input": PATCH})))])
+    assert answer.body([whole])["choices"][0]["message"]["tool_calls"] == called[:1]
+
+
 def test_reasoning_comes_back_sealed_and_summaries_open() -> None:
     thought = {"type": "reasoning", "summary": [], "encrypted_content": sealed("I see: é")}
     items = [message("user", "a"), thought, message("assistant", "b"), {"type": "compaction_trigger"}]
@@ -438,3 +494,10 @@ def test_tools_of_one_name_are_one_and_those_before_the_conversation_are_given()
     assert [tool["function"]["name"] for tool in request.tools.given] == ["g", "shell_command"]
     request = read({"input": "a", "tools": [function("f", a="string"), function("f", b="string")]})
     assert list(request.tools.schemas["f"]["properties"]) == ["a"]
+
+
+def test_a_namespace_is_no_longer_than_a_name() -> None:
+    """Each of its tools has it in its own."""
+    tools = [{"type": "function", "name": "f"}]
+    with pytest.raises(ApiError, match=r"tools\[0\].name"):
+        read({"input": "a", "tools": [{"type": "namespace", "name": "n" * 257, "tools": tools}]})

@@ -17,12 +17,14 @@ import pytest
 from gateway_engine import Served, serve
 from waiting import until
 
+from pipeline.fairness import RateLimiter
 from pipeline.gateway.bodies import CompletionBody, decoded
 from pipeline.gateway.call import Call, Service
 from pipeline.gateway.connections import Connections, make_server
+from pipeline.gateway.dashboard import MOST_BROWSERS, Feed
 from pipeline.gateway.engine_links import EngineLinks
 from pipeline.gateway.errors import ApiError
-from pipeline.gateway.shares import Bodies, Places
+from pipeline.gateway.shares import Bodies, Places, Starts
 from protocol.client import Client
 
 ANNA, BERT = "k" * 20, "b" * 20
@@ -123,6 +125,13 @@ def test_lines_about_what_is_no_http_are_few(served: Served) -> None:
     assert 0 < sum("Invalid HTTP request" in line for line in lines) < 150
 
 
+def test_another_protocol_is_not_spoken_and_no_package_advised(served: Served) -> None:
+    with connected(served.url) as connection:
+        connection.sendall(GET[:-2] + b"Connection: close, Upgrade\r\nUpgrade: websocket\r\n\r\n")
+        assert received(connection).startswith(b"HTTP/1.1 401 ")
+    assert "pip install" not in Path(f"/proc/{served.process.pid}/fd/2").read_text()
+
+
 @pytest.fixture
 def many_files() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -146,6 +155,18 @@ def test_neither_idle_connections_nor_unfinished_bodies_keep_others_out(served: 
                 assert connection.recv(13) == b"HTTP/1.1 200 "
             with served.http() as http:
                 assert http.get("/health").status_code == 200
+
+
+def test_what_follows_a_body_is_no_key(served: Served) -> None:
+    asked = (
+        b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n"
+    )
+    with connected(served.url) as connection:
+        connection.sendall(asked + f"\r\n0\r\nAuthorization: Bearer {ANNA}\r\n\r\n".encode())
+        assert received(connection).startswith(b"HTTP/1.1 401 ")
+    with connected(served.url) as connection:
+        sent(connection, asked + b"\r\n0\r\n" + b"a: b\r\n" * 257 + b"\r\n")
+        assert b"more than 256 fields" in received(connection)
 
 
 def test_events_are_not_loaded_by_pages_of_other_sites(served: Served) -> None:
@@ -326,7 +347,58 @@ def test_lines_about_what_clients_send_have_an_end(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.gateway.bodies._noted", set())
+    monkeypatch.setattr("pipeline.gateway.bodies._rate", RateLimiter(5))
     caplog.set_level(logging.INFO, "pipeline.gateway.bodies")
     body = {"prompt": "x"} | {f"field-{number}": 1 for number in range(3000)}
     decoded(json.dumps(body).encode(), CompletionBody, "/v1/completions")
-    assert 0 < len(caplog.records) <= 1024
+    assert 0 < len(caplog.records) <= 2 * 5  # in two seconds at most
+    monkeypatch.setattr("pipeline.gateway.bodies._rate", RateLimiter(10_000))
+    decoded(json.dumps(body).encode(), CompletionBody, "/v1/completions")
+    assert len(caplog.records) == 1024
+
+
+async def test_requests_begin_one_in_a_turn_of_the_loop_and_keys_in_turn() -> None:
+    starts, begun, turns = Starts(), [], 0
+
+    async def request(account: str) -> None:
+        await starts.wait(account)
+        begun.append((account, turns))
+
+    names = ["", "", "", "", "anna", "anna"]
+    tasks = [asyncio.create_task(request(name)) for name in names]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    while len(begun) < len(names) - 1:
+        turns += 1
+        await asyncio.sleep(0)
+    assert [name for name, _ in begun] == ["", "anna", "", "anna", ""]
+    assert len({turn for _, turn in begun}) == len(begun)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.sleep(0)
+    await starts.wait("")  # none waits: at once
+
+
+async def test_what_an_answer_keeps_of_its_body_counts_until_its_end() -> None:
+    service = Service(EngineLinks("ipc:///x"), Path("/x"), bodies=Bodies(most=100_000, own=10))
+    first, second = (a_call(service, "anna", asyncio.Queue()) for _ in range(2))
+    first.keep(({"type": "web_search", "x": "y" * 60_000},))
+    with pytest.raises(ApiError, match="the memory"):
+        second.keep(({"type": "web_search", "x": list(range(2000))},))
+    first.kept.close()
+    second.kept.close()
+    second.keep(({"type": "web_search", "x": list(range(2000))},))
+
+
+async def test_a_key_with_all_dashboards_gives_one_of_them_to_another() -> None:
+    feed = Feed(EngineLinks("ipc:///x"))
+    crowd = [feed.events("anna") for _ in range(MOST_BROWSERS)]
+    for events in crowd:
+        assert b"away" in await anext(events)
+    with pytest.raises(ApiError, match="dashboards are open"):
+        await anext(feed.events("anna"))
+    one = feed.events("bert")
+    assert b"away" in await anext(one)
+    async with asyncio.timeout(AMPLE):
+        assert [event async for event in crowd[0]] == []  # the oldest
+    for events in (one, *crowd):
+        await events.aclose()

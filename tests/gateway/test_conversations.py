@@ -14,12 +14,14 @@ from chat_styles import STYLES, Style
 from embedded_tokenizer import embedded_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from pipeline.gateway.answers import ChatRequest
 from pipeline.gateway.bodies import MessagesBody, decoded
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.messages import messages_request
+from pipeline.gateway.response_request import ResponsesBody, response_request
 from pipeline.gateway.steady import steady
 from pipeline.text.chat_format import TemplateKind
 from pipeline.text.chat_history import as_template_reads
@@ -181,6 +183,31 @@ def test_a_deferred_tool_is_described_where_the_conversation_names_it() -> None:
     assert '"Deploys."' in asked.messages[0].content
     assert '"name": "Inline"' in asked.messages[0].content
     assert set(asked.tools.schemas) == {"Read", "Task", "bash", "Deploy", "Inline"}
+
+
+def test_a_short_body_makes_no_long_prompt() -> None:
+    long = {"name": "x", "input_schema": {}, "description": "y" * 1000, "defer_loading": True}
+    named = {"type": "tool_reference", "tool_name": "x"}
+    (message,) = read(messages=[user(*[named] * 1000)], tools=[long]).messages
+    assert message.content.count("y" * 1000) == 1
+    assert message.content.count("[The function x can be called.]") == 999
+    again = {"type": "tool_addition", "tool": {"definition": long | {"description": "z"}}}
+    (message,) = read(messages=[user(named, again, named)], tools=[long]).messages
+    assert message.content.count('"z"') == 1
+
+
+def test_thousands_of_messages_of_one_side_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = []
+    monkeypatch.setattr(
+        "pipeline.gateway.conversations.replace", lambda *a, **k: joined.append(1) or replace(*a, **k)
+    )
+    (message,) = read(messages=[user(text("x"))] * 4000).messages
+    assert message.content == "\n\n".join(["x"] * 4000)
+    items = {"input": [{"role": "user", "content": "x"}] * 5000}
+    body = decoded(json.dumps(items).encode(), ResponsesBody, "/v1/responses")
+    (message,) = response_request(body, WELCOME, KIND).messages
+    assert message.content == "\n\n".join(["x"] * 5000)
+    assert len(joined) == 2
 
 
 def test_each_prompt_of_a_conversation_begins_as_the_one_before() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import gc
 import json
 import re
@@ -170,6 +171,7 @@ def test_whole_numbers_may_be_written_as_floats_and_null_is_not_given() -> None:
     given = {"messages": [{"role": "user"}], "n": 2.0, "documents": None, "x": 1, "stop": None}
     body = decoded(json.dumps(given).encode(), ChatBody, "/v1/chat/completions")
     assert (body.n, body.stop, body.messages[0].content) == (2, None, None)
+    assert decoded(codecs.BOM_UTF8 + json.dumps(given).encode(), ChatBody, "/v1/chat/completions") == body
 
 
 def test_errors_have_the_shape_of_each_api() -> None:

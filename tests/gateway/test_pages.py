@@ -121,6 +121,17 @@ def test_a_conversation_with_the_engine(page: Any) -> None:
     assert page.locator("#log > *").count() == 0
 
 
+def test_a_narrower_window_keeps_the_end_of_the_conversation(page: Any) -> None:
+    page.set_viewport_size({"width": 900, "height": 300})
+    for number in range(3):
+        ask(page, "What is a generator?")
+        page.locator(".note").nth(number).filter(has_text="tokens").wait_for()
+    end = "document.getElementById('scroll')"
+    page.set_viewport_size({"width": 320, "height": 300})
+    wait_until(page, f"{end}.scrollHeight - {end}.scrollTop - {end}.clientHeight < 2")
+    assert page.locator("header a").bounding_box()["height"] < 30  # in one line
+
+
 def test_an_answer_is_stopped_by_a_key(page: Any, served: Any) -> None:
     supervisor = psutil.Process(served.process.pid)
     workers = [p for p in supervisor.children(recursive=True) if "workers.expert_worker" in p.cmdline()]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from plain_calibration import plain_calibration
 
 from launch.advise.machine import drawn
+from launch.advise.search import Search
 from launch.cli import main
 from launch.forecast import Priced, Setting, by_replay, sizes_of
 from pipeline.calibration.file import NAME, save
@@ -112,3 +115,27 @@ def test_a_trial_records_and_prices_this_machine(
     assert {each["policy"] for each in report["estimates"]} == {"all-host", "adapmoe"}
     assert all(0 < each["tok_s"] < 1e5 for each in report["estimates"])
     assert report["advice"]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "advised"),
+    [
+        ({"bf16": 74, "int8": 109, "int4": 117}, ["int4", "int8", "bf16"]),
+        ({"bf16": 74, "int8": 115, "int4": 117}, ["int8", "bf16"]),
+        ({"bf16": 74, "int8": 60, "int4": 117}, ["int4", "bf16"]),
+        ({"bf16": 117, "int8": 60, "int4": 100}, ["bf16"]),
+    ],
+)
+def test_every_more_exact_format_is_advised_that_is_not_slower_than_a_still_more_exact_one(
+    speeds: dict[str, float], advised: list[str]
+) -> None:
+    formats: Any = [SimpleNamespace(sizes=SimpleNamespace(format=name), fits=True) for name in speeds]
+    nothing: Any = None
+    search = Search(nothing, formats, nothing, 0, 0, lambda: None)
+    policy = PolicyRequest("tandem")
+    made: list[Any] = [
+        SimpleNamespace(setting=SimpleNamespace(format=name, policy=policy), exact=True, tok_s=speed)
+        for name, speed in speeds.items()
+    ]
+    search.estimates = made
+    assert [each.setting.format for each in search.recommended()] == advised

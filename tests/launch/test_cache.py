@@ -16,10 +16,12 @@ from engines import run, store_of
 from launch.cache.command import DAY, remove, select, table
 from launch.cache.entries import Entry, scan
 from launch.cli import main
+from pipeline.assets import model_dir
 from pipeline.calibration import cost_cache
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig
 from pipeline.memory.needs import needs
+from pipeline.models.facts import _described, facts_of, pack
 from pipeline.policies.costs import Costs
 from protocol.program import user_folder
 from shm.disk_cache import RECORD, CacheRecord, note_use
@@ -144,7 +146,7 @@ def test_names_of_files_and_models_cannot_control_the_terminal(folder: Path) -> 
     assert code == 0
     assert "\x1b" not in out
     assert out.count("\N{REPLACEMENT CHARACTER}") == 5
-    assert "\N{REPLACEMENT CHARACTER}[31mred\N{REPLACEMENT CHARACTER} " in out
+    assert "\N{REPLACEMENT CHARACTER}[31mred\N{REPLACEMENT CHARACTER}\n" in out
     assert "\x1b" not in run_cache("--prune", "--to", "0")[1]
 
 
@@ -167,6 +169,21 @@ def test_costs_are_listed_with_their_model_and_their_use_is_noted(folder: Path) 
     os.utime(path, (0, 0))
     assert cost_cache.find(folder, setting) is not None
     assert path.stat().st_mtime > time.time() - 60
+
+
+def test_a_row_is_one_line_in_a_pipe_and_no_path_is_broken(folder: Path) -> None:
+    made = replace(A, model=f"/models/{'x' * 90}/m", format="bf16", setting="2 workers, cpu", in_use="e1")
+    head, row, *_ = table(folder, [made]).splitlines()
+    assert head.split() == "kind last use size model and format".split()
+    assert row.endswith(f" {made.model}, bf16, 2 workers, cpu (in use by e1)")
+
+
+def test_facts_say_of_what_model_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = pack(facts_of(open_model(model_dir()).config))
+    monkeypatch.setattr("pipeline.models.facts._ask", lambda question: answer)
+    _described.__wrapped__(b"{}")
+    (found,) = scan(folder)[:1]
+    assert (found.kind, found.setting) == ("facts", "8 layers, 8 experts")
 
 
 @pytest.mark.parametrize("name", ["store.tmp", "backbone.tmp"])

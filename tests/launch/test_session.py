@@ -19,7 +19,7 @@ from waiting import until
 
 from launch.chat import command
 from launch.chat.conversation import KEYS, Conversation, View, change
-from launch.chat.session import Output, Session, parse_line, parse_policy
+from launch.chat.session import Output, Session, as_typed, parse_line, parse_policy
 from launch.command_line.options import parse
 from launch.errors import AnswerLost, WrongUsage
 from launch.terminal.interrupts import Interrupts
@@ -275,7 +275,9 @@ async def test_policy_is_switched_with_its_options_and_shown_as_the_engine_has_i
     assert chat.engine.sent == [("adapmoe", {"gate": "own"})]
     assert note.splitlines()[0] == "policy: adapmoe gate=own"
     assert "approximate" not in note
-    assert note.endswith("--set fiddler.gate=own")
+    assert note.endswith("try /policy fiddler gate=own")
+    told = as_typed("avoid that with --set a-b.gate=own --set a-b.sizes=even; or (--set c.d=1)")
+    assert told == "avoid that with /policy a-b gate=own sizes=even; or (/policy c d=1)"
     assert "approximate" in (await chat.says("/policy daop")).pop(0)
     chat.engine.present = {}
     await chat.says("/policy")

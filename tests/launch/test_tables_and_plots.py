@@ -64,7 +64,7 @@ def test_table_by_columns() -> None:
 
 def test_no_path_is_broken_and_a_narrow_terminal_has_the_text_below_the_name() -> None:
     path = f"/models/{'x' * 90}/config.json"
-    console = VisibleConsole(width=38)
+    console = VisibleConsole(width=38, force_terminal=True, color_system=None)
     with console.capture() as captured:
         console.show(Grid([("what /it is called in full", f"reads {path} at\nthe start"), ("short", "")]))
         console.show(f"saved: {path}")
@@ -72,6 +72,11 @@ def test_no_path_is_broken_and_a_narrow_terminal_has_the_text_below_the_name() -
     lines += ["short", "saved:", path]
     assert [line.rstrip() for line in captured.get().splitlines()] == lines
     assert path in render(Grid([("name", path)]))
+    command = f"> python launch.py {'--option value ' * 9}".rstrip()
+    assert f"{command}\n" in render(Grid([("name", f"{'words ' * 30}\n{command}")]))
+    with console.capture() as captured:
+        console.show(command)
+    assert command not in captured.get()
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import platform
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -17,7 +19,7 @@ from pipeline.arrays import Phase
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_blocks import blocks_for
 from pipeline.calibration import LANES, measure
-from pipeline.calibration.file import calibration_path, read
+from pipeline.calibration.file import NAME, calibration_path, read
 from pipeline.calibration.measure import BOUND, calibrate
 from pipeline.calibration.observers import TokenOrder
 from pipeline.calibration.reading import CalibrationContext, Division, Window, lanes
@@ -46,6 +48,10 @@ def answer_of(whole: WholeEngine) -> Any:
     """The only answer to client "c" but progress."""
     (answer,) = (m for m in whole.sent() if not isinstance(m, Calibrating))
     return answer
+
+
+def no_space(*_: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def check_unchanged(whole: WholeEngine, policy: str = "on-demand") -> None:
@@ -284,10 +290,19 @@ def test_sensitivities_are_of_windows_of_all_the_text(
     assert read == [[training[place].tokens for place in (0, 2, 5, 7)]]
 
 
-def test_calibration_that_cannot_be_written_is_an_error_of_the_engine(whole: WholeEngine) -> None:
-    whole.config.cache.write_text("")
+@pytest.mark.parametrize("full", [False, True])
+def test_calibration_that_cannot_be_written_is_an_error_before_it_begins(
+    whole: WholeEngine, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    if full:
+        monkeypatch.setattr(os, "posix_fallocate", no_space)
+    else:
+        whole.config.cache.write_text("")
+    monkeypatch.delattr("pipeline.serving.calibration_service.calibrate")
     whole.serve(CALIBRATE)
     done = answer_of(whole)
     assert (done.request, done.reason, done.usage) == (1, "error", False)
-    assert done.error.startswith("the calibration cannot be written: ")
+    start, end = "the calibration /", f"{NAME} cannot be written: "
+    assert done.error.startswith(start)
+    assert done.error.endswith(f"{end}{'No space left on device' if full else 'Not a directory'}")
     assert "Errno" not in done.error

@@ -89,6 +89,22 @@ def test_four_requests_at_once_compute_their_new_opening_once(engine, family) ->
     harness.check_empty()
 
 
+def test_whole_blocks_of_an_answer_are_shared_while_it_runs(engine, family) -> None:
+    harness = long_harness(engine, 80)
+    prompt = OPENING[:100]
+    harness.scheduler.enqueue(b"c", ask(0, prompt, 3 * KV_BLOCK))
+    while len(harness.to(b"c", Token)) < 2 * KV_BLOCK:
+        harness.scheduler.round()
+    said = [token.token for token in harness.answered(0)][:-10]
+    other = ask(1, (*prompt, *said, 9))
+    harness.scheduler.enqueue(b"c", other)
+    harness.finish()
+    recurrent = KV_BLOCK  # where the first one's prefill has left its states
+    assert reused(harness, 1) == (3 * KV_BLOCK if family == "mixtral" else recurrent)
+    check_answers(harness, [other])
+    harness.check_empty()
+
+
 @pytest.mark.parametrize("end", ["fails", "is cancelled", "is preempted", "gives way"])
 def test_those_that_wait_for_a_prefill_go_on_without_it(engine, monkeypatch, end: str) -> None:
     """Behind what it has computed, unless that is doubtful. All counts are right in the end."""

@@ -10,12 +10,11 @@ from embedded_tokenizer import embedded_tokenizer
 
 from pipeline.errors import PipelineError, RequestError
 from pipeline.gateway.bodies import Format
-from pipeline.gateway.errors import ApiError
-from pipeline.gateway.settings import Tools, grammar_of, json_schema
+from pipeline.gateway.settings import Tools, grammar_of, json_schema, told
 from pipeline.text.grammar import Grammar, Grammars, MaskDropped, MaskRequest, check_grammar
 from pipeline.text.sampler import Sampler, TokenChooser
 from pipeline.text.tokenizer import Tokenizer
-from protocol.messages import Follow, Sampling, Shaping
+from protocol.messages import ChatMessage, Follow, Sampling, Shaping
 
 VOCABULARY = 4096
 SCHEMA = {
@@ -44,7 +43,7 @@ def test_json_has_no_white_space_but_single_spaces_behind_separators(tokenizer: 
     from llguidance import LLMatcher
 
     plain = {name: value for name, value in SCHEMA.items() if name != "x-guidance"}
-    call = Tools(schemas={"f": plain}, wanted=("f",)).grammar().text
+    call = Tools(schemas={"f": plain}, wanted=("f",), calls="json").grammar().text
     head = '<tool_call>\n{"name": "f", "arguments": '
     made = tokenizer.for_grammars(VOCABULARY)
     whole = json_schema(plain, "x").text
@@ -89,9 +88,33 @@ def test_a_form_leaves_room_for_calls(tokenizer: Tokenizer) -> None:
             assert (taken and matcher.is_accepting()) is follows, text
 
 
-def test_a_form_beside_tools_is_refused_where_calls_are_no_json() -> None:
-    with pytest.raises(ApiError, match="an answer of this model follows a form or may call tools"):
-        grammar_of(Format("json_object"), "response_format", Tools((), {"f": {}}, (), True, "xml"))
+def test_a_form_leaves_room_for_calls_of_any_text(tokenizer: Tokenizer) -> None:
+    from llguidance import LLMatcher
+
+    made = tokenizer.for_grammars(VOCABULARY)
+    grammar = grammar_of(Format("json_object"), "x", Tools((), {"f": {}}, (), True, "xml"))
+    for text, follows in {
+        '{"a": 1}': True,
+        "<tool_call>\n<function=f>\n<parameter=a>\n{1\n</parameter>\n</function>\n</tool_call>\n": True,
+        '{"a": 1}<tool_call>': False,
+        "I call <tool_call>": False,
+    }.items():
+        matcher = LLMatcher(made, grammar.text, log_level=0)
+        taken = matcher.consume_tokens(tokenizer.encode_prompt(text))
+        assert (taken and matcher.is_accepting()) is follows, text
+
+
+def test_a_form_is_told_where_calls_have_tokens_of_their_own() -> None:
+    harmony = Tools((), {"f": {}}, (), True, "harmony")
+    form = Format("json_schema", schema={"enum": ["yes"]})
+    grammar = grammar_of(form, "text.format", harmony)
+    assert not grammar
+    user, system = ChatMessage("user", "a"), ChatMessage("system", "b")
+    for turns, before in (((user,), ""), ((system, user), "b\n\n")):
+        head, last = told(turns, grammar)
+        assert (head.role, last) == ("system", user)
+        assert head.content.startswith(before + "When you answer")
+        assert head.content.endswith('{"enum": ["yes"]}')
 
 
 class Answers:

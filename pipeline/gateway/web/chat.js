@@ -10,6 +10,7 @@ const STORED = "tandem-chat";
 const at = (id) => document.getElementById(id);
 const [log, scroll, question] = [at("log"), at("scroll"), at("question")];
 let turns = []; // { role, content, reasoning_content, note }
+let chats = true; // unless the model has no chat template
 let running = null; // the AbortController of the answer that is being read
 
 function make(name, kind, text = "") {
@@ -49,8 +50,17 @@ function addQuestion(text) {
   log.append(make("div", "question", text));
 }
 
+const isNear = () => scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < NEAR;
+
+// A window that becomes narrower makes the lines more, and keeps the place of the first one.
+let near = true;
+scroll.onscroll = () => (near = isNear());
+new ResizeObserver(() => {
+  if (near) scroll.scrollTop = scroll.scrollHeight;
+}).observe(scroll);
+
 function follow(change) {
-  const follows = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < NEAR;
+  const follows = isNear();
   change();
   if (follows) scroll.scrollTop = scroll.scrollHeight;
 }
@@ -160,7 +170,7 @@ async function ask() {
   setRunning(null);
   view.show(turn);
   if (turn.content || turn.reasoning_content) turns.push(turn);
-  if (turn.failed) follow(() => view.note.append(retryButton(view, asked)));
+  if (turn.failed && chats) follow(() => view.note.append(retryButton(view, asked)));
   store();
 }
 
@@ -209,7 +219,7 @@ function fit() {
 at("composer").onsubmit = (event) => {
   event.preventDefault();
   const text = question.value.trim();
-  if (running || !text) return;
+  if (running || !text || !chats) return;
   question.value = "";
   fit();
   turns.push({ role: "user", content: text });
@@ -251,6 +261,9 @@ async function connect() {
       if (!answer.ok) throw new Error(await refusal(answer));
       const { model_alias: model, default_generation_settings: settings, chat_template: template } = await answer.json();
       at("about").textContent = `${model}, a context of ${settings.n_ctx} tokens${template ? "" : "; it has no chat template"}`;
+      chats = Boolean(template);
+      if (!chats) question.placeholder = "This model continues texts, and cannot chat";
+      question.disabled = at("send").disabled = !chats;
       at("temperature").placeholder = settings.params.temperature;
       document.title = `${model}: chat`;
       return;

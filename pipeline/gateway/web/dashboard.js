@@ -15,7 +15,7 @@ const CAUSES = [
   ["the head", ["head"]],
 ];
 const HELP = [
-  "more cores, a smaller format or, with a GPU, a larger expert cache would help",
+  "more cores, a smaller format, without a GPU --workers 0 or, with one, a larger expert cache would help",
   "a faster link, a larger expert cache or a policy that computes on the host would help",
   "a smaller format would help",
   "a smaller --backbone-dtype (int8, int4) or a shorter context would help",
