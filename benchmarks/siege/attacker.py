@@ -18,7 +18,7 @@ import uvloop
 from benchmarks.siege.requests import ATTACKS, prepared
 
 AT_ONCE, HELD, COMPUTED = 64, 2500, 2  # connections in use, and held open; requests of the engine
-HOLD_SECONDS = 60.0  # at most
+HOLD_SECONDS = 50.0  # at most
 PATIENCE = 60.0  # seconds for an answer
 SOURCES = 8  # addresses that the attacker comes from, 127.0.0.2 and on
 IP_BIND_ADDRESS_NO_PORT = 24  # of Linux: the port is chosen as the connection is made
