@@ -22,7 +22,7 @@ from pipeline.errors import CalibrationError
 from pipeline.memory.needs import Needs, needs, plain_bytes, quantized_bytes
 from pipeline.models.facts import expert_shape
 from pipeline.policies.calibration import Calibration
-from pipeline.policies.costs import Costs
+from pipeline.policies.costs import Costs, Rates, derived
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest
 from pipeline.replay.machine import Replay
@@ -189,6 +189,14 @@ class Priced:
 
     costs: Costs  # per tile
     rest: float  # seconds of a step outside its layers
+
+
+def costs_there(rates: Rates, sizes: Sizes, context: int) -> Costs:
+    """Returns the costs of a tile on a machine of these rates, for tokens that attend to so many others."""
+    other = sizes.other + context * sizes.kv_token
+    costs = derived(rates, sizes.expert, sizes.expert_weights, other, sizes.other_weights)
+    costs = replace(costs, link=costs.link * sizes.header.tile_bytes / sizes.tile)
+    return costs.for_tiles(sizes.header.shape.tiles)
 
 
 @dataclass(frozen=True)

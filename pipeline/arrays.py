@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+Counts = NDArray[np.int64]
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 Phase = Literal["prefill", "decode"]

@@ -62,6 +62,10 @@ class OutOfDeviceMemory(StepFailed):
     """An allocation on the device failed in a step, or of a sequence's KV."""
 
 
+class DeviceFailed(StepFailed):
+    """A call of the device failed in a step, and later ones do not."""
+
+
 class ShardFailed(StepFailed):
     """A Work of a step cannot be computed: it crashed the workers that tried, or a worker refused it. The
     cause is a request with rows in the Work, or the experts' bytes; the workers are restarted."""

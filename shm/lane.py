@@ -6,7 +6,8 @@ descriptor once for the one that computes it, and y once, where the coordinator 
 it) reads it. Numbers are int64 in the machine's byte order unless they are said to be others; areas begin at
 multiples of 64 bytes.
 
-    hall   0     the areas for x, float32 [rows, hidden] each: two narrow ones, one wide one
+    hall   0     the areas for x, float32 [rows, hidden] each: two narrow ones, one wide one, and a narrow one
+                 into which a GPU copies what it computes
 
     lane   0     written before the worker gets the segment's name: magic "TNDMLANE", version, generation,
                  hidden, rows and numbers (of 4 bytes, of a descriptor) of a narrow slot, those of a wide one
@@ -109,7 +110,7 @@ def library() -> Library:
 
 
 MAGIC = int.from_bytes(b"TNDMLANE", "little")
-VERSION = 1
+VERSION = 2
 DONE, SKIPPED = 0, 1
 LINE = 64  # bytes: no two writers share a cache line
 POSTED, ABANDONED, NUMBERS, AREA, _, _, _, _, ANSWERED, RESULT, BUSY, MASS, LEFT, KEPT, CHANNELS = range(15)
@@ -131,7 +132,7 @@ class LaneShape:
 
     @property
     def hall_bytes(self) -> int:
-        return sum(_lines(rows * self.hidden) for rows, _ in self.slots)
+        return sum(_lines(rows * self.hidden) for rows, _ in (*self.slots, self.narrow))
 
     @property
     def lane_bytes(self) -> int:
@@ -145,9 +146,9 @@ def _lines(numbers: int) -> int:
 
 
 def x_areas(hall: NDArray[np.uint8], shape: LaneShape) -> list[Float32]:
-    """The hall's areas, float32 [rows, hidden] each."""
+    """The hall's areas, float32 [rows, hidden] each; the last one is the GPU's."""
     areas, at = [], 0
-    for rows, _ in shape.slots:
+    for rows, _ in (*shape.slots, shape.narrow):
         areas.append(hall[at : at + 4 * rows * shape.hidden].view(np.float32).reshape(rows, shape.hidden))
         at += _lines(rows * shape.hidden)
     return areas

@@ -51,6 +51,16 @@ def call(name: str, *arguments: Any) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
 
+def lasting_error() -> str:
+    """The error after which nothing is computed in this process's context; "" where only one call failed."""
+    _runtime().cudaGetLastError()  # which forgets it
+    try:
+        call("cudaDeviceSynchronize")
+    except CudaError as e:
+        return str(e)
+    return ""
+
+
 def passed(event: Any) -> bool:
     """Tells whether all work before the event has completed. Raises CudaError where some has failed."""
     runtime = _runtime()

@@ -139,20 +139,19 @@ def equals_the_host(device: Device, layers: Layers, rows: int) -> bool | None:
     x = torch.randn(rows, layers.hidden)
     every, weights = np.arange(rows, dtype=np.int32), np.ones(rows, np.float32)
     offsets, cuts = np.array([0, rows], np.int32), np.ones(1, np.int32)
-    share = device.expert_kernel(layers.layout).begin(
-        x.to(device.torch_device), cuts, offsets, every, weights
-    )
+    there = x.to(device.torch_device)
+    share = device.expert_kernel(layers.layout).begin(there, cuts, offsets, every, weights)
     share.add([(0, 0, layers.slab.slot(0))])
     kernel = library.kernel(Geometry(layers.layout.format, shape.hidden, shape.hidden, shape.tile))
     expected = kernel.tiles(layers.data, kernel.quantize(x.numpy()), every)
-    return bool(np.array_equal(share.result().cpu().numpy(), expected))
+    return bool(np.array_equal(device.total([share.result()], (), x.shape).cpu().numpy(), expected))
 
 
-def _once(kernel: DeviceKernel, layers: Layers, x: Tensor, arguments: Arrays) -> None:
+def _once(device: Device, kernel: DeviceKernel, layers: Layers, x: Tensor, arguments: Arrays) -> None:
     """Compute one layer."""
     share = kernel.begin(x, *arguments)
     share.add(layers.next_tiles())
-    share.result()
+    device.total([share.result()], (), x.shape)
 
 
 def measure(
@@ -181,7 +180,7 @@ def measure(
                         continue
                     x, arguments = layers.share(number)
 
-                    seconds, host = clock.seconds(partial(_once, kernel, layers, x, arguments))
+                    seconds, host = clock.seconds(partial(_once, device, kernel, layers, x, arguments))
                     read = layers.layer_bytes / seconds
                     weights = layers.experts * 3 * layers.hidden * layers.layout.shape.intermediate
                     found.append(

@@ -19,7 +19,7 @@ from launch.bench.measure import make_prompts, read_other_texts, warm_up
 from launch.command_line.options import Options
 from launch.connect import connected
 from launch.errors import WrongUsage
-from launch.forecast import Priced, RecordedText, Sizes, calibration_of, sizes_of
+from launch.forecast import Priced, RecordedText, Sizes, calibration_of, costs_there, sizes_of
 from launch.planning import make_plan, situation
 from launch.processes.cores import Cores
 from launch.terminal.format import model_name
@@ -31,11 +31,11 @@ from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import DeviceName, EngineConfig
 from pipeline.memory.plan import Machine
 from pipeline.models.shapes import is_shape
-from pipeline.policies.costs import MACHINES, Costs, Rates, derived
+from pipeline.policies.costs import MACHINES, Costs, Rates
 from pipeline.policies.options import did_you_mean
 from pipeline.policies.view import PolicyRequest
 from pipeline.replay.steps import summarize
-from pipeline.traces.synthetic import EMBEDDED, SyntheticText
+from pipeline.traces.synthetic import EMBEDDED, PROFILES, SyntheticText
 from pipeline.traces.trace import Header, Trace, TracedStep
 from protocol.client import Client
 
@@ -55,9 +55,6 @@ MOST = 256  # steps of decode of a trace that count, at most
 WARM = 40  # tokens of decode before those that count: caches fill, and policies learn
 COUNTED = 32  # tokens of decode that count; with 48 no estimate of 52 was more than 1 % away
 HISTORY = 1000  # tokens from which the popularity of experts is known
-# Share of the next layer's experts that its router finds one layer ahead, as papers report it: DAOP for
-# Mixtral-8x7B, DALI for the others (for Qwen3 with its correction).
-ACCURACY = {"mixtral-8x7b": 0.841, "deepseek-v2-lite": 0.795, "qwen3-30b-a3b": 0.933}
 
 
 # --- a machine that is not here -----------------------------------------------------------------------------
@@ -103,11 +100,8 @@ def elsewhere(written: Mapping[str, Any]) -> Hardware | None:
     )
 
     def priced(sizes: Sizes, context: int) -> Priced:
-        other = sizes.other + context * sizes.kv_token
-        costs = derived(rates, sizes.expert, sizes.expert_weights, other, sizes.other_weights)
-        costs = replace(costs, link=costs.link * sizes.header.tile_bytes / sizes.tile)
         rest = BESIDE_STEP + sizes.head / (rates.device_gbps * GIGABYTE)
-        return Priced(costs.for_tiles(sizes.header.shape.tiles), rest)
+        return Priced(costs_there(rates, sizes, context), rest)
 
     return Hardware(words, memory, priced)
 
@@ -173,13 +167,12 @@ async def run(client: Client, prompt: int) -> tuple[Costs, int]:
 def drawn(header: Header, prompt: int, chunk: int, seed: int) -> RecordedText:
     """Returns routing of a model that was not run."""
     name = header.model.removeprefix("shape:").partition("/")[0] if is_shape(header.model) else ""
-    accuracy = ACCURACY.get(name)
-    text = SyntheticText(header, EMBEDDED if accuracy is None else replace(EMBEDDED, accuracy=accuracy), seed)
+    text = SyntheticText(header, PROFILES.get(name, EMBEDDED), seed)
     counts = text.counts(HISTORY)
     warm = text.steps(0, 1, WARM, 1)
     steps = [*warm, *text.steps(prompt, chunk, COUNTED, 1)]
-    predicted = f", predictions right in {accuracy:.0%} as a paper reports" if accuracy else ""
-    words = f"synthetic routing, as uneven as the embedded model's{predicted}"
+    like = "with the locality that was published for it" if name in PROFILES else "like the embedded model's"
+    words = f"synthetic routing, {like}"
     return RecordedText(steps, len(warm), counts, words)
 
 

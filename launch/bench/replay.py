@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 from rich.console import RenderableType
 
+from launch.bench.drawn import PROMPT, drawn_trace
 from launch.bench.plan import requested_policies
 from launch.bench.report import Figures, compared, policy_tables, routing_notes, show_tables
 from launch.bench.sweep import Point, SweepReport, combinations
 from launch.command_line.options import Options, axes
 from launch.errors import LaunchError, WrongUsage
-from launch.forecast import calibration_of
+from launch.forecast import Sizes, calibration_of, costs_there
 from launch.profile import PhaseProfile
 from launch.terminal.format import count, merged_notes, model_name
 from launch.terminal.interrupts import Interrupts
@@ -33,12 +34,14 @@ from pipeline.calibration.cost_cache import measured_here
 from pipeline.config import DEFAULT_CACHE
 from pipeline.errors import PlanError, PolicyError, TraceError
 from pipeline.memory.needs import cache_tiles
+from pipeline.models.shapes import is_shape
 from pipeline.policies.calibration import Calibration
-from pipeline.policies.costs import Costs
+from pipeline.policies.costs import MACHINES, Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from pipeline.replay.machine import Replay
 from pipeline.replay.steps import Overview, summarize
+from pipeline.traces.synthetic import DrawnTrace
 from pipeline.traces.trace import Header, Trace, TracedStep
 from protocol.program import user_folder
 from shm.segment import byte_size
@@ -53,9 +56,16 @@ async def replay(options: Options, interrupts: Interrupts) -> int:
     written = options.written
     if "plot" in written:
         check_picture(written["plot"])
-    trace = Trace(written["replay"])
+    seed = options.config().seed
+    trace, sizes = (
+        drawn_trace(written["replay"], seed)
+        if is_shape(written["replay"])
+        else (Trace(written["replay"]), None)
+    )
     overview = summarize(trace)
-    points = [(settings, Replays.of(each, trace, overview)) for settings, each in combinations(options)]
+    points = [
+        (settings, Replays.of(each, trace, sizes, overview)) for settings, each in combinations(options)
+    ]
     runs = sum(len(replays.running) for _, replays in points)
     if "sweep" in written:
         steps = sum(overview.steps.values())
@@ -93,7 +103,7 @@ class Result(NamedTuple):
 class Replays:
     """Replays of one setting, and their report; they advance together, so that the trace is read once."""
 
-    trace: Trace
+    trace: Trace | DrawnTrace
     overview: Overview
     capacity: int  # tiles
     costs: Costs
@@ -105,12 +115,15 @@ class Replays:
     results: list[Result] = field(default_factory=list)
 
     @classmethod
-    def of(cls, options: Options, trace: Trace, overview: Overview) -> Replays:
-        """Replays of the policies, none of which has seen a step. Raises WrongUsage, PolicyError."""
+    def of(
+        cls, options: Options, trace: Trace | DrawnTrace, sizes: Sizes | None, overview: Overview
+    ) -> Replays:
+        """Replays of the policies, none of which has seen a step. `sizes`: of the model, where the trace is
+        drawn. Raises WrongUsage, PolicyError."""
         config, written = options.config(), options.written
         requests = requested_policies(options, config.seed)
         header, shape = trace.header, trace.header.shape
-        costs, costs_of = _costs(header, config.costs)
+        costs, costs_of = _costs(header, config.costs, sizes)
         share = DEFAULT_CACHE if config.expert_cache is None else config.expert_cache
         replays = cls(
             trace,
@@ -265,9 +278,10 @@ class Replays:
         shape = header.shape
         every = shape.layers * shape.experts * shape.tiles
         size = byte_size(self.capacity * header.tile_bytes)
+        drawn = "drawn" if isinstance(self.trace, DrawnTrace) else "recorded"
         return [
             f"{model_name(header.model, article='')}, {shape.layers} x {shape.experts} experts of"
-            f" {count(shape.tiles, 'tile')}; recorded: {count(seen.rows['prefill'], 'token')} of prefill,"
+            f" {count(shape.tiles, 'tile')}; {drawn}: {count(seen.rows['prefill'], 'token')} of prefill,"
             f" {seen.rows['decode']} of decode",
             f"expert cache: {self.capacity} of {every} tiles, {size}",
             f"costs: {self.costs_of}",
@@ -276,9 +290,11 @@ class Replays:
         ]
 
 
-def _costs(header: Header, asked: Path | None) -> tuple[Costs, str]:
+def _costs(header: Header, asked: Path | None, sizes: Sizes | None) -> tuple[Costs, str]:
     """The costs, and their origin in words. Raises PolicyError, WrongUsage."""
     if asked is not None:
+        if sizes is not None and str(asked) in MACHINES and not asked.exists():
+            return costs_there(MACHINES[str(asked)], sizes, PROMPT), f"derived from the rates of {asked}"
         return Costs.load(asked), str(asked)
     for _, record in measured_here(user_folder("CACHE")):
         if record.setting.store == header.store and record.tiles == header.shape.tiles:

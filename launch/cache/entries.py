@@ -1,6 +1,6 @@
 """The entries of the disk cache, and the kept stores in shared memory. Read-only.
 
-    <cache folder>/<fingerprint>/   store.bin | backbone.bin | calibration.safetensors
+    <cache folder>/<fingerprint>/   store.bin | backbone.bin | calibration.safetensors | heat.json
                                     about.json: `shm/disk_cache.py`; *.tmp and .NAME.*: being written
     <cache folder>/costs/*.json     measured costs; .NAME.*: being written
     <cache folder>/kernels/*.cubin  kernels compiled for a GPU; .NAME.*: being written
@@ -25,7 +25,7 @@ from typing import Any
 from launch.runtime import SHM
 from launch.terminal.format import count, distinct_names
 from pipeline.backbone import disk_cache as backbone_cache
-from pipeline.calibration import cost_cache
+from pipeline.calibration import cost_cache, heat
 from pipeline.calibration import file as calibration_file
 from pipeline.models import facts
 from protocol.errors import NotPrivate
@@ -38,7 +38,12 @@ from workers.kernels.cuda.compiler import FILE_NAME as GPU_KERNELS
 from workers.kernels.cuda.compiler import KEPT_IN as KERNEL_FOLDER
 
 UNKNOWN, EVERY = "unknown", "every model"
-KINDS = {STORE_FILE: "store", backbone_cache.NAME: "backbone", calibration_file.NAME: "calibration"}
+KINDS = {
+    STORE_FILE: "store",
+    backbone_cache.NAME: "backbone",
+    calibration_file.NAME: "calibration",
+    heat.NAME: "heat",
+}
 LOCKED = (UNFINISHED, backbone_cache.UNFINISHED)  # their writers hold a lock on them
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")  # of `shm/atomic_file.py`
 WRITING_SECONDS = 60.0  # a small file that has no lock may be written for so long
@@ -48,7 +53,7 @@ WRITING_SECONDS = 60.0  # a small file that has no lock may be written for so lo
 class Entry:
     """One thing that can be removed, or that is unknown. `in_use`: by what, empty where by nothing."""
 
-    kind: str  # store, backbone, calibration, costs, kernels, facts, unfinished, kept store; or unknown
+    kind: str  # store, backbone, calibration, heat, costs, kernels, facts, unfinished, kept store; or unknown
     path: Path  # its file, or what is unknown
     size: int  # bytes, with the files that belong to it
     last_use: float  # seconds since the epoch

@@ -97,7 +97,10 @@ KV_DTYPE = (
     " --backbone-dtype f32, else bf16)"
 )
 KV_TOKENS = f"tokens in the KV cache, of all requests (default {KV_CONTEXTS} contexts, or what fits)"
-COSTS = "use these costs instead of measuring; daop-table-1: those published for DAOP"
+COSTS = (
+    "use these costs instead of measuring; daop-table-1: those published for DAOP; with --replay shape:NAME"
+    " also a machine, as in advise"
+)
 SEED = "seed of sampling and of the policy random"
 HTTP = f"also serve OpenAI's and Anthropic's API over HTTP (default address {DEFAULT_HTTP})"
 HTTP_KEYS = "API keys for --http, one a line: a name and a key; needed beyond this machine"
@@ -105,6 +108,10 @@ ORIGINS = "pages of other sites that may send requests to --http: their origins,
 NAMES = "the model's name over HTTP; others are then refused (default: its own, and every name is served)"
 TEMPERATURE = "0: greedy (default 0; in a chat and with --chat the model's)"
 PPL = "held-out tokens to compare approximate policies with an exact one (default 256; 0: none)"
+REPLAYED = (
+    "simulate the policies on what --record wrote, without an engine; or on routing that is drawn with the"
+    f" locality of a known model: {PREFIX}NAME, or {PREFIX}NAME/N"
+)
 SWEEP = "measure each of these values: cache, batch, prompt, gen, or POLICY.OPTION; repeatable, crossed"
 
 
@@ -247,7 +254,7 @@ _bench = _section(
     Option("ppl-tokens N", at_least(0), PPL),
     Option("plot F.png", Path, "draw the results (also .svg, .pdf)", also=f"{REPLAY} --sweep"),
     Option("sweep NAME=V1,V2", str, SWEEP, also=REPLAY, repeatable=True),
-    Option("replay F", Path, "simulate the policies on what --record wrote, without an engine", takes=REPLAY),
+    Option("replay F", Path, REPLAYED, takes=REPLAY),
 )
 _calibrate = _section(
     "calibrate",

@@ -33,7 +33,7 @@ from pipeline.backbone.rope import RopeTables
 from pipeline.backbone.step import Attended, OwnStep, answers
 from pipeline.backbone.weights import Weights
 from pipeline.checkpoint.model_source import ModelSource
-from pipeline.device.base import Device
+from pipeline.device.base import Added, Device
 from pipeline.models.config_keys import text_config
 from pipeline.models.facts import facts_of
 from pipeline.models.registry import architecture_of
@@ -260,6 +260,9 @@ class EagerLayers:
 
     def read(self) -> Sequence[FloatArray]:
         return self._backbone.device.to_host(*self._read)
+
+    def add(self, added: Sequence[Added], parts: Sequence[FloatArray]) -> Tensor:
+        return self._backbone.device.total(added, parts, self._read[0].shape)
 
     def answers(self, h: Tensor, inputs: Sequence[StepInput]) -> list[FloatArray]:
         return self._backbone.answers(self._backbone.finish(h, self._batch), inputs)

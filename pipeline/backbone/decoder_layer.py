@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -18,7 +17,7 @@ from pipeline.backbone.attention import Attention
 from pipeline.backbone.batch import Batch
 from pipeline.backbone.linear import FEW_ROWS, Linear
 from pipeline.backbone.weights import Weights
-from pipeline.device.base import Device
+from pipeline.device.base import Added, Device
 from workers.kernels.c_types import Kept
 from workers.kernels.layer import LayerKernel, LayerParts, NormOf, RMSNorm
 
@@ -180,14 +179,12 @@ class DecoderLayer:
         """float32 [R, H]; None for a layer without them."""
         return None if self._shared is None else self._shared(x)
 
-    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Tensor | None:
-        """The biases of the routed experts' outputs by their weights, both [R, k]: float32 [R, H]; None for a
-        layer without them. An expert of weight 0 adds nothing."""
+    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Added | None:
+        """The biases of the routed experts' outputs by their weights, both [R, k]: as
+        `Device.weighted_lines`; None for a layer without them. An expert of weight 0 adds nothing."""
         if self.expert_biases is None:
             return None
-        of_each = np.zeros((len(experts), len(self.expert_biases)), np.float32)  # [R, E]
-        np.add.at(of_each, (np.arange(len(experts))[:, None], experts), weights)
-        return self._device.from_host(of_each) @ self.expert_biases
+        return self._device.weighted_lines(self.expert_biases, experts, weights)
 
 
 @dataclass(slots=True)  # not frozen, which takes longer to make
@@ -209,6 +206,11 @@ class AfterAttention:
         """The output of the shared experts, float32 [R, H]; None for a layer without them."""
         return self.layer.shared_experts(self.x) if self._shared is None else self._shared
 
-    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Tensor | None:
+    @property
+    def inputs(self) -> Tensor:
+        """x."""
+        return self.x
+
+    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Added | None:
         """The biases of the routed experts' outputs, as `DecoderLayer.expert_bias`."""
         return self.layer.expert_bias(experts, weights)

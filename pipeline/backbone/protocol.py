@@ -8,14 +8,14 @@ the device compute.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.backbone.batch import StepInput, TokenSpan
-from pipeline.device.base import Device
+from pipeline.device.base import Added, Device
 from pipeline.models.facts import ModelFacts
 from pipeline.policies.view import Router
 
@@ -38,14 +38,22 @@ class LayerCall(Protocol):
     def x(self) -> Tensor:
         """The input of router and experts, float32 [R, H], once attended and until the next layer."""
 
+    @property
+    def inputs(self) -> Any:
+        """x in the form that the kernel of the device's experts reads, where that is there; else x."""
+
     def shared(self) -> Tensor | None:
         """The output of the shared experts, float32 [R, H], which the caller may change; None where there are
         none, or the backbone adds it itself."""
 
-    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Tensor | None:
+    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Added | None:
         """The biases of the routed experts' outputs, which no tile has, by the weights that the outputs had,
-        both [R, k]: float32 [R, H], which the caller may change; None where there are none. An expert of
-        weight 0 adds nothing."""
+        both [R, k]: as `Device.weighted_lines`; None where there are none. An expert of weight 0 adds
+        nothing."""
+
+    def add(self, added: Sequence[Added], parts: Sequence[FloatArray]) -> Tensor | None:
+        """Take what the layer's experts give, as `Device.total`. Returns their sum, which `Experts` returns;
+        None where it will be added to the residual stream later."""
 
 
 Experts = Callable[

@@ -5,7 +5,7 @@ output is added to the residual stream, then the head. `backbone.py` calls torch
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.backbone.batch import StepInput, logit_rows
 from pipeline.backbone.protocol import Experts
-from pipeline.device import Device
+from pipeline.device.base import Added, Device
 
 
 class Attended(Protocol):
@@ -26,7 +26,11 @@ class Attended(Protocol):
     def shared(self) -> Tensor | None:
         """The output of the shared experts, float32 [R, H], which the caller may change; None without."""
 
-    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Tensor | None:
+    @property
+    def inputs(self) -> Any:
+        """x, or what the kernel of the device's experts reads, as LayerCall's."""
+
+    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Added | None:
         """The routed experts' biases, as LayerCall's."""
 
 
@@ -40,7 +44,11 @@ class StepLayers(Protocol):
         """A layer up to its experts; with the logits of its router if `own`, and of these probes on its x."""
 
     def read(self) -> Sequence[FloatArray]:
-        """Wait for x [R, H] and the logits [R, E] of the latest `attend`, and return them on the host."""
+        """Wait for x [R, H] and the logits [R, E] of the latest `attend`, and return them on the host; x is
+        valid until the next call."""
+
+    def add(self, added: Sequence[Added], parts: Sequence[FloatArray]) -> Tensor | None:
+        """Take what the latest layer's experts give, as LayerCall's."""
 
     def answers(self, h: Tensor, inputs: Sequence[StepInput]) -> list[FloatArray]:
         """Return the answers from h after the last layer with experts, as `answers` below."""
@@ -76,8 +84,15 @@ class OwnStep:
     def shared(self) -> Tensor | None:
         return self._attended.shared()
 
-    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Tensor | None:
+    @property
+    def inputs(self) -> Any:
+        return self._attended.inputs
+
+    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Added | None:
         return self._attended.expert_bias(experts, weights)
+
+    def add(self, added: Sequence[Added], parts: Sequence[FloatArray]) -> Tensor | None:
+        return self._layers.add(added, parts)
 
     def answers(self, inputs: Sequence[StepInput]) -> list[FloatArray]:
         return self._layers.answers(self.h, inputs)

@@ -131,15 +131,17 @@ class _Probe:
         numbers = np.tile(np.arange(rows, dtype=np.int32), experts)
         offsets = np.arange(experts + 1, dtype=np.int32) * rows
         share = Share(items, offsets, numbers, np.ones(len(numbers), np.float32))
-        slots = [(slot // shape.tiles, slot % shape.tiles, slab.slot(slot)) for slot in range(count)]
+        every = itertools.cycle(range(slab.slots))  # others each time, as in a step: a GPU's cache is large
 
         def once() -> float:
             ticket = self._submit(rows)
             clock = StepClock(PhaseCounters(shape.layers))
-            layer = memory.begin_sum(memory.begin(0, share, x, DENSE, clock), x)
+            layer = memory.begin_sum(0, share, x, memory.begin(0, share, x, DENSE, clock).masked)
+            slots = itertools.islice(every, count)
+            tiles = [(at // shape.tiles, at % shape.tiles, slab.slot(slot)) for at, slot in enumerate(slots)]
             started = time.perf_counter()
-            layer.add(slots)
-            layer.result()
+            layer.add(tiles)
+            engine.device.total([layer.result()], (), x.shape)
             engine.device.wait(engine.device.fence())
             elapsed = time.perf_counter() - started
             ticket.result()
@@ -161,14 +163,15 @@ class _Probe:
         clock = StepClock(counters := PhaseCounters(engine.shape.layers))
         x = self._activations(1).to(engine.device.torch_device)
         memory.count_in(counters)  # until the next step
+        every = itertools.cycle(range(self._slab.slots))  # whose bytes do not matter
 
         def once() -> float:
             ticket = self._submit(1)
             started = time.perf_counter()
-            # the slots' bytes do not matter
-            landing = iter([[Landed(expert, 0, expert) for expert in range(count)]])
+            landing = iter([[Landed(expert, 0, next(every)) for expert in range(count)]])
             work = memory.begin(0, nothing_missing, x, DENSE, clock)
-            memory.compute(work._replace(share=share, landing=landing), x, clock)
+            y = memory.compute(work._replace(share=share, landing=landing), x, clock)
+            engine.device.total([y], (), x.shape)
             engine.device.wait(engine.device.fence())
             elapsed = time.perf_counter() - started
             ticket.result()

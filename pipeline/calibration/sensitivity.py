@@ -130,7 +130,7 @@ class _Model:
         routing = self._routing(attended.logits(), layer)
         h = h if shared is None else h + shared
         bias = attended.expert_bias(routing.experts, routing.weights)
-        h = h if bias is None else h + bias
+        h = h if bias is None else h + self.device.total([bias], (), h.shape)
         for expert, rows, places in _used(routing):
             weights = torch.from_numpy(routing.weights[rows, places]).to(x.device)
             at = torch.from_numpy(rows).to(x.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from pipeline.device.base import Device, Fence, SlabMemory
@@ -13,6 +14,8 @@ __all__ = ["Device", "Fence", "SlabMemory", "open_device"]
 def open_device(name: str, cache: Path | None = None) -> Device:
     """Returns the device `cpu`, or `cuda`, which keeps compiled kernels in the `cache` folder; `auto`: cuda
     where torch sees such a device. Raises UsageError for a cuda that torch does not see."""
+    # Before CUDA starts: streams that share a hardware queue wait for each other.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     import torch
 
     if name == "auto":

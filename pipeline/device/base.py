@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +24,15 @@ if TYPE_CHECKING:
     from workers.copiers import Copier, EmulatedLink
     from workers.kernels.cuda.attention import DecodeAttention
     from workers.kernels.cuda.matrix import DeviceMatrix
+    from workers.kernels.cuda.sums import Weighted
     from workers.kernels.matrix import HostMatrix
     from workers.kernels.native import Library, Team
 
 SPARE_BYTES = 500_000_000  # beside slab and KV cache, for the allocations of a step and of the libraries
 CONTEXT_BYTES = 600_000_000  # of GPU memory, which a second process takes for itself
 SLOT_ALIGNMENT = 256  # bytes, of a slot in GPU memory: as cudaMalloc aligns, and enough for vector loads
+# An output of experts, float32 [R, H]: there, or to be added up by `Device.total`.
+Added: TypeAlias = "Tensor | Weighted"
 Fence = Any  # what `Device.fence` returns; None where the device computes synchronously
 
 
@@ -85,20 +88,24 @@ class LayerSum(Protocol):
         """Compute tiles: of each its item among the share's, its number within its expert, and its bytes
         in the slab, uint8. Of one item they come in their order, also from one call to the next."""
 
-    def result(self) -> Tensor:
-        """The sum, item after item, of the items' weights times the sums of their tiles so far: float32
-        [R, H]. Called once."""
+    def result(self) -> Added:
+        """The sum, item after item, of the items' weights times the sums of their tiles so far. Called
+        once."""
 
 
 class DeviceKernel(Protocol):
     """Computes tiles in the slab."""
 
+    def inputs(self, rows: int) -> Any:
+        """Memory for so many rows of x in the form that the kernel reads, and `round`, which writes x there
+        and may be part of a graph; None where `begin` takes x alone."""
+
     def begin(
-        self, x: Tensor, cuts: IntArray, offsets: IntArray, rows: IntArray, weights: FloatArray
+        self, x: Any, cuts: IntArray, offsets: IntArray, rows: IntArray, weights: FloatArray
     ) -> LayerSum:
-        """A share whose item i has the rows rows[offsets[i]:offsets[i + 1]] of x, float32 [R, H], with the
-        weights at the same places, and at most cuts[i] tiles. The result's bits depend on these and on
-        the tiles alone, not on how many are added together."""
+        """A share whose item i has the rows rows[offsets[i]:offsets[i + 1]] of x, float32 [R, H] or its
+        rounded `inputs`, with the weights at the same places, and at most cuts[i] tiles. The result's bits
+        depend on these and on the tiles alone, not on how many are added together."""
 
 
 class DeviceChannelKernel(Protocol):
@@ -127,6 +134,8 @@ class Device(ABC):
     name: str
     torch_device: torch.device
     on_host: bool  # it computes on the workers' cores
+    reads: int = 0  # so often this thread has waited for all that the device was given
+    landing: FloatArray | None = None  # [rows, H], where the input of a layer's experts may be copied to
     flash: bool = False  # torch has flash attention of 16-bit numbers there
     process_bytes: int = 0  # of its memory, that each other process takes which uses it
     # The host's kernels and their threads, on a device that uses them.
@@ -176,6 +185,9 @@ class Device(ABC):
         """Set up for a step with products of at most this many multiply-adds each. The setup depends on this
         number alone, so that equal steps give equal bits."""
 
+    def check(self, error: Exception) -> None:  # noqa: B027 - a device that computes here goes on
+        """After an error in a step. Raises CudaError where the device will compute nothing any more."""
+
     @abstractmethod
     def to_host(self, *tensors: Tensor) -> tuple[NDArray[np.float32], ...]:
         """Float32 tensors [R, *] with equal R as arrays, in ONE copy; waits for their computation. The
@@ -194,10 +206,22 @@ class Device(ABC):
     def unshare_memory(self, memory: NDArray[np.uint8]) -> None:  # noqa: B027 - nothing was shared
         """Before shared memory is unmapped. No kernel may read it any more."""
 
-    def add_parts(self, parts: Sequence[FloatArray], shape: tuple[int, ...]) -> Tensor:
-        """Return `sum_on_host` on the device: float32 [R, H], with the same bits. Parts in shared memory must
-        not change until the device has done what it was given."""
-        return self.from_host(sum_on_host(parts, shape))
+    def total(self, added: Sequence[Added], parts: Sequence[FloatArray], shape: tuple[int, ...]) -> Tensor:
+        """Add up what a layer's experts give, float32 [R, H] each, in this order; the workers' partial sums,
+        which are added first, come last. Tensors may be overwritten. Parts in shared memory must not change
+        until the device has done what it was given."""
+        tensors = cast("list[Tensor]", list(added))
+        if parts:
+            tensors.append(self.from_host(sum_on_host(parts, shape)))
+        for other in tensors[1:]:
+            tensors[0].add_(other)
+        return tensors[0]
+
+    def weighted_lines(self, lines: Tensor, chosen: IntArray, weights: FloatArray) -> Added:
+        """Of each row the sum of its chosen lines of float32 [n, H] by their weights, both [R, k]."""
+        of_each = np.zeros((len(chosen), len(lines)), np.float32)  # [R, n]
+        np.add.at(of_each, (np.arange(len(chosen))[:, None], chosen), weights)
+        return self.from_host(of_each) @ lines
 
     def free_cached(self) -> None:  # noqa: B027 - a device without an allocator of its own keeps nothing
         """After an allocation failed: return memory that the device's allocator keeps for later ones."""

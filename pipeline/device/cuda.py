@@ -22,8 +22,10 @@ from pipeline.device.base import (
     CONTEXT_BYTES,
     SLOT_ALIGNMENT,
     SPARE_BYTES,
+    Added,
     SlabMemory,
     heads_of,
+    sum_on_host,
 )
 from pipeline.device.cuda_graphs import CudaGraphs
 from pipeline.device.cuda_kernels import KernelDevice
@@ -41,10 +43,9 @@ from workers.cuda import (
     call,
     constant,
     ipc_handle,
+    lasting_error,
 )
 from workers.cuda_copier import CudaCopier
-from workers.kernels.cuda.compiler import Program
-from workers.kernels.cuda.matrix import PartSums
 
 BLOCK = 1 << 21  # cudaMalloc places smaller allocations in a shared block, and IPC exports whole blocks
 FLASH = (8, 0)  # the least compute capability with flash attention
@@ -89,9 +90,8 @@ class CudaDevice(KernelDevice):
         self._from_host = PinnedArena()
         self._made: list[Any] = []  # all events of fences
         self.events: list[Any] = []  # of them, those that no fence uses
-        self.reads = 0  # calls of `to_host`, each of which waits for all work before it
         self._graphs: CudaGraphs | None = None
-        self._sums: PartSums | None = None  # adds the workers' partial sums, once memory is shared
+        self._prepared = False
         self._shared: dict[int, tuple[int, int]] = {}  # memory by its start: end, and distance on the device
 
     def heads_bytes(self, layout: StoreLayout) -> int:
@@ -108,7 +108,16 @@ class CudaDevice(KernelDevice):
         return every
 
     def prepare(self, multiply_adds: int) -> None:
-        """A GPU needs no setup."""
+        """At first, once all is loaded, leave the stream of other threads, for which all others wait."""
+        if not self._prepared:
+            self._prepared = True
+            torch.cuda.synchronize(self.torch_device)
+            torch.cuda.set_stream(torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call]
+
+    def check(self, error: Exception) -> None:
+        if left := lasting_error():
+            reason = str(error).splitlines()[0]
+            raise CudaError(f"the GPU computes nothing any more: {reason}; {left}") from error
 
     @property
     def stream(self) -> int:
@@ -158,8 +167,8 @@ class CudaDevice(KernelDevice):
     def share_memory(self, memory: NDArray[np.uint8]) -> str:
         start = memory.ctypes.data
         try:
-            if self._sums is None:
-                self._sums = PartSums(self.launcher(Program.of_sums()))
+            if self.sums is None:
+                return "it has no kernels of ours"
             call("cudaHostRegister", start, memory.nbytes, constant("cudaHostRegisterDefault"))
             try:
                 there = int(call("cudaHostGetDevicePointer", start, 0))
@@ -175,13 +184,21 @@ class CudaDevice(KernelDevice):
         if self._shared.pop(memory.ctypes.data, None):
             call("cudaHostUnregister", memory.ctypes.data)
 
-    def add_parts(self, parts: Sequence[FloatArray], shape: tuple[int, ...]) -> Tensor:
-        places = [self._place(y) for y in parts]
-        if self._sums is None or 0 in places:
-            return super().add_parts(parts, shape)
+    def total(self, added: Sequence[Added], parts: Sequence[FloatArray], shape: tuple[int, ...]) -> Tensor:
+        if self.sums is None:
+            return super().total(added, parts, shape)
         y = torch.empty(shape, dtype=torch.float32, device=self.torch_device)
-        self._sums.add(places, y)
+        self.sums.total(y, added, self.places(parts, shape))
         return y
+
+    def places(self, parts: Sequence[FloatArray], shape: tuple[int, ...]) -> list[int]:
+        """Return the addresses by which kernels read these parts; where they cannot, that of their sum."""
+        places = [self._place(y) for y in parts]
+        if 0 not in places:
+            return places
+        pinned = self._from_host.take(FLOAT * int(np.prod(shape)))
+        pinned.view(np.float32)[:] = sum_on_host(parts, shape).reshape(-1)
+        return [int(pinned.ctypes.data)]  # page-locked by the driver: the same address there
 
     def _place(self, array: FloatArray) -> int:
         """Return the address by which kernels read an array of the host; 0 where they do not."""

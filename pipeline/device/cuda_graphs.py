@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,30 +20,17 @@ from torch import Tensor
 
 from workers.cuda import PinnedBuffer, call, constant
 
+if TYPE_CHECKING:
+    from pipeline.device.cuda import CudaDevice
+
 FLOAT = 4  # bytes
-
-
-class Stream(Protocol):
-    """The device of graphs: its stream, and copies to it."""
-
-    torch_device: torch.device
-
-    @property
-    def stream(self) -> int:
-        """torch's current stream."""
-
-    def wait_for_stream(self) -> None:
-        """Wait for all that was enqueued."""
-
-    def upload_to(self, tensor: Tensor, array: NDArray[Any]) -> None:
-        """Enqueue a copy of an array, which may change at once."""
 
 
 class CudaGraphs:
     """Makes them, and has the buffers by which they answer. Used by one thread."""
 
-    def __init__(self, device: Stream) -> None:
-        self._device = device
+    def __init__(self, device: CudaDevice) -> None:
+        self.device = device
         self._pinned: list[PinnedBuffer] = []
         # The legacy default stream, which torch uses otherwise, cannot be captured.
         self._stream: Any = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
@@ -52,24 +39,29 @@ class CudaGraphs:
         self._failed: list[Any] = []  # graphs that could not be captured
 
     def answers(self, *shape: int) -> NDArray[np.float32]:
-        """A page-locked array for `read`, until the device is closed."""
+        """A page-locked array for `read` and `load`, until the device is closed."""
         self._pinned.append(PinnedBuffer())
         size = FLOAT * int(np.prod(shape))
         array: NDArray[np.float32] = self._pinned[-1].array(size).view(np.float32).reshape(shape)
         return array
 
     def read(self, tensor: Tensor, to: NDArray[np.float32]) -> None:
-        """Enqueue a copy of a contiguous float32 tensor to an array of `answers`; for work, too."""
+        """Enqueue a copy of a contiguous float32 tensor to a page-locked array; for work, too."""
         kind = constant("cudaMemcpyKind").cudaMemcpyDeviceToHost
-        call("cudaMemcpyAsync", to.ctypes.data, tensor.data_ptr(), to.nbytes, kind, self._device.stream)
+        call("cudaMemcpyAsync", to.ctypes.data, tensor.data_ptr(), to.nbytes, kind, self.device.stream)
+
+    def load(self, tensor: Tensor, array: NDArray[Any]) -> None:
+        """Enqueue a copy of an array of `answers`, which must not change until `wait`; for work, too."""
+        kind = constant("cudaMemcpyKind").cudaMemcpyHostToDevice
+        call("cudaMemcpyAsync", tensor.data_ptr(), array.ctypes.data, array.nbytes, kind, self.device.stream)
 
     def wait(self) -> None:
         """Wait for all that was enqueued."""
-        self._device.wait_for_stream()
+        self.device.wait_for_stream()
 
     def write(self, tensor: Tensor, array: NDArray[Any]) -> None:
         """Enqueue a copy of an array to a contiguous tensor of its shape and dtype. The array may change."""
-        self._device.upload_to(tensor, array)
+        self.device.upload_to(tensor, array)
 
     def free_bytes(self) -> int:
         """Return the free bytes of the device's memory."""
@@ -79,12 +71,12 @@ class CudaGraphs:
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Do the work once, so that all that is made on first use exists, and then capture it. Returns a
         function that enqueues it. Raises RuntimeError or CudaError where it cannot be captured."""
-        current = torch.cuda.current_stream(self._device.torch_device)
+        current = torch.cuda.current_stream(self.device.torch_device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             work()
         current.wait_stream(self._stream)
-        torch.cuda.synchronize(self._device.torch_device)
+        torch.cuda.synchronize(self.device.torch_device)
         graph: Any = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             try:
@@ -108,7 +100,7 @@ class CudaGraphs:
         """End a capture in torch's allocator, where the driver refuses to end it: else the allocator would
         give no memory back any more, but fail, and ask the graph about streams."""
         self._failed.append(graph)
-        index = self._device.torch_device.index
+        index = self.device.torch_device.index
         with suppress(RuntimeError):  # it has ended
             torch._C._cuda_endAllocateToPool(index, self._pool)
             torch._C._cuda_releasePool(index, self._pool)

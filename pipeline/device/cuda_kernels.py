@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.arrays import FloatArray, IntArray
-from pipeline.device.base import Device, DeviceChannelKernel, DeviceKernel, LayerSum
+from pipeline.device.base import Added, Device, DeviceChannelKernel, DeviceKernel, LayerSum
 from pipeline.device.tile_sums import TileByTile
 from pipeline.errors import UsageError
 from shm.blocks import BlockFormat
@@ -26,9 +27,10 @@ from workers.cuda import CudaError
 from workers.kernels.cuda import attention
 from workers.kernels.cuda.attention import DecodeAttention
 from workers.kernels.cuda.compiler import Program
-from workers.kernels.cuda.experts import NO_LIMIT, CudaExperts
+from workers.kernels.cuda.experts import NO_LIMIT, CudaExperts, Inputs
 from workers.kernels.cuda.launcher import CudaLauncher
 from workers.kernels.cuda.matrix import CudaChannels, CudaFp8Matrix, CudaMatrix, DeviceMatrix
+from workers.kernels.cuda.sums import TERM, OutputSums, Weighted
 from workers.kernels.native import best
 from workers.kernels.reference import ReferenceChannels, ReferenceKernel
 
@@ -49,8 +51,12 @@ class FewRows:
     def __init__(self, few: CudaExperts, many: TorchKernel) -> None:
         self._few, self._many = few, many
 
+    def inputs(self, rows: int) -> Inputs | None:
+        """Memory for x, as DeviceKernel says, where no expert can have many rows."""
+        return self._few.inputs(rows) if rows <= self._few.most_rows else None
+
     def begin(
-        self, x: Tensor, cuts: IntArray, offsets: IntArray, rows: IntArray, weights: FloatArray
+        self, x: Any, cuts: IntArray, offsets: IntArray, rows: IntArray, weights: FloatArray
     ) -> LayerSum:
         """Begin a share, as DeviceKernel says."""
         few = np.diff(offsets).max(initial=0) <= self._few.most_rows
@@ -66,6 +72,7 @@ class KernelDevice(Device):
         """`cache`: a folder of compiled kernels. `in_torch`: torch computes all tiles, for comparison."""
         self._cache, self._in_torch = cache, in_torch
         self._launchers: dict[Program, CudaLauncher] = {}
+        self._sums: OutputSums | None = None
 
     def launcher(self, program: Program) -> CudaLauncher:
         """Return the compiled kernels. Raises CudaError."""
@@ -73,6 +80,22 @@ class KernelDevice(Device):
             place = self.torch_device, self._cache
             self._launchers[program] = CudaLauncher(program, *place, self.from_host)
         return self._launchers[program]
+
+    @property
+    def sums(self) -> OutputSums | None:
+        """What adds up a layer's outputs; None where torch does."""
+        if self._sums is None:
+            with suppress(CudaError):  # of which whatever needs kernels has told
+                self._sums = OutputSums(self.launcher(Program.of_sums()))
+        return self._sums
+
+    def weighted_lines(self, lines: Tensor, chosen: IntArray, weights: FloatArray) -> Added:
+        if self.sums is None:
+            return super().weighted_lines(lines, chosen, weights)
+        terms = np.zeros(chosen.size, TERM)
+        terms["first"], terms["parts"], terms["weight"] = chosen.reshape(-1), 1, weights.reshape(-1)
+        offsets = np.arange(len(chosen) + 1, dtype=np.int32) * chosen.shape[1]
+        return Weighted(lines.data_ptr(), terms, offsets, lines)
 
     def _program(self, format: TileFormat, math: ExpertMath = SWIGLU) -> Program | None:
         """Return the kernels of a format's tiles or matrices; None where torch computes them."""

@@ -68,6 +68,9 @@ class TileByTile(ABC):
         """The sum of the outputs of consecutive tiles (uint8 [number * tile_bytes]) for the rows x[rows]
         (int64 [n]): float32 [n, H], a new tensor."""
 
+    def inputs(self, rows: int) -> None:  # noqa: B027 - x is taken as it is
+        """None, as DeviceKernel says."""
+
     def begin(
         self, x: Tensor, cuts: IntArray, offsets: IntArray, rows: IntArray, weights: FloatArray
     ) -> TileSums:

@@ -13,19 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.arrays import FloatArray, Phase
+from pipeline.arrays import Counts, FloatArray, Phase
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import StepInput
 from pipeline.backbone.protocol import AnyBackbone, LayerCall
 from pipeline.backbone.step import OwnStep
 from pipeline.config import GraphsName
 from pipeline.counters import Counters, PhaseCounters, StepClock
-from pipeline.device import Device
+from pipeline.device.base import Added, Device
 from pipeline.engine.driver import LayerDecision, PolicyDriver
 from pipeline.engine.graphs import StepGraphs
 from pipeline.engine.observer import Observer, Probing, with_observers
 from pipeline.engine.timing import Corrections, Timing
-from pipeline.errors import OutOfDeviceMemory, PolicyError, StepFailed
+from pipeline.errors import DeviceFailed, OutOfDeviceMemory, PolicyError, StepFailed
 from pipeline.experts.device_share import DeviceMemory, DeviceWork
 from pipeline.experts.division import Split, split_layer
 from pipeline.experts.pool import HostPool, Ticket
@@ -36,6 +36,7 @@ from pipeline.policies.view import Ahead, ModelShape, Policy, Routing, Signals, 
 from shm.floe import FloeFormat
 from shm.layout import StoreLayout
 from shm.mask import DENSE, Mask, Tally
+from workers.cuda import CudaError
 
 log = logging.getLogger(__name__)
 
@@ -94,31 +95,29 @@ class Engine:
         costs: Costs | None,
         calibration: Calibration | None = None,
         *,
+        heat: Counts | None = None,
         counted: bool = True,
         follow: bool = False,
     ) -> tuple[str, ...]:
         """Use a policy from the next step on. Its placement is resident when this returns. Without `counted`
-        its steps leave `popularity` unchanged. `follow`: correct the costs by what runs. Returns its notes.
-        Raises PolicyError where the policy needs a slab or anything else that the engine does not have; the
-        previous policy is kept then."""
+        its steps leave `popularity` unchanged; `heat`: as in View; `follow`: correct the costs by what runs.
+        Returns its notes. Raises PolicyError where the policy needs a slab or anything else that the engine
+        does not have; the previous policy is kept then."""
         memory, decode = self.memory, self.counters.phases["decode"]
         if policy.uses_device and memory.slab is None:
             raise PolicyError(f"policy {policy.name} keeps experts on the device, and the engine has no slab")
         if costs is not None and (self.corrections is None or self.corrections.measured != costs):
             self.corrections = Corrections(costs)
         timing = Timing(memory, self.device, costs, self.corrections if follow else None)
+        popularity = self.popularity if counted else self.popularity.copy()
         view = View(
-            shape=self.shape,
-            phase="decode",
-            capacity=memory.capacity,
-            residency=memory.residency,
-            target=memory.target,
-            popularity=self.popularity if counted else self.popularity.copy(),
+            *(self.shape, "decode", memory.capacity, memory.residency, memory.target, popularity),
             step=0,
             costs=timing.costs,
             router=self.backbone.router_math,
             calibration=calibration,
             staging=memory.staging,
+            heat=heat,
             up=self.up,
         )
         driver: PolicyDriver[Ticket] = PolicyDriver(policy, view, *decode.prefetched)
@@ -145,16 +144,19 @@ class Engine:
         """Run the tokens of `inputs` through the model, and advance their KV. `live`: the sequences that have
         begun and not ended, without which those of `inputs` are taken to be all. Returns the wanted logits of
         each, float32 [n, vocabulary], or its choice (`answers`). Raises StepFailed; the sequences are then
-        as they were."""
+        as they were. Raises CudaError where the device will compute no other step."""
         before = [(item.span.kv, item.span.kv.length, item.span.kv.capacity) for item in inputs]
         try:
             return self._step(inputs, phase, live)
-        except torch.OutOfMemoryError as e:
+        except (torch.OutOfMemoryError, torch.AcceleratorError, CudaError) as e:
             for kv, length, capacity in before:
                 kv.truncate(length)
                 kv.grow(capacity)
-            self.device.free_cached()
-            raise OutOfDeviceMemory(out_of_memory(e)) from e
+            if isinstance(e, torch.OutOfMemoryError):
+                self.device.free_cached()
+                raise OutOfDeviceMemory(out_of_memory(e)) from e
+            self.device.check(e)
+            raise DeviceFailed(f"the GPU could not compute it: {str(e).splitlines()[0]}") from e
 
     @torch.inference_mode()
     def _step(self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int]) -> list[FloatArray]:
@@ -173,7 +175,7 @@ class Engine:
             observer.begin(phase, sequences)
         spans = [item.span for item in inputs]
         self.device.prepare(self.backbone.largest_product(len(sequences)))
-        by_graphs = self.graphs.layers(spans, self.probing) if phase == "decode" else None
+        by_graphs = self.graphs.layers(spans, self.probing, self.memory) if phase == "decode" else None
         step = OwnStep(by_graphs, layers) if by_graphs else self.backbone.step(spans, self.probing.logits)
         executor = TensorExecutor(self, phase, clock, observers)
 
@@ -186,7 +188,7 @@ class Engine:
 
         try:
             step.run(experts)
-        except (StepFailed, torch.OutOfMemoryError):
+        except (StepFailed, torch.OutOfMemoryError, torch.AcceleratorError, CudaError):
             executor.abandon(driver.cancel_early())
             raise
         clock.layer = layers
@@ -219,7 +221,8 @@ class TensorExecutor:
         self._device_work: DeviceWork | None = None
         self._x_host: FloatArray
         self._split: Split
-        self._outputs: list[Tensor]  # float32 [R, H] each, to be summed up
+        self._outputs: list[Added]  # to be summed up
+        self._parts: Sequence[FloatArray]  # the workers' partial sums, to be added behind these
 
     def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
         """Compute the layer up to its experts. Copies x, the router's logits and the probes' to the host
@@ -247,7 +250,9 @@ class TensorExecutor:
         self.counters.fidelity.book(decision.gated, decision.cut, self._tiles, decision.stale)
         self.clock.mark("plan")
 
-        self._outputs = []
+        self._outputs, self._parts = [], ()
+        timed = self.engine.timing.times(layer)
+        started = self._memory.start(layer, split.device, self.call.inputs, timed)
         if self._device.on_host:  # the device shares the workers' cores: computing beside them gains nothing
             self._compute_shared_experts()
         begun = decision.begun
@@ -255,7 +260,8 @@ class TensorExecutor:
             self.engine.only_waits[layer] = waits = not len(split.device.items)
             begun = self._submit(split, self._x_host, waits)
         self._ticket = begun
-        self._device_work = self._memory.begin(layer, split.device, self.call.x, mask, self.clock)
+        work = self._memory.begin(layer, split.device, self.call.x, mask, self.clock)
+        self._device_work = work._replace(started=started)
         self.clock.mark("submit")
 
     def begin_early(self, layer: int, ahead: Ahead, mask: Mask) -> Ticket:
@@ -286,10 +292,11 @@ class TensorExecutor:
         if (y := self.call.expert_bias(routing.experts, routing.weights)) is not None:
             self._outputs.append(y)
         if len(split.device.items):
-            self._outputs.append(self._memory.compute(work, self.call.x, self.clock))
+            timed = self.engine.timing.times(decision.layer)
+            self._outputs.append(self._memory.compute(work, self.call.inputs, self.clock, timed))
             self.engine.timing.device_began(split)
         if ticket.tasks:
-            self._outputs.append(ticket.result_on(self._device))
+            self._parts = ticket.parts()
             self.engine.timing.host_ends(ticket.busy)
             self.clock.mark("wait")
         self.counters.host_tiles += ticket.tiles
@@ -300,9 +307,10 @@ class TensorExecutor:
 
     def end(self, targets: Sequence[Target]) -> None:
         self._memory.end_layer(targets)
-        self.output = self._outputs[0] if self._outputs else None
-        for output in self._outputs[1:]:
-            self._outputs[0].add_(output)
+        some = self._outputs or self._parts
+        self.output = self.call.add(self._outputs, self._parts) if some else None
+        if self._ticket is not None:
+            self._ticket.release()
         self.clock.mark("combine")
 
     def abandon(self, early: Ticket | None) -> None:

@@ -4,7 +4,9 @@ a layer, where torch takes one for each of its operations.
 Graphs are of fixed shapes, so steps are padded to a bucket of rows. A bucket's graphs read and write tensors
 that stay: the table of its rows (`pipeline/backbone/batch.py`), the residual stream, the input of the
 experts, the routers' logits. A row without a sequence attends to nothing, and its numbers are read by no
-other row. Routed experts are computed between the graphs, as ever.
+other row. Routed experts are computed between the graphs: the one before rounds their input for the device's
+kernel and leaves it where the workers read it, and the next one begins with the sum of what device and
+workers give, as a table tells it.
 
 Captured is what has run: from a bucket's third step on, a few graphs a step, so that no step takes much
 longer. Each first replay is compared with the same work done without a graph. Where it differs, or the work
@@ -16,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,12 +32,14 @@ from pipeline.backbone.kv_blocks import BlockPool, blocks_for
 from pipeline.backbone.kv_cache import BLOCKS
 from pipeline.backbone.step import Attended, StepLayers, greedy
 from pipeline.config import GRAPH_BYTES, GraphsName
-from pipeline.device import Device
+from pipeline.device.base import Added, Device
 from pipeline.device.cuda_graphs import CudaGraphs
 from pipeline.engine.observer import Probing
+from pipeline.experts.device_share import DeviceMemory
 from pipeline.text.logprobs import WIDTH
 from shm.segment import byte_size
 from workers.cuda import CudaError
+from workers.kernels.cuda.sums import HEADER_BYTES, MOST_PARTS, OutputSums, sums_table, table_room
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # rows
 WARM = 2  # steps of a bucket before its graphs are captured
@@ -53,6 +58,7 @@ class StepGraphs:
         self._buckets: dict[int, Bucket] = {}
         self._pool: BlockPool | None = None  # of the sequences in all steps by graphs: its slabs' addresses
         self._gpu: CudaGraphs | None = None
+        self.sums: OutputSums
         self.taken = 0  # bytes of the device's memory
         self.captured = 0  # graphs
         self._off = ""  # why there are none
@@ -62,12 +68,12 @@ class StepGraphs:
             self._off = f"the device {device.name} has none"
         elif backbone is None:
             self._off = "the model runs on modules of transformers"
-        elif backbone.kernels is None:
-            self._off = "they need kernels of ours for attention, which cannot be had here"
+        elif backbone.kernels is None or (sums := gpu.device.sums) is None:
+            self._off = "they need kernels of ours, which cannot be had here"
         elif backbone.spec.recurrent_layers:
             self._off = "the model has recurrent states, which change places at each step"
         else:
-            self._gpu = gpu
+            self._gpu, self.sums = gpu, sums
 
     @property
     def planned_bytes(self) -> int:
@@ -81,8 +87,11 @@ class StepGraphs:
             return f"off: {self._off}"
         return f"on: {self.captured} captured, {byte_size(self.taken)}"
 
-    def layers(self, spans: Sequence[TokenSpan], probing: Probing) -> StepLayers | None:
-        """Return a decode step by graphs, or None where it has to be done without."""
+    def layers(
+        self, spans: Sequence[TokenSpan], probing: Probing, memory: DeviceMemory | None = None
+    ) -> StepLayers | None:
+        """Return a decode step by graphs, or None where it has to be done without. `memory`: of the experts
+        on the device."""
         if self._off or self._gpu is None or self._backbone is None:
             return None
         if not all(len(span.tokens) == 1 and span.kv.stored for span in spans):
@@ -96,7 +105,7 @@ class StepGraphs:
         if rows not in self._buckets:
             self._buckets[rows] = Bucket(self, self._backbone, self._device, self._gpu, rows, pool)
         bucket = self._buckets[rows]
-        bucket.begin(spans, probing)
+        bucket.begin(spans, probing, memory)
         return bucket
 
     def stop(self, reason: str) -> None:
@@ -159,10 +168,14 @@ class _Attended:
     _layer: int
     _bucket: Bucket
 
+    @property
+    def inputs(self) -> Any:
+        return self._bucket.inputs or self.x
+
     def shared(self) -> Tensor | None:
         return self._bucket.shared(self._layer)
 
-    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Tensor | None:
+    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Added | None:
         return self._bucket.computed[self._layer].expert_bias(experts, weights)
 
 
@@ -188,7 +201,18 @@ class Bucket:
         self._h, self._x, self._shared = (
             torch.zeros((rows, spec.hidden), dtype=torch.float32, device=there) for _ in range(3)
         )
-        self._x_host = gpu.answers(rows, spec.hidden)
+        landing = device.landing  # in the workers' memory
+        if landing is None or rows > len(landing):
+            landing = gpu.answers(rows, spec.hidden)
+        self._x_host = landing[:rows]
+        self._memory: DeviceMemory | None = None
+        self.inputs: Any = None  # x as the kernel of the experts reads it, where it takes that
+        # What the experts of a layer add, for the next graph: on the host and the device.
+        room = table_room(rows, 2 * rows * backbone.facts.top_k, MOST_PARTS)
+        self._told = gpu.answers(room // 4 + 1).view(np.uint8)
+        self._told[:] = 0
+        self._table_of_sums = torch.zeros(len(self._told), dtype=torch.uint8, device=there)
+        self._added: Sequence[Added] = ()  # of which the table tells
         self._logits: dict[int, tuple[Tensor, FloatArray]] = {}  # by how many; on the device and the host
         self._results: dict[str, tuple[Tensor, FloatArray]] = {}  # of the head
         self.computed: dict[int, DecoderLayer] = {}
@@ -199,9 +223,12 @@ class Bucket:
         self._number = 0  # of logits that the latest `attend` gives
         self._probing: Probing
 
-    def begin(self, spans: Sequence[TokenSpan], probing: Probing) -> None:
+    def begin(self, spans: Sequence[TokenSpan], probing: Probing, memory: DeviceMemory | None) -> None:
         """A step begins."""
         self._rows, self._probing = len(spans), probing
+        self._told[:HEADER_BYTES] = 0  # where a step has failed
+        if memory is not self._memory:
+            self._memory, self.inputs = memory, None if memory is None else memory.inputs(self._bucket_rows)
         table = self._backbone.decode_table(spans, self._bucket_rows)
         self._gpu.write(self._table[: len(table)], table)
         self._steps += 1
@@ -233,6 +260,7 @@ class Bucket:
         logits, logits_host = self._logits[number]
 
         def work() -> None:
+            self._add_told()
             attended = self._backbone.attend(layer, self._h, self._batch, routed=own)
             self.computed[layer] = attended.layer
             routed = [attended.logits()] if own else []
@@ -243,16 +271,32 @@ class Bucket:
             self._x.copy_(attended.x)
             self._gpu.read(self._x, self._x_host)
             self._h.copy_(attended.h)
+            if self.inputs is not None:
+                self.inputs.round(self._x)
 
         # A trained gate belongs to its calibration, a router to the model.
-        self._run(("attend", layer, own, probes, probing if any(p <= 0 for p in probes) else None), work,
-                  self._h, self._x, logits)  # fmt: skip
+        of = probing if any(p <= 0 for p in probes) else None
+        self._run(("attend", layer, own, probes, of, self.inputs), work, self._h, self._x, logits)
         return _Attended(self._h[: self._rows], self._x[: self._rows], layer, self)
 
     def read(self) -> Sequence[FloatArray]:
         self._gpu.wait()
+        self._told[:HEADER_BYTES] = 0  # it is added
         _, logits = self._logits[self._number]
-        return [self._x_host[: self._rows].copy(), *(one[: self._rows].copy() for one in logits)]
+        return [self._x_host[: self._rows], *(one[: self._rows].copy() for one in logits)]
+
+    def add(self, added: Sequence[Added], parts: Sequence[FloatArray]) -> Tensor | None:
+        device, shape = self._device, (self._rows, self._backbone.spec.hidden)
+        told = sums_table(self._rows, added, self._gpu.device.places(parts, shape))
+        if len(told) > len(self._told):
+            return device.total(added, parts, shape)
+        self._told[: len(told)], self._added = told, added
+        return None
+
+    def _add_told(self) -> None:
+        """Add to h what the table tells, which may be nothing."""
+        self._gpu.load(self._table_of_sums, self._told)
+        self._graphs.sums.add(self._table_of_sums.data_ptr(), self._h)
 
     def shared(self, layer: int) -> Tensor | None:
         computed = self.computed[layer]
@@ -270,6 +314,7 @@ class Bucket:
     def answers(self, h: Tensor, inputs: Sequence[StepInput]) -> list[FloatArray]:
         wanted = {item.logits for item in inputs}
         if wanted not in ({"greedy"}, {"last"}, {"all"}):
+            self._add_told()
             h = self._backbone.finish(self._h, self._batch)[: self._rows]
             return self._backbone.answers(h, inputs)
         small = wanted == {"greedy"}
@@ -281,6 +326,7 @@ class Bucket:
         result, result_host = self._results[name]
 
         def work() -> None:
+            self._add_told()
             logits = self._backbone.head(self._backbone.finish(self._h, self._batch))
             result.copy_(greedy(logits) if small else logits)
             self._gpu.read(result, result_host)

@@ -132,6 +132,8 @@ class Timing:
         self._measures = self.corrections is not None and (self._steps < FIRST or not self._steps % SAMPLED)
         self._steps += 1
         self._running.clear()
+        # Marks are work for the device, so one layer of a step is timed, a different one each time.
+        self._timed = self._steps % len(self._memory.residency)
         self._work: dict[Side, Spent] = {side: Spent() for side in SIDES}
         self._marks: list[tuple[object, object]] = []  # of the device's resident tiles
         self._copied = self._memory.copied()
@@ -151,11 +153,15 @@ class Timing:
         work.forecast += share.seconds + (self._priced.round_trip if share.alone else 0.0)
         work.measured += time.perf_counter() - share.given if share.alone else busy
 
+    def times(self, layer: int) -> bool:
+        """Tells whether this layer's resident tiles are timed in this step."""
+        return self._measures and (self._device.on_host or layer == self._timed)
+
     def device_began(self, split: Split) -> None:
-        """The device computes its share's resident tiles, between the marks of its memory."""
+        """The device computes a timed layer's resident tiles, between the marks of its memory."""
         share = split.device
         resident = share.items[:, 1].tolist()
-        if self._measures and self._priced is not None and any(resident):
+        if self.times(split.layer) and self._priced is not None and any(resident):
             seconds = _seconds(self._priced.device_at, np.diff(share.offsets), resident)
             self._work["device"].forecast += self._priced.launch + seconds
             self._marks.append(self._memory.resident_marks)

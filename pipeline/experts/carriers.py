@@ -1,9 +1,9 @@
 """Carries Works to the workers of a pool and their answers back: by ZeroMQ, or through the arena in shared
 memory (`shm/lane.py`). Either carries the same descriptors. Starts, exits and refusals come over ZeroMQ.
 
-A GPU reads answers where the workers have written them, where their lanes can be shared with it. A slot is
-then used again, and the lane of a worker that has exited unmapped, once the device has done what it was
-given."""
+A GPU writes x into the arena and reads answers where the workers have written them, where that memory can be
+shared with it. A slot is then used again, and the lane of a worker that has exited unmapped, once the device
+has done what it was given."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.experts.peers import SLICE_MS, ChildServerSocket
 from pipeline.experts.pool import Answer, Carrier, Task, Ticket
 from pipeline.fairness import SparseLog
 from protocol.messages import Abandon, AttachLane, Partial, Ready, Work, WorkerDied
-from shm.descriptor import GENERATION, head_of
+from shm.descriptor import GENERATION, address_of, head_of
 from shm.errors import ShmError
 from shm.lane import CoordinatorLane, LaneShape, Library, Slot, x_areas
 from shm.mask import Tally
@@ -79,8 +79,9 @@ class ArenaCarrier(Carrier):
         self._library = library
         self._prefix, self._shape = prefix, shape
         self._hall = Segment.create(f"{prefix}hall-0", shape.hall_bytes)
-        self._areas = x_areas(self._hall.array, shape)
+        *self._areas, landing = x_areas(self._hall.array, shape)
         self._users: list[Ticket | None] = [None] * len(self._areas)  # whose x each area has
+        self._landing = address_of(landing)
         self._made = 0
         self._lanes: dict[int, CoordinatorLane] = {}  # by the worker's index; the next to wait for is first
         self._waiting: dict[int, deque[Task]] = {}  # by index
@@ -91,7 +92,10 @@ class ArenaCarrier(Carrier):
         self._in_place: set[CoordinatorLane] = set()  # which the device reads
         self._refused = False  # a lane could not be shared with it, and a line has said so
         self._held: dict[CoordinatorLane, list[Answer]] = {}  # answers that are not released
-        self._reading: list[tuple[CoordinatorLane, Slot]] = []  # released, but the device may still read them
+        # Released slots, which the device may read until its next `reads`.
+        self._reading: list[tuple[CoordinatorLane, Slot, int]] = []
+        if self._device is not None and not self._device.share_memory(self._hall.array):
+            self._device.landing = landing
 
     def send(self, index: int, task: Task) -> None:
         rows, numbers = self._shape.wide
@@ -139,8 +143,8 @@ class ArenaCarrier(Carrier):
         if lane is None or slot is None:
             return
         self._held[lane].remove(answer)
-        if on_device and lane in self._in_place:
-            self._reading.append((lane, slot))
+        if on_device and self._device is not None and lane in self._in_place:
+            self._reading.append((lane, slot, self._device.reads))
         else:
             lane.free(slot)
 
@@ -152,6 +156,9 @@ class ArenaCarrier(Carrier):
         """Remove the names of the hall, and of lanes that no worker has mapped."""
         for index in list(self._lanes):
             self._drop(index)
+        if self._device is not None:
+            self._device.landing = None
+            self._device.unshare_memory(self._hall.array)
         unlink(self._hall.name)
 
     # --- posting -----------------------------------------------------------------------------------------
@@ -172,8 +179,10 @@ class ArenaCarrier(Carrier):
             self._bells[index] = lane.other_bell
 
     def _place(self, ticket: Ticket) -> int | None:
-        """Return the area that has a ticket's x, which is written once; None while all that it fits are in
-        use."""
+        """Return the area that has a ticket's x, which is written once, perhaps by the GPU; None while all
+        that it fits are in use."""
+        if address_of(ticket.x) == self._landing:
+            return len(self._areas)
         if ticket in self._users:
             return self._users.index(ticket)
         rows = len(ticket.x)
@@ -189,8 +198,8 @@ class ArenaCarrier(Carrier):
     def _free_slot(self, lane: CoordinatorLane) -> bool:
         """Free a slot of a lane whose answer was accepted: by waiting for the device, or by a copy; False
         where there is none."""
-        if any(of is lane for of, _ in self._reading):
-            self._wait_for_device()
+        if any(of is lane for of, *_ in self._reading):
+            self._wait_for_device(lane)
         elif held := self._held[lane]:
             held[0].y = held[0].y.copy()
             self.release(held[0])
@@ -198,13 +207,18 @@ class ArenaCarrier(Carrier):
             return False
         return True
 
-    def _wait_for_device(self) -> None:
-        """Free all slots that the device reads, once it has."""
-        if self._reading and self._device is not None:
+    def _wait_for_device(self, wanted: CoordinatorLane) -> None:
+        """Free the slots that the device has read; where none of this lane is, once it has read all."""
+        if self._device is None:
+            return
+        reads = self._device.reads
+        if all(of is not wanted or read == reads for of, _, read in self._reading):
             self._device.wait(self._device.fence())
-            for lane, slot in self._reading:
+            reads = -1
+        for lane, slot, read in self._reading:
+            if read != reads:
                 lane.free(slot)
-            self._reading.clear()
+        self._reading = [entry for entry in self._reading if entry[2] == reads]
 
     # --- waiting -----------------------------------------------------------------------------------------
 
@@ -271,7 +285,8 @@ class ArenaCarrier(Carrier):
         if lane is None:
             return
         unlink(lane.name)
-        self._wait_for_device()
+        while any(of is lane for of, *_ in self._reading):
+            self._wait_for_device(lane)
         while held := self._held[lane]:
             held[0].y = held[0].y.copy()
             self.release(held[0])

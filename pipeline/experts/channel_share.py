@@ -79,6 +79,12 @@ class ChannelMemory(DeviceMemory):
             kept, tiles = masked[expert].kept, masked[expert].tiles
             self.mover.predict(layer, expert, kept[tiles[there] :])
 
+    def inputs(self, rows: int) -> None:
+        """x is taken as it is."""
+
+    def start(self, layer: int, share: Share, x: Tensor, timed: bool) -> None:
+        """Nothing: masks come first, and are waited for."""
+
     # --- a layer -------------------------------------------------------------------------------------------
 
     def begin(self, layer: int, share: Share, x: Tensor, mask: Mask, clock: StepClock) -> DeviceWork:
@@ -141,14 +147,13 @@ class ChannelMemory(DeviceMemory):
             biases = heads[layout.up_biases : end].view(torch.float32)
         return self.kernel.up(heads[: tiles * layout.head_bytes], inputs, rows, biases)
 
-    def begin_sum(self, work: DeviceWork, x: Tensor) -> TileSums:
-        inputs, experts, share = self.kernel.activations(x), work.share.items[:, 0].tolist(), work.share
-        masked: Masked = work.masked
+    def begin_sum(self, layer: int, share: Share, x: Tensor, masked: Masked | None = None) -> TileSums:
+        inputs, experts, masked = self.kernel.activations(x), share.items[:, 0].tolist(), masked or {}
         us = {expert: of.u for expert, of in masked.items()}
         if not masked:
             rows_by, cuts = rows_of(share, self.device), share.items[:, 2].tolist()
             for expert, cut in zip(experts, cuts, strict=True):
-                us[expert] = self._up(work.layer, expert, cut, inputs, rows_by[expert])
+                us[expert] = self._up(layer, expert, cut, inputs, rows_by[expert])
 
         def output(item: int, tile: int, data: Tensor, rows: Tensor) -> Tensor:
             expert = experts[item]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.device import Device, SlabMemory
-from pipeline.device.base import LayerSum
+from pipeline.device.base import Added, LayerSum
 from pipeline.errors import PlanError
 from pipeline.experts.cache import ExpertCache
 from pipeline.experts.division import Share
@@ -31,6 +31,7 @@ class DeviceWork(NamedTuple):
     share: Share
     landing: Iterator[list[Landed]]
     masked: Any = None  # the layer's masks, for the memory itself
+    started: LayerSum | None = None  # with the resident tiles, where `start` has given them to the device
 
 
 class Slab(NamedTuple):
@@ -122,6 +123,33 @@ class DeviceMemory:
         wanted = [Wanted(*item) for item in share.items.tolist() if item[1] < item[2]]
         return DeviceWork(layer, share, self.mover.demand(layer, wanted))
 
+    def inputs(self, rows: int) -> Any:
+        """Memory for so many rows of x as DeviceKernel says; None where x itself is taken."""
+        return None if self.kernel is None else self.kernel.inputs(rows)
+
+    def start(self, layer: int, share: Share, x: Any, timed: bool) -> LayerSum | None:
+        """Give a device that computes beside this thread the share's resident tiles, before `begin`, so that
+        it has work while the host's share is planned. x: as DeviceKernel takes it. `timed`: between two
+        marks."""
+        if self.device.on_host or self.slab is None or not len(share.items):
+            return None
+        return self._resident(self.begin_sum(layer, share, x), layer, share, timed)
+
+    def _resident(self, sum_: LayerSum, layer: int, share: Share, timed: bool) -> LayerSum:
+        """Add a share's resident tiles."""
+        assert self.slab is not None
+        began, slots_of = self.device.time_mark() if timed else 0.0, self.mover.cache.slots_of
+        tiles = [
+            (item, tile, self.slab.memory.slot(slot))
+            for item, (expert, number, _) in enumerate(share.items.tolist())
+            for tile, slot in enumerate(slots_of(layer, expert)[:number])
+        ]
+        sum_.add(tiles)
+        self.counters.resident_tiles += len(tiles)
+        if timed:
+            self.resident_marks = began, self.device.time_mark()
+        return sum_
+
     def _use(self, layer: int, share: Share) -> None:
         """The share's resident tiles are computed."""
         if self.slab is None and len(share.items):
@@ -130,24 +158,16 @@ class DeviceMemory:
             if resident:
                 self.mover.used(layer, expert, resident)
 
-    def compute(self, work: DeviceWork, x: Tensor, clock: StepClock) -> Tensor:
+    def compute(self, work: DeviceWork, x: Any, clock: StepClock, timed: bool = True) -> Added:
         """Return the weighted sum of the share, float32 [R, H]. Resident tiles are an expert's first, so each
         expert sums its tiles in tile order, and then experts are added in theirs: the bits depend on the cuts
         and not on which tiles happened to be resident."""
-        assert self.slab is not None
-        counters, device, items = self.counters, self.device, work.share.items.tolist()
-        began, slots_of = device.time_mark(), self.mover.cache.slots_of
-        layer = self.begin_sum(work, x)
-        resident = [
-            (item, tile, self.slab.memory.slot(slot))
-            for item, (expert, number, _) in enumerate(items)
-            for tile, slot in enumerate(slots_of(work.layer, expert)[:number])
-        ]
-        layer.add(resident)
-        counters.resident_tiles += len(resident)
-        self.resident_marks = began, device.time_mark()
+        counters, layer = self.counters, work.started
+        if layer is None:
+            sum_ = self.begin_sum(work.layer, work.share, x, work.masked)
+            layer = self._resident(sum_, work.layer, work.share, timed)
         clock.mark("device")
-        place = {expert: item for item, (expert, _, _) in enumerate(items)}
+        place = {expert: item for item, expert in enumerate(work.share.items[:, 0].tolist())}
         for group in work.landing:
             clock.mark("link")
             counters.fetched_tiles += sum(one.places is None for one in group)
@@ -163,9 +183,8 @@ class DeviceMemory:
         assert self.slab is not None
         return self.slab.memory.slot(landed.slot)
 
-    def begin_sum(self, work: DeviceWork, x: Tensor) -> LayerSum:
-        """Return the sum of the share, which has no tiles yet."""
-        share = work.share
+    def begin_sum(self, layer: int, share: Share, x: Any, masked: Any = None) -> LayerSum:
+        """Return the sum of the share, which has no tiles yet. `masked`: the layer's masks."""
         sum_: LayerSum = self.kernel.begin(x, share.items[:, 2], share.offsets, share.rows, share.weights)
         return sum_
 

@@ -16,13 +16,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from pipeline.arrays import FloatArray
 from pipeline.config import WorkerCores
-from pipeline.device.base import Device, sum_on_host
+from pipeline.device.base import sum_on_host
 from pipeline.errors import PeerLost, ShardFailed
 from pipeline.experts.division import Divided, Divider, Split, empty_part
 from pipeline.experts.peers import ChildServerSocket, ProgressWatch
@@ -32,9 +32,6 @@ from shm.descriptor import Descriptor
 from shm.lane import CoordinatorLane, Slot
 from shm.mask import Tally
 from workers.kernels.native import WorkKernel
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MAX_CRASHES = 2  # of workers while they computed one Work, by a crash
 MAX_EXITS = 8  # the same by any cause: the system may kill workers when memory is short
@@ -108,11 +105,14 @@ class Ticket:
         self.pool.release(self)
         return y
 
-    def result_on(self, device: Device) -> Tensor:
-        """Return the same on the device, with the same bits."""
-        y = device.add_parts(self.pool.parts(self), self.x.shape)
+    def parts(self) -> list[FloatArray]:
+        """Wait for the partial sums, in the workers' order: float32 [R, H] each, perhaps the workers' memory
+        until `release`. Raises as `result`."""
+        return self.pool.parts(self)
+
+    def release(self) -> None:
+        """Its partial sums are not read any more, but perhaps by work that the device was given."""
         self.pool.release(self, on_device=True)
-        return y
 
     def abandon(self) -> None:
         """Drop the Works that have no answer: `result` will not be called."""

@@ -20,7 +20,7 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.linear import FEW_ROWS, Precision
 from pipeline.backbone.protocol import Experts, Probe
 from pipeline.backbone.step import answers
-from pipeline.device.base import Device
+from pipeline.device.base import Added, Device
 from pipeline.errors import ModelError, PolicyError
 from pipeline.generic import attention
 from pipeline.generic.caches import LayerKept, StepCache, rows_of
@@ -216,13 +216,19 @@ class GenericCall:
     def read(self) -> Sequence[FloatArray]:
         return self._backbone.device.to_host(*self._read)
 
+    @property
+    def inputs(self) -> Tensor:
+        """x."""
+        return self.x
+
     def shared(self) -> None:
         """The model computes shared experts itself, once it has the others' output."""
 
-    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Tensor | None:
+    def expert_bias(self, experts: IntArray, weights: FloatArray) -> Added | None:
         """The sum of the experts' down biases [R, H], for experts and weights [R, k]; None without any."""
         if self.down_bias is None:
             return None
-        device = self._backbone.device
-        biases = self.down_bias[device.from_host(experts).long()]
-        return torch.einsum("rk,rkh->rh", device.from_host(weights), biases)
+        return self._backbone.device.weighted_lines(self.down_bias, experts, weights)
+
+    def add(self, added: Sequence[Added], parts: Sequence[FloatArray]) -> Tensor:
+        return self._backbone.device.total(added, parts, self.x.shape)

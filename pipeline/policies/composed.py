@@ -97,6 +97,7 @@ class Composed(Policy):
         self.exact = parts.gate.exact
         self.needs_costs = any(part.needs_costs for part in parts)
         self.needs_calibration = any(part.needs_calibration for part in parts)
+        self.keeps_heat = any(part.keeps_heat for part in parts)
         self.settles = parts.replacement.settles
         self.uses_device = parts.assignment.uses_device
         self.uses_host = parts.assignment.uses_host

@@ -77,6 +77,7 @@ class Part(ABC):
     options: ClassVar[tuple[Option, ...]] = ()
     needs_costs: bool = False
     needs_calibration: bool = False
+    keeps_heat: bool = False  # as `Policy.keeps_heat`
     without: ClassVar[str] = ""  # the option that avoids the missing calibration, as "gate=own"
 
     def missing(self, calibration: Calibration | None) -> str:
@@ -181,7 +182,8 @@ class Replacement(Part):
     does not see those that a prediction holds in the reserve."""
 
     settles: int = 0  # as `Policy.settles`
-    fills: ClassVar[str] = ""  # where new experts come from: "fetched" ones, "swapped" for held ones, or none
+    # where new experts come from: "fetched" ones, "swapped" for held ones, "admitted" in the background, none
+    fills: ClassVar[str] = ""
     admits: ClassVar[bool] = False  # True: predicted experts enter the cache at once, and there is no reserve
 
     def room(self, view: View, tiles: int) -> Room:

@@ -8,16 +8,16 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.arrays import Counts
 from pipeline.policies.options import SEED
 from pipeline.policies.parts import Chosen, Placement, Room, whole_experts
 from pipeline.policies.view import View
 from protocol.program import COMMAND
 
-Counts = NDArray[np.int64]  # [L, E] rows routed to each expert
 ENOUGH_TOKENS = 256  # that were counted, for a comparison of counts
 
 
-def most_counted(counts: NDArray[np.int64], sizes: Sequence[int]) -> NDArray[np.bool_]:
+def most_counted(counts: Counts, sizes: Sequence[int]) -> NDArray[np.bool_]:
     """The sizes[l] most counted experts of each layer, of counts [L, E]. Ties go to the smaller index."""
     # a stable sort of the negated counts keeps equal ones in index order
     order = np.argsort(-counts, axis=1, kind="stable")
@@ -27,7 +27,7 @@ def most_counted(counts: NDArray[np.int64], sizes: Sequence[int]) -> NDArray[np.
     return chosen
 
 
-def evenly_counted(counts: NDArray[np.int64], budget: int) -> NDArray[np.bool_]:
+def evenly_counted(counts: Counts, budget: int) -> NDArray[np.bool_]:
     """`budget` experts of counts [L, E]: the same number in every layer, the most counted ones; the remainder
     (fewer than L) goes to the next most counted anywhere. Ties go to the first layer and expert."""
     layers = len(counts)
@@ -122,6 +122,30 @@ class Known(Placement):
         return Popular().notes(view) or (
             "the model is not calibrated, so the experts used most since the engine started are resident "
             f"({COMMAND} calibrate --text FILE counts them on a text)",
+        )
+
+
+def known_counts(view: View) -> Counts:
+    """The uses of each expert [L, E] as far as they are known: those of earlier starts and of this one,
+    without any those of the calibration."""
+    counts = view.popularity if view.heat is None else view.popularity + view.heat
+    if view.calibration is not None and not counts.any():
+        return view.calibration.decode_counts
+    return counts
+
+
+class Hot(Placement):
+    """Each layer's most used experts, in earlier starts and in this one; by the calibration where none has
+    been used. As many as the replacement's cache of that layer holds."""
+
+    name: ClassVar[str] = "hot"
+    help: ClassVar[str] = "each layer's most used experts, also those of earlier starts"
+    keeps_heat = True
+
+    def chosen(self, view: View, room: Room) -> Chosen:
+        counts = known_counts(view)
+        return (
+            evenly_counted(counts, room.experts) if room.sizes is None else most_counted(counts, room.sizes)
         )
 
 

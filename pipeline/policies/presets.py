@@ -11,6 +11,7 @@ import numpy as np
 from pipeline.arrays import IntArray
 from pipeline.errors import PolicyError
 from pipeline.policies import assignments, gates, placements, predictions, replacements
+from pipeline.policies.admission import Admission
 from pipeline.policies.calibration import SPARSITY, Sparsity
 from pipeline.policies.composed import Composed, PreGated
 from pipeline.policies.daop import Daop
@@ -32,6 +33,7 @@ PARTS: dict[str, dict[str, type[Part]]] = {
         placements.Popular,
         placements.Calibrated,
         placements.Known,
+        placements.Hot,
         placements.Random,
     ),
     "gate": _named(*gates.GATES),
@@ -46,7 +48,7 @@ PARTS: dict[str, dict[str, type[Part]]] = {
     ),
     "assignment": _named(*assignments.ASSIGNMENTS),
     "replacement": _named(
-        replacements.Keep, replacements.Lru, replacements.Workload, replacements.Score, Split
+        replacements.Keep, replacements.Lru, Admission, replacements.Workload, replacements.Score, Split
     ),
 }
 
@@ -194,7 +196,7 @@ def clash(parts: Parts) -> str:
             return f"{name[idle[0]]} is for the device, and {name['assignment']} computes nothing there"
     elif fills == "swapped" and empty:
         return f"{name['replacement']} only swaps experts, and {name['placement']} leaves it none"
-    elif not parts.assignment.fetches and not predicts:
+    elif not parts.assignment.fetches and not predicts and fills != "admitted":
         if fills == "fetched":
             return f"{name['replacement']} keeps what is fetched; {name['assignment']} fetches nothing"
         if empty:
@@ -219,6 +221,7 @@ dali | random own residual greedy workload | | Greedy by cost, residual prefetch
 adapmoe | known adaptive lookahead device lru | sizes=dp | Skips minor experts, prefetches three layers
 moepic | known own next-gate device split | | Parts of more experts resident, the rest prefetched
 tandem
+cache | hot own none cheaper admission | | A cache by recency, filled behind what the host computes
 floe | known own next-channels device keep | sparsity=0.8 | The channels that matter, on the device
 floe-host | empty own none host keep | sparsity=0.8 | The channels that matter, on the host
 random

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from pipeline.arrays import IntArray
 from pipeline.policies.calibration import at_limits
-from pipeline.policies.options import Choice, Number
+from pipeline.policies.options import Choice, Number, Option
 from pipeline.policies.parts import STAY, Expert, Moves, Parts, Replacement, Room, evenly, whole_room
 from pipeline.policies.predictions import FEW_EXPERTS
 from pipeline.policies.view import Active, ModelShape, Signals, View
@@ -56,7 +56,7 @@ class Lru(Replacement):
 
     name: ClassVar[str] = "lru"
     help: ClassVar[str] = "the most recently used"
-    options = (
+    options: ClassVar[tuple[Option, ...]] = (
         Choice(
             name="sizes",
             help="a layer's share of the cache: even, or dp, by the calibration's expected loads",

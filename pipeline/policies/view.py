@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.arrays import FloatArray, IntArray, Phase, one_row
+from pipeline.arrays import Counts, FloatArray, IntArray, Phase, one_row
 from pipeline.policies.calibration import Calibration, Sparsity
 from pipeline.policies.costs import Costs
 
@@ -172,7 +172,7 @@ class View:
     capacity: int  # tiles that the cache may keep resident over all layers
     residency: IntArray  # [L, E]: leading tiles that have landed
     target: IntArray  # [L, E]: leading tiles to keep; sum <= capacity
-    popularity: NDArray[np.int64]  # [L, E]: rows routed to each expert by the counted steps
+    popularity: Counts  # [L, E]: rows routed to each expert by the counted steps
     step: int  # engine steps since the policy was set; one step visits every layer once
     costs: Costs | None  # in force: may change between steps; None unless the policy's `needs_costs`
     router: Router | None = None  # the model's own: logits [R, E] of a layer to a routing
@@ -182,6 +182,7 @@ class View:
     prefetching: bool = True  # False: the prefetch meter pauses predictions
     staging: int = 0  # slots beside the capacity, through which a layer's step streams missing tiles
     seconds: float = 0.0  # that the step before took; 0 where costs do not follow what runs
+    heat: Counts | None = None  # [L, E]: as popularity, of earlier starts; the later count more
     up: str = ""  # the format of up matrices that are apart, so that channels can be left out; "" without
 
 
@@ -196,6 +197,7 @@ class Policy(ABC):
     exact: bool = True
     needs_costs: bool = False
     needs_calibration: bool = False
+    keeps_heat: bool = False  # it begins with the counts of earlier starts, and this one's are kept
     settles: int = 0  # decode steps after which what it has learnt depends little on where it began
     uses_device: bool = True  # False: no slab and no prefetcher are needed
     uses_host: bool = True  # False: the workers compute nothing

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pipeline.arrays import FloatArray, Phase
 from pipeline.errors import TraceError
 from pipeline.policies.view import Router, Routing
+from pipeline.traces.synthetic import DrawnTrace
 from pipeline.traces.trace import Trace, TracedStep
 
 KEPT_ROWS = 128  # of a step up to which they are kept with it, for the next replay
@@ -31,9 +32,10 @@ class Overview:
     rest: float | None  # measured seconds of a decode step that are not simulated; None: not measured
 
 
-def summarize(trace: Trace) -> Overview:
-    """Read the whole trace once. Raises TraceError for a damaged one, for one without any step, and for one
-    with a layer that was predicted without running its own router: another policy would need its logits."""
+def summarize(trace: Trace | DrawnTrace) -> Overview:
+    """Read the whole trace once; the counts of a drawn one are those of other texts. Raises TraceError for a
+    damaged one, for one without any step, and for one with a layer that was predicted without running its own
+    router: another policy would need its logits."""
     shape = trace.header.shape
     steps: dict[Phase, int] = {"prefill": 0, "decode": 0}
     rows: dict[Phase, int] = {"prefill": 0, "decode": 0}
@@ -59,6 +61,7 @@ def summarize(trace: Trace) -> Overview:
         raise TraceError(f"{trace.path} has no complete step")
     # the median: a step in which the machine did something else is not the policy's
     typical = median(rest) if rest else None
+    counts = trace.counts if isinstance(trace, DrawnTrace) else counts
     return Overview(steps, rows, counts, first, trace.cut_short, last_steps, typical)
 
 

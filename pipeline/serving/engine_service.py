@@ -174,8 +174,9 @@ class EngineService:
         self._post(ToOtherClients(client, PolicyChanged(-1, name, exact, notes)))
 
     def _on_idle(self) -> bool:
-        """Handle children's exits, fetch in the background, audit. True where such work remains."""
+        """Handle children's exits, fetch in the background, audit, keep counts. True while tiles move."""
         self._parts.engine.poll_children()
+        self._policies.keep_heat()
         memory = self._parts.engine.memory
         if memory.idle:
             memory.audit()

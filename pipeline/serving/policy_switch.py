@@ -7,8 +7,10 @@ import logging
 import time
 from collections.abc import Callable
 
+from pipeline.arrays import Counts
 from pipeline.calibration.cost_probe import costs_for
 from pipeline.calibration.file import calibration_path, load
+from pipeline.calibration.heat import ENOUGH_TOKENS, Heat
 from pipeline.errors import CalibrationError, NoRoom, PrefetcherLost
 from pipeline.experts.channel_share import ChannelMemory
 from pipeline.experts.device_share import DeviceMemory, Slab
@@ -20,6 +22,7 @@ from pipeline.policies.presets import canonical, make_policy
 from pipeline.policies.view import Policy, PolicyRequest
 from pipeline.serving.engine_parts import CHILD_LIMIT, EngineParts
 from protocol.messages import Needed
+from shm.disk_cache import CacheRecord
 from shm.segment import byte_size, engine_prefix
 from workers.copiers import EmulatedLink
 from workers.cuda import CudaError
@@ -39,6 +42,7 @@ class PolicySwitch:
         self._parts, self._opener = parts, DeviceMemoryOpener(parts)
         self.costs: Costs | None = None  # None until a policy has needed them
         self._calibration_file = calibration_path(parts.config.cache, parts.source)
+        self._heat: Heat | None = None  # None until a policy has needed it
         options = parts.config.options
         self.current = PolicyRequest(options.policy or "all-host", options.policy_options)
         parts.notes.extend(self.set(self.current))
@@ -57,7 +61,8 @@ class PolicySwitch:
             engine.memory = self._opener.open()
         costs, calibration = self._costs_for(policy), self._calibration_for(policy)
         follow = self._parts.config.options.costs is None  # those of a file are meant as they are
-        notes = engine.set_policy(policy, costs, calibration, counted=counted, follow=follow)
+        heat = self._heat_for(policy)
+        notes = engine.set_policy(policy, costs, calibration, heat=heat, counted=counted, follow=follow)
         self.current, self._counted = canonical(request, self._parts.config.options.seed), counted
         return notes
 
@@ -69,6 +74,24 @@ class PolicySwitch:
     def reset(self) -> None:
         """Make the policy in use anew: without state of earlier steps, with the present inputs."""
         self.set(self.current, self._counted)
+
+    def keep_heat(self, least: int | None = None) -> None:
+        """Keep how often experts were used for later starts, where the policy in use begins with that and
+        `least` tokens were counted since; by default as many as are worth it."""
+        engine = self._parts.engine
+        if self._heat is not None and engine.policy.keeps_heat:
+            self._heat.keep(engine.popularity, ENOUGH_TOKENS if least is None else least)
+
+    def _heat_for(self, policy: Policy) -> Counts | None:
+        """Returns the counts of earlier starts, None without any and where they are not needed."""
+        if not policy.keeps_heat:
+            return None
+        if self._heat is None:
+            config, engine = self._parts.config, self._parts.engine
+            record = CacheRecord("store", self._parts.source.name, config.options.format)
+            self._heat = Heat(config.cache / config.fingerprint, record, engine.shape)
+            self._parts.closing.callback(self.keep_heat, least=1)
+        return self._heat.earlier
 
     def _costs_for(self, policy: Policy) -> Costs | None:
         """Returns the costs from a file, or measured now or earlier; None if not needed. Raises

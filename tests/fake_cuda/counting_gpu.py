@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from pipeline.device import cuda
 from workers.kernels.cuda import attention
 from workers.kernels.cuda.compiler import Program
+from workers.kernels.cuda.launcher import Tables
 
 META = torch.device("meta")
 ALLOCATES = ("empty", "empty_like", "new_empty", "empty_strided")
@@ -33,7 +34,9 @@ class CountingLauncher:
         self.device, self.upload = META, device.from_host
         self._counts = device.counts
 
-    def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
+    def launch(
+        self, kernel: str, blocks: int, threads: int, *arguments: int, tables: Tables | None = None
+    ) -> None:
         assert blocks > 0
         assert threads > 0
         kind = "attention kernels" if kernel.partition("_")[0] in attention.THREADS else "kernels"

@@ -20,7 +20,9 @@ from torch import Tensor
 from pipeline.device import cuda
 from pipeline.device.base import DeviceKernel
 from shm.layout import StoreLayout
+from workers.cuda import CudaError
 from workers.kernels.cuda.attention import DecodeAttention, program
+from workers.kernels.cuda.compiler import Program
 
 
 @contextmanager
@@ -50,6 +52,7 @@ class LateSum:
     def add(self, tiles: Sequence[tuple[int, int, Tensor]]) -> None:
         for _, _, data in tiles:
             assert self._runtime.kernels_read(data.data_ptr(), data.nbytes)
+        self._runtime.calls["shares begun"] += 1
         self._runtime.launch(lambda: self._inner.add(tiles))
 
     def result(self) -> Tensor:
@@ -63,6 +66,9 @@ class LateKernel:
 
     def __init__(self, inner: DeviceKernel, runtime: FakeRuntime) -> None:
         self._inner, self._runtime = inner, runtime
+
+    def inputs(self, rows: int) -> Any:
+        return self._inner.inputs(rows)
 
     def begin(self, *arguments: Any) -> LateSum:
         return LateSum(self._inner.begin(*arguments), self._runtime)
@@ -78,10 +84,16 @@ class FakeCudaDevice(cuda.CudaDevice):
         self.torch_device = torch.device("cpu", 0)
         self.runtime = runtime
 
+    def launcher(self, program: Program) -> Any:
+        """The kernels themselves, emulated: those of sums, or all of them."""
+        if program == Program.of_sums() or self.attention:
+            return RecordedLauncher(library(program), self)
+        raise CudaError("there is no GPU")
+
     def decode_attention(
         self, streams: Sequence[tuple[int, int]], dtype: torch.dtype, context: int
     ) -> DecodeAttention | None:
-        """The kernels themselves, emulated."""
+        """The kernels, where they are emulated."""
         if not self.attention:
             return None
         return DecodeAttention(RecordedLauncher(library(program(dtype)), self), context)

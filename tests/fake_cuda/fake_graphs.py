@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from workers.kernels.cuda.launcher import Tables
 
 READS = ("_local_scalar_dense", "item", "nonzero", "unique2", "_unique2", "equal", "is_nonzero")
 
@@ -125,15 +128,17 @@ class FakeGraph:
     def replay(self) -> None:
         assert self._runtime.capturing is None
         self._runtime.calls["graph launches"] += 1
+        self._runtime.replaying = True
         for entry in self._tape.entries:
             entry()
+        self._runtime.replaying = False
 
 
 CAPTURE_UNSUPPORTED = 900  # cudaErrorStreamCaptureUnsupported
 
 
 def function(runtime: FakeRuntime, name: str) -> Any:
-    """Of the runtime, for any thread; one that captures may only enqueue copies to the host."""
+    """Of the runtime, for any thread; one that captures may only enqueue copies of page-locked memory."""
     found = getattr(runtime, name)
     if runtime.capturing is None or not callable(found) or not name.startswith("cuda"):
         return found
@@ -146,7 +151,8 @@ def function(runtime: FakeRuntime, name: str) -> Any:
         return CAPTURE_UNSUPPORTED, None
 
     def recorded(to: int, source: int, size: int, kind: int, stream: int) -> tuple[int]:
-        if kind != runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost or to not in runtime.pinned:
+        there = kind == runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        if not runtime.page_locked(to if there else source, size):
             runtime.capture_failed = True
             return (CAPTURE_UNSUPPORTED,)
         entries.append(lambda: _copied(found(to, source, size, kind, stream)))
@@ -172,12 +178,32 @@ class RecordedLauncher(EmulatedLauncher):
         uploaded: Tensor = self._device.from_host(data)
         return uploaded
 
-    def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
+    def launch(
+        self, kernel: str, blocks: int, threads: int, *arguments: int, tables: Tables | None = None
+    ) -> None:
+        again = functools.partial(super().launch, kernel, blocks, threads, *arguments, tables=tables)
         if self._runtime.capturing is None:
-            super().launch(kernel, blocks, threads, *arguments)
+            self._runtime.calls["launches"] += 1
+            again()
         else:
-            again = super().launch
-            self._runtime.capturing[1].append(lambda: again(kernel, blocks, threads, *arguments))
+            self._runtime.capturing[1].append(again)
+
+
+class Enqueued(TorchDispatchMode):
+    """Counts as "operations" and "allocations" what torch would enqueue and allocate, beside graphs."""
+
+    def __init__(self, runtime: FakeRuntime) -> None:
+        super().__init__()
+        self._runtime = runtime
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = [
+            one.alias_info is not None and not one.alias_info.is_write for one in function._schema.returns
+        ]
+        if not self._runtime.replaying and not any(views):
+            made = function.overloadpacket.__name__.startswith(("empty", "new_empty"))
+            self._runtime.calls["allocations" if made else "operations"] += 1
+        return function(*args, **(kwargs or {}))
 
 
 class _Stream:
@@ -221,6 +247,7 @@ def patch_graphs(patch: Any, runtime: FakeRuntime) -> None:
     patch.setattr(torch.cuda, "empty_cache", empty_cache)
     patch.setattr(torch.cuda, "current_stream", lambda device: stream)
     patch.setattr(torch.cuda, "Stream", _Stream)
+    patch.setattr(torch.cuda, "set_stream", lambda stream: None)
     patch.setattr(torch.cuda, "stream", lambda stream: side_stream(runtime))
     patch.setattr(torch.cuda, "synchronize", lambda device: runtime.torch_stream.drain())
     handles = itertools.count(1)

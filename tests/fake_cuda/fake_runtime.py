@@ -26,6 +26,7 @@ from types import SimpleNamespace
 
 LIMIT = 20.0  # seconds after which a wait is stuck
 PAGE = mmap.PAGESIZE
+ILLEGAL_ADDRESS = 700  # after which a context computes nothing
 POISON, FREED = 0xCB, 0xDD
 INVALID, OUT_OF_MEMORY, INVALID_CONTEXT, REGISTERED, NOT_REGISTERED, NOT_READY = 1, 2, 201, 712, 713, 600
 PIECES = 5  # of a copy
@@ -139,6 +140,7 @@ class FakeRuntime:
         # fake_graphs.py: the thread that captures and what it records; whether a stream of its own is current
         self.capturing: tuple[int, list[Callable[[], None]]] | None = None
         self.on_side_stream = False
+        self.replaying = False  # a graph, which is one call
         self.capture_failed = False  # the present capture, or the latest one
         self.pools: Counter[tuple[int, int]] = Counter()  # of torch's memory: users
         self.pools_underway: set[tuple[int, int]] = set()  # to which it allocates
@@ -252,6 +254,11 @@ class FakeRuntime:
         with self._lock:
             return any(lo <= start and start + size <= hi for lo, hi in self.registered.items())
 
+    def page_locked(self, start: int, size: int) -> bool:
+        """Whether copies from and to this memory of the host wait for nothing."""
+        parts = [(at, at + len(memory)) for at, memory in self.pinned.items()]
+        return self.is_registered(start, size) or any(a <= start and start + size <= b for a, b in parts)
+
     def kernels_read(self, start: int, size: int) -> bool:
         """Whether kernels may read this memory: it lies in an allocation."""
         return any(
@@ -292,12 +299,15 @@ class FakeRuntime:
         return (0,)
 
     def cudaDeviceSynchronize(self) -> tuple[int]:
-        self.calls["cudaDeviceSynchronize"] += 1
+        failed = self._fails("cudaDeviceSynchronize")
         self.drain()
+        return (ILLEGAL_ADDRESS,) if failed else (0,)
+
+    def cudaGetLastError(self) -> tuple[int]:
         return (0,)
 
     def cudaMemcpyAsync(self, to: int, source: int, size: int, kind: int, stream: int) -> tuple[int]:
-        self.calls["cudaMemcpyAsync"] += 1
+        self.calls["cudaMemcpyAsync"] += not self.replaying
         if kind == self.cudaMemcpyKind.cudaMemcpyHostToDevice and not self._one_piece(source, size):
             return (INVALID,)
         if not (to and source):

@@ -30,9 +30,11 @@ def through(
         others = [layer + 1] if probes and layer + 1 < number else []
         attended = layers.attend(layer, h, layer != 1, others)
         h = attended.h
-        found += layers.read()
-        y = attended.shared()
-        h.add_(torch.full_like(h, 0.25) if y is None else y.add_(0.25))
+        found += [one.copy() for one in layers.read()]
+        shared = attended.shared()
+        y = layers.add([] if shared is None else [shared], [np.full(h.shape, 0.25, np.float32)])
+        if y is not None:
+            h.add_(y)
     return found + layers.answers(h, inputs)
 
 

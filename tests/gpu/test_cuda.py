@@ -111,7 +111,7 @@ def test_partial_sums_in_shared_memory_have_the_bits_of_the_host(device: Device,
             parts.append(segment.view(np.float32)[: rows * hidden].reshape(-1, hidden))
             parts[-1][:] = random.standard_normal((rows, hidden))
         expected = sum_on_host(parts, (rows, hidden))
-        y = device.add_parts(parts, (rows, hidden))
+        y = device.total([], parts, (rows, hidden))
         device.wait(device.fence())
         np.testing.assert_array_equal(bits(y.cpu().numpy()), bits(expected))
     assert device.share_memory(segments[0]) != ""  # registered already

@@ -50,7 +50,7 @@ def test_layers_have_the_bits_of_the_host(device: CudaDevice, hidden: int, group
         assert isinstance(kernel, CudaExperts)
         random, computed = np.random.default_rng(number), [cut for _, cut in layer.items]
         resident = [int(random.integers(0, cut + 1)) for cut in computed]
-        found = on_device(kernel, device.torch_device, layer, resident, computed, number)
+        found = on_device(kernel, device.torch_device, layer, resident, computed, number, device.sums)
         same(found, on_host(host("fused"), layer, computed))
 
 
@@ -70,7 +70,7 @@ def test_tiles_in_the_hosts_memory_have_the_same_bits(device: CudaDevice) -> Non
     share = device.expert_kernel(layer.layout).begin(x, np.array([2, 2], np.int32), offsets, rows, weights)
     places = [(item, tile) for item in range(2) for tile in range(2)]
     share.add([(item, tile, locked[item, tile * size :][:size]) for item, tile in places])
-    same(share.result().cpu().numpy(), on_host(host("fused"), layer, [2, 2]))
+    same(device.total([share.result()], (), x.shape).cpu().numpy(), on_host(host("fused"), layer, [2, 2]))
 
 
 @pytest.mark.parametrize(("hidden", "tile"), [(4096, 448), (300, 100), (63, 7)])
@@ -88,7 +88,7 @@ def test_plain_tiles_are_near_the_exact_numbers(device: CudaDevice, hidden: int,
         offsets, cuts = np.array([0, number], np.int32), np.array([2], np.int32)
         share = kernel.begin(torch.from_numpy(x).to(device.torch_device), cuts, offsets, every, weights)
         share.add(tiles)
-        found[number] = share.result().cpu().numpy()[:number]
+        found[number] = device.total([share.result()], (), x.shape).cpu().numpy()[:number]
         assert brute_force.expert(gate, up, down, x[:number], "bf16").agrees(found[number])
     np.testing.assert_array_equal(found[1], found[8][:1])
     np.testing.assert_array_equal(found[3], found[8][:3])

@@ -10,14 +10,17 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from emulated_cuda import EmulatedLauncher, library
 from kernel_runs import bits, kernel_of
 from numpy.typing import NDArray
 from quantized_cases import random_tiles, states
 
-from pipeline.device.base import DeviceKernel
+from pipeline.device.base import DeviceKernel, LayerSum
 from shm.blocks import BlockFormat
 from shm.expert_math import SWIGLU, ExpertMath
 from shm.layout import Bytes, ExpertShape, Float32, StoreLayout, format_named
+from workers.kernels.cuda.compiler import Program
+from workers.kernels.cuda.sums import OutputSums
 from workers.kernels.native import Library, best, load
 
 
@@ -121,6 +124,7 @@ def on_device(
     resident: Sequence[int],
     computed: Sequence[int],
     seed: int,
+    sums: OutputSums | None = None,
 ) -> Float32:
     """Tiles in slots in any order: `resident` of each item at once, the rest one by one."""
     random, size = np.random.default_rng(seed), layer.layout.tile_bytes
@@ -141,4 +145,11 @@ def on_device(
         item = int(random.choice(list(next_of)))
         landing.remove((item, next_of[item]))
         share.add([(item, next_of[item], places[item, next_of[item]])])
-    return share.result().cpu().numpy()
+    return total_of(share, x, sums)
+
+
+def total_of(share: LayerSum, x: torch.Tensor, sums: OutputSums | None = None) -> Float32:
+    """Add a share up as the layer's only output; `sums`: of a GPU."""
+    sums, y = sums or OutputSums(EmulatedLauncher(library(Program.of_sums()))), torch.full_like(x, torch.nan)
+    sums.total(y, [share.result()], [])
+    return y.cpu().numpy()

@@ -167,7 +167,7 @@ template <size_t... I> struct indices_below<0, I...> {
 /* unpack<f>::call(arguments) calls a kernel. */
 template <auto f> struct unpack;
 template <class... A, void (*f)(A...)> struct unpack<f> {
-    static_assert(((sizeof(A) == 8) && ...), "every argument has 8 bytes");
+    static_assert(((sizeof(A) == 8 || sizeof(A) == 3840) && ...), "an argument has 8 bytes, or is tables");
     template <size_t... I> static void with(void **arguments, indices<I...>) {
         f(*static_cast<A *>(arguments[I])...);
     }

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.kernels.cuda.compiler import FOLDER, Program
-from workers.kernels.cuda.launcher import Arguments
+from workers.kernels.cuda.launcher import Arguments, Tables
 
 HEADER = Path(__file__).with_name("emulated_cuda.h")
 # Unoptimized: to compile takes longer than to run.
@@ -43,10 +43,11 @@ class EmulatedLauncher:
         self._arguments = Arguments()
         self.launched: Counter[str] = Counter()
 
-    def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
+    def launch(
+        self, kernel: str, blocks: int, threads: int, *arguments: int, tables: Tables | None = None
+    ) -> None:
         self.launched[kernel] += 1
-        self._arguments.fill(arguments)
-        self._launch(kernel.encode(), blocks, threads, self._arguments.address)
+        self._launch(kernel.encode(), blocks, threads, self._arguments.fill(arguments, tables))
 
     def upload(self, data: NDArray[np.uint8]) -> Tensor:
         return torch.from_numpy(data.copy())

@@ -54,7 +54,7 @@ def test_no_kernel_of_one_row_spills(format: str, architecture: int) -> None:
     found = registers.usages(registers.program(format), (architecture,))
     assert {one.architecture for one in found} == {architecture}
     spilled = {one.kernel: one.spilled for one in found if one.spilled}
-    assert not {"quantize", "gate_up_1", "down_1", "product_1", "combine", "add_parts"} & set(spilled)
+    assert not {"quantize", "gate_up_1", "down_1", "product_1", "add_outputs", "merge"} & set(spilled)
     assert max(spilled.values(), default=0) <= 128
     assert max(one.registers for one in found) <= 255
     if format.startswith("attention"):

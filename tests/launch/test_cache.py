@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from engines import run, store_of
 
@@ -18,11 +19,13 @@ from launch.cache.entries import Entry, scan
 from launch.cli import main
 from pipeline.assets import model_dir
 from pipeline.calibration import cost_cache
+from pipeline.calibration.heat import Heat
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig
 from pipeline.memory.needs import needs
 from pipeline.models.facts import _described, facts_of, pack
 from pipeline.policies.costs import Costs
+from pipeline.policies.view import ModelShape
 from protocol.program import user_folder
 from shm.disk_cache import RECORD, CacheRecord, note_use
 
@@ -148,6 +151,15 @@ def test_names_of_files_and_models_cannot_control_the_terminal(folder: Path) -> 
     assert out.count("\N{REPLACEMENT CHARACTER}") == 5
     assert "\N{REPLACEMENT CHARACTER}[31mred\N{REPLACEMENT CHARACTER}\n" in out
     assert "\x1b" not in run_cache("--prune", "--to", "0")[1]
+
+
+def test_the_use_of_experts_is_listed_with_its_model_and_format(folder: Path) -> None:
+    shape = ModelShape(layers=1, experts=2, tiles=1, top_k=1)
+    Heat(folder / STORE, CacheRecord("store", "/models/mixtral", "int4"), shape).keep(np.array([[300, 9]]), 1)
+    (found,) = (entry for entry in scan(folder) if entry.on_disk)
+    assert (found.kind, found.model, found.format) == ("heat", "mixtral", "int4")
+    assert kinds(run_json("--prune", "--to", "0")["removed"]) == ["heat"]
+    assert os.listdir(folder) == []
 
 
 def test_costs_are_listed_with_their_model_and_their_use_is_noted(folder: Path) -> None:

@@ -120,13 +120,13 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    gate, result = Gate(), Ticket.result_on
+    gate, parts = Gate(), Ticket.parts
 
-    def waiting(self: Ticket, *device: Any) -> Any:
+    def waiting(self: Ticket) -> Any:
         gate.wait()
-        return result(self, *device)
+        return parts(self)
 
-    monkeypatch.setattr(Ticket, "result_on", waiting)
+    monkeypatch.setattr(Ticket, "parts", waiting)
     monkeypatch.setattr(coordinator, "JOIN_LIMIT", LIMIT)
     return gate
 

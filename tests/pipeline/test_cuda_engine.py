@@ -3,6 +3,8 @@ copies land late and prefetchers exit, and what it does not do for every expert.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emulated_cuda import EmulatedLauncher, library
 from fake_gpu import fake_device
 from fake_runtime import FakeRuntime
 from mover_parts import random_store
@@ -22,13 +23,13 @@ from pipeline.backbone.kv_cache import KVCache
 from pipeline.calibration import cost_probe
 from pipeline.checkpoint.open import open_model
 from pipeline.engine.engine import Engine
-from pipeline.errors import OutOfDeviceMemory
+from pipeline.errors import DeviceFailed, OutOfDeviceMemory
 from pipeline.models.facts import expert_shape
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from shm.layout import format_named
-from workers.kernels.cuda.compiler import Program
+from workers.cuda import CudaError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
@@ -110,13 +111,20 @@ def test_partial_sums_are_read_where_the_worker_has_written_them(tiny_model, tmp
     for arena in (False, True):
         folder = tmp_path / str(arena)
         folder.mkdir()
-        with fake_device() as (device, _), random_store(shape, "partial_sums") as store:
-            launcher = EmulatedLauncher(library(Program.of_sums()))
-            monkeypatch.setattr(device, "launcher", lambda program: launcher)  # noqa: B023
+        with fake_device() as (device, runtime), random_store(shape, "partial_sums") as store:
+            read_there, places = Counter[bool](), device.places
+
+            def noted(*given: Any) -> list[int]:
+                made = places(*given)  # noqa: B023
+                read_there.update(runtime.is_registered(address, 4) for address in made)  # noqa: B023
+                return made
+
+            monkeypatch.setattr(device, "places", noted)
             made = engine_in_threads(tiny_model, folder, store=store, device=device, arena=arena)
             with made as (engine, _):
                 found.append([texts(engine, preset) for preset in ("all-host", "layerwise", "random")])
-            assert launcher.launched["add_parts"] >= len(TOKENS) * LAYERS * arena
+            assert set(read_there) == {arena}
+            assert read_there[arena] >= len(TOKENS) * LAYERS
     for ours, expected in zip(*found, strict=True):
         np.testing.assert_array_equal(ours, expected)
 
@@ -146,6 +154,35 @@ def test_step_without_memory_for_it_fails_alone(tiny_model, tmp_path, monkeypatc
             agree(engine.step([StepInput(TokenSpan(sequence, PROMPT), "last")], "prefill"), expected[:1])
             engine.memory.mover.wait_idle()
             engine.memory.audit()
+
+
+def test_a_call_that_fails_ends_one_step_and_a_lost_context_the_engine(
+    tiny_model, tmp_path, monkeypatch
+) -> None:
+    """The engine's error is one line, with which the coordinator ends and is started again."""
+    with cuda_engine(tiny_model, tmp_path) as (engine, _, runtime):
+        expected = texts(engine, "on-demand")
+        kv = KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), CONTEXT)
+        sequence = kv.allocate(64)
+        prompt = StepInput(TokenSpan(sequence, PROMPT), "last")
+        errors = CudaError("cuLaunchKernel: error 1"), torch.AcceleratorError("CUDA error: 1\nCompile with")
+        for error, sticky in itertools.product(errors, (False, True)):
+
+            def fails(*_: Any, error: Exception = error) -> Any:
+                raise error
+
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.memory.kernel, "begin", fails)
+                if sticky:
+                    patch.setitem(runtime.failures, "cudaDeviceSynchronize", 0)
+                with pytest.raises(CudaError if sticky else DeviceFailed, match="error") as raised:
+                    engine.step([prompt], "prefill")
+            assert "\n" not in str(raised.value)
+            assert ("computes nothing any more" in str(raised.value)) == sticky
+            assert sequence.length == 0
+        agree(engine.step([prompt], "prefill"), expected[:1])
+        engine.memory.mover.wait_idle()
+        engine.memory.audit()
 
 
 def test_costs_are_measured(tiny_model, tmp_path, monkeypatch) -> None:

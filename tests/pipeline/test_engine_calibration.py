@@ -117,7 +117,7 @@ def test_failed_calibration_leaves_the_engine_as_it_was(
     inbox = Inbox()
     service = whole.service(inbox, policy="on-demand")
     with monkeypatch.context() as patch:
-        patch.setattr(Ticket, "result_on", fail)
+        patch.setattr(Ticket, "parts", fail)
         for message in (CALIBRATE, Calibrate(2, token_ids=IDS[:255]), SetPolicy(3, "x")):
             inbox.put(b"c", message)
         service.serve()

@@ -18,6 +18,7 @@ from plain_calibration import plain_calibration
 from whole_engine import CONTEXT, OPTIONS, TEXT_UP, Inbox, WholeEngine, coordinator_map, whole_engine
 
 from pipeline.calibration.file import calibration_path, save
+from pipeline.calibration.heat import NAME
 from pipeline.config import CoordinatorConfig
 from pipeline.coordinator import run_engine
 from pipeline.device.cpu import CpuDevice
@@ -25,7 +26,7 @@ from pipeline.errors import CalibrationError, PeerLost, PolicyError, ShardFailed
 from pipeline.experts.peers import ExitEvents
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import PolicyRequest, Target
-from pipeline.serving import engine_service
+from pipeline.serving import engine_service, policy_switch
 from pipeline.serving.engine_inbox import (
     EngineFailed,
     EngineInbox,
@@ -236,6 +237,45 @@ def test_policies_get_the_calibration_of_the_model(
     with pytest.raises(CalibrationError):
         policies.set(PolicyRequest("dali"))
     assert engine.policy.name == policies.current.name == "layerwise"
+
+
+def test_what_one_start_used_is_resident_at_the_next(
+    tiny_model: Path, tmp_path: Path, costs_file: Path
+) -> None:
+    """Where the policy asks for it."""
+    with whole_engine(tiny_model, tmp_path) as whole:
+        inbox = Inbox(lambda: whole.sent() != [])
+        service = whole.service(inbox, policy="cache", costs=costs_file)
+        inbox.put(b"c", ASKED)
+        service.serve()
+        used = whole.parts.engine.popularity.copy()
+        path = whole.config.cache / whole.config.fingerprint / NAME
+        assert not path.exists()  # few tokens: written when the engine ends
+    assert path.exists()
+    with whole_engine(tiny_model, tmp_path) as whole:
+        policies = whole.policies(policy="cache", costs=costs_file)
+        view = whole.parts.engine.driver.view
+        assert view.heat is not None
+        assert np.array_equal(view.heat, used)
+        for layer, kept in enumerate(view.target > 0):
+            assert used[layer, kept].min() >= used[layer, ~kept].max(initial=0)
+        policies.set(PolicyRequest("fiddler"))
+        assert whole.parts.engine.driver.view.heat is None
+        path.unlink()
+        whole.serve(ASKED)
+    assert not path.exists()
+
+
+def test_an_idle_engine_keeps_what_it_counted(
+    whole: WholeEngine, costs_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_switch, "ENOUGH_TOKENS", 1)
+    path = whole.config.cache / whole.config.fingerprint / NAME
+    inbox = Inbox(lambda: path.exists())
+    service = whole.service(inbox, policy="cache", costs=costs_file)
+    inbox.put(b"c", ASKED)
+    service.serve()
+    assert path.exists()
 
 
 # --- between requests -------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from pipeline.experts.carriers import ArenaCarrier
 from pipeline.experts.pool import Ticket
 from shm import lane
 from workers.kernels.cuda.compiler import Program
+from workers.kernels.cuda.launcher import Tables
 
 ROWS = 3
 
@@ -32,12 +33,18 @@ class LateLauncher(EmulatedLauncher):
         super().__init__(library(program))
         self._runtime = runtime
 
-    def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
+    def launch(
+        self, kernel: str, blocks: int, threads: int, *arguments: int, tables: Tables | None = None
+    ) -> None:
+        assert tables is not None
+        told = tables.values.view(np.int64)  # rows and sources, of which the only one is the parts
+        _, _, first, number = told[2:6].tolist()
+        parts = told[first // 8 :][:number].tolist()
+
         def late() -> None:
-            parts, number = arguments[:2]
-            for address in np.ctypeslib.as_array((np.ctypeslib.ctypes.c_int64 * number).from_address(parts)):
-                assert self._runtime.is_registered(int(address), 4 * HIDDEN)
-            super(LateLauncher, self).launch(kernel, blocks, threads, *arguments)
+            for address in parts:
+                assert self._runtime.page_locked(address, 4 * HIDDEN)
+            super(LateLauncher, self).launch(kernel, blocks, threads, *arguments, tables=tables)
 
         self._runtime.launch(late)
 
@@ -62,6 +69,13 @@ def submit(pool: PoolHarness, *tiles: int, rows: int = ROWS) -> Ticket:
     return pool.submit(*tiles, x=np.ones((rows, HIDDEN), np.float32))
 
 
+def result_on(device: FakeCudaDevice, ticket: Ticket) -> Tensor:
+    """As the engine does it for a step without graphs."""
+    y = device.total([], ticket.parts(), ticket.x.shape)
+    ticket.release()
+    return y
+
+
 def expected(*tiles: int) -> NDArray[np.float32]:
     return np.full((ROWS, HIDDEN), sum(tiles), np.float32)
 
@@ -82,11 +96,24 @@ def test_no_slot_is_written_again_before_the_gpu_has_read_it(pool, gpu) -> None:
         ticket = submit(pool, *tiles)
         early = submit(pool, *reversed(tiles)) if turn % 3 == 0 else None
         answered(workers, 1 + (early is not None))
-        found += [(t.result_on(device), e) for t, e in ((ticket, tiles), (early, tiles[::-1])) if t]
+        found += [(result_on(device, t), e) for t, e in ((ticket, tiles), (early, tiles[::-1])) if t]
     device.wait(device.fence())
     for y, tiles in found:
         np.testing.assert_array_equal(y.numpy(), expected(*tiles))
-    assert runtime.calls["cudaHostRegister"] == 3
+    assert runtime.calls["cudaHostRegister"] == 4  # and the hall
+
+
+def test_slots_are_free_again_with_the_next_read(pool, gpu) -> None:
+    """As in a step, where each layer's read waits for the sum of the layer before: without a call."""
+    device, runtime = gpu
+    workers = pool.start(2)
+    for turn in range(10):
+        ticket = submit(pool, turn, 100 * turn)
+        answered(workers)
+        y = result_on(device, ticket)
+        device.wait_for_stream()
+        np.testing.assert_array_equal(y.numpy(), expected(turn, 100 * turn))
+    assert runtime.calls["cudaEventRecord"] == runtime.calls["cudaEventSynchronize"] == 0
 
 
 def test_a_worker_exits_over_a_part_and_another_computes_it(pool, gpu) -> None:
@@ -111,11 +138,11 @@ def test_a_worker_exits_over_a_part_and_another_computes_it(pool, gpu) -> None:
         pool.update_until(lambda ticket=ticket: len(ticket.answers) >= 2)
         answered([worker for worker in workers[::2] if pool.pool._running[worker.index].tasks])
         runtime.launch(lambda: time.sleep(0.05))  # the GPU is busy while the next worker starts
-        found.append((ticket.result_on(device), tiles))
+        found.append((result_on(device, ticket), tiles))
         workers[1] = pool.worker(1, next(generations))
         workers[1].warm_up()
         assert pool.carrier.stats()["read_by_gpu"] == 3
-        assert len(runtime.registered) <= 4
+        assert len(runtime.registered) <= 5
     device.wait(device.fence())
     for y, tiles in found:
         np.testing.assert_array_equal(y.numpy(), expected(*tiles))
@@ -139,7 +166,7 @@ def test_shares_that_are_dropped_give_their_slots_back(pool, gpu) -> None:
         pool.update_for(0.01)
     ticket = submit(pool, 3, 4)
     answered(workers)
-    y = ticket.result_on(device)
+    y = result_on(device, ticket)
     device.wait(device.fence())
     np.testing.assert_array_equal(y.numpy(), expected(3, 4))
 
@@ -151,7 +178,9 @@ def test_where_memory_cannot_be_shared_the_host_adds(pool, gpu, call, caplog) ->
     workers = pool.start(2)
     ticket = submit(pool, 3, 4)
     answered(workers)
-    np.testing.assert_array_equal(ticket.result_on(device).numpy(), expected(3, 4))
+    y = result_on(device, ticket)
+    device.wait(device.fence())
+    np.testing.assert_array_equal(y.numpy(), expected(3, 4))
     assert pool.carrier.stats()["read_by_gpu"] == 0
     assert caplog.text.count(f"answers are added on the host: the GPU cannot read them: {call}") == 1
-    assert not runtime.registered
+    assert len(runtime.registered) == 1  # the hall, which was shared before

@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from emulated_cuda import library
 from fake_gpu import FakeCudaDevice, fake_device
-from fake_graphs import FakeGraph, RecordedLauncher
+from fake_graphs import Enqueued, FakeGraph, RecordedLauncher
 from fake_runtime import FakeRuntime
 from families import ATTENDING, Case, save
-from mover_parts import random_store
+from mover_parts import encoded_store, random_store
 from step_runs import compare, poison, through
 from test_cuda_engine import COSTS
 from thread_engine import PROMPT, engine_in_threads
@@ -28,10 +31,14 @@ from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
 from pipeline.device.cuda_graphs import CudaGraphs
 from pipeline.engine.engine import Engine
-from pipeline.engine.graphs import StepGraphs
+from pipeline.engine.graphs import Bucket, StepGraphs
 from pipeline.engine.observer import Probing
+from pipeline.errors import OutOfDeviceMemory
+from pipeline.experts.carriers import ArenaCarrier
+from pipeline.experts.pool import Ticket
 from pipeline.models.facts import expert_shape
 from pipeline.models.registry import model_spec
+from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from shm.layout import format_named
@@ -199,3 +206,76 @@ def test_an_engine_answers_as_without_graphs(tiny_model, tmp_path, gpu) -> None:
                 np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
             assert engine.graphs.captured > 0, preset
         assert runtime.calls["graph launches"] > 0
+
+
+def out_of_memory(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+
+# Calls of the driver. "launches" are kernels of ours, "operations" what torch enqueues.
+ENQUEUES = (
+    "graph launches",
+    "launches",
+    "operations",
+    "cudaMemcpyAsync",
+    "cudaEventRecord",
+    "cudaStreamWaitEvent",
+)
+NO_FETCHES = Costs(rows=(1,), host=(1.0,), device=(0.1,), link=99.0, round_trip=0.1)
+
+
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow), "qwen2_moe"])
+def test_a_layer_is_three_calls_and_a_wait(family: str, tmp_path: Path, gpu, monkeypatch) -> None:
+    """Its graph, gate and up of resident experts, and down; shared experts are one more, so that the wait is
+    not for them. Resident experts begin before the host plans its share. Nothing is allocated, and no x is
+    copied on the host."""
+    device, runtime = gpu
+    device._in_torch = False
+    save(Case(family, "plain"), tmp_path)
+    shape = expert_shape(open_model(tmp_path).config, 64, format_named("int4"))
+    with (
+        encoded_store(shape, "three_calls", "int4") as store,
+        engine_in_threads(tmp_path, tmp_path, store=store, device=device, arena=True) as (engine, _),
+    ):
+        engine.set_policy(make_policy(PolicyRequest("fiddler"), 0), NO_FETCHES)
+        kv = KVCache(engine.backbone.spec, torch.float32, CPU, CONTEXT)
+        found, layers, early = list[list[np.ndarray]](), list[Counter[str]](), Counter[int]()
+        for mode in ("off", "auto"):
+            engine.graphs, sequence = StepGraphs(engine.backbone, device, mode), kv.allocate(60)
+            engine.step([StepInput(TokenSpan(sequence, PROMPT), "none")], "prefill")
+            found.append([])
+            for token in range(30):
+                marks, areas, before = list[Counter[str]](), list[int | None](), engine.counters.snapshot()
+                begun = list[int]()  # shares on the device, before the workers were given theirs
+                engine.tick = lambda: marks.append(runtime.calls.copy())  # noqa: B023
+                place = ArenaCarrier._place
+
+                def noted(carrier: ArenaCarrier, ticket: Ticket) -> int | None:
+                    areas.append(place(carrier, ticket))  # noqa: B023
+                    begun.append((runtime.calls - marks[-1])["shares begun"])  # noqa: B023
+                    return areas[-1]  # noqa: B023
+
+                with Enqueued(runtime), monkeypatch.context() as patch:
+                    patch.setattr(ArenaCarrier, "_place", noted)
+                    inputs = [StepInput(TokenSpan(sequence, [9 + token]), "last")]
+                    found[-1] += engine.step(inputs, "decode")
+                if mode == "auto" and token == 9:  # a step ends with a layer's outputs told and not added
+                    with monkeypatch.context() as patch:
+                        patch.setattr(Bucket, "answers", out_of_memory)
+                        with pytest.raises(OutOfDeviceMemory):
+                            engine.step([StepInput(TokenSpan(sequence, [7]), "last")], "decode")
+                if mode == "auto" and token >= 14:
+                    layers += [after - first for first, after in pairwise(marks)]
+                    assert set(areas) <= {3}  # x of the GPU
+                    early.update(begun)
+        for ours, theirs in zip(*found, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        after = engine.counters.snapshot()["decode"]
+        assert all(after[name] > before["decode"][name] for name in ("resident_tiles", "host_tiles"))
+    most = 3 + (family == "qwen2_moe")
+    counts = [sum(layer[name] for name in ENQUEUES) for layer in layers]
+    assert max(counts) == most, layers
+    assert early[1] > 0
+    for layer in layers:
+        assert layer["cudaStreamSynchronize"] == 1
+        assert layer["cudaEventSynchronize"] == layer["allocations"] == 0

@@ -257,3 +257,21 @@ def test_sweep_has_the_figures_of_separate_replays(
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
     assert out.count("sizes=even") == 2
+
+
+def test_drawn_routing_is_replayed_with_the_costs_of_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("shape:mixtral-8x7b/2", "--costs", "4090-pcie4", "--policy", "on-demand,cache")
+    report = in_json(capsys, *arguments, "--expert-cache", "0.5")
+    assert report["config"]["model"] == "mixtral-8x7b"
+    assert report["config"]["tokens"] == {"prefill": 384, "decode": 192}
+    assert report["config"]["costs"]["of"] == "derived from the rates of 4090-pcie4"
+    uploading, on_host = report["policies"]
+    assert uploading["decode"]["host_share"] == 0
+    assert on_host["decode"]["ratio"] > 1.2
+    assert report == in_json(capsys, *arguments, "--expert-cache", "0.5")
+    code, _, err = replayed(capsys, "shape:kimi-k2", "--costs", "4090-pcie4")
+    assert code == 2
+    assert "no locality of its routing is known (known: shape:mixtral-8x7b, " in err
+    code, _, err = replayed(capsys, "shape:mixtral-8x7b/2", "--costs", "4090")
+    assert code == 2
+    assert "cannot read the costs file 4090" in err

@@ -5,7 +5,7 @@
  *
  * Keys and values are of BITS bits: float32, bf16, or int8 with a scale for each RUN numbers of a token, with queries in
  * bf16; sums are float32.
- * A sequence's tokens are divided into chunks, of a size that does not depend on the batch: a block of threads takes one
+ * A sequence's tokens are divided into chunks by its own number alone: a block of threads takes one
  * chunk of one head of keys and values with a few query heads, and `merge` adds the chunks in their order. So a row's bits
  * depend on its own sequence alone. */
 #include "numbers.cuh"
@@ -36,6 +36,12 @@ enum { EXTRA = 2 };                                 /* numbers beside the values
  * lines apart. */
 DEVICE int64_t line_of(const int64_t *blocks, int64_t stride, int64_t row, int64_t heads, int64_t token) {
     return blocks[token / TOKENS * stride + row] * heads * TOKENS + token % TOKENS;
+}
+
+/* Tokens of a chunk of a row that attends to so many: few chunks for few tokens, so that none waits for a long one. */
+DEVICE int64_t chunk_of(int64_t seen, int64_t chunks) {
+    int64_t steps = (seen + STEP - 1) / STEP, each = (steps + chunks - 1) / chunks;
+    return STEP * (each > 0 ? each : 1);
 }
 
 DEVICE float larger(float a, float b) { return a > b ? a : b; }
@@ -123,7 +129,7 @@ DEVICE void read_pair(const cached *from, bool aligned, bool two, float *to) {
     const number *q, int64_t q_stride, const int64_t *positions, const int64_t *blocks, int64_t stride,          \
         const cached *keys, const cached *values, const float *key_scales, const float *value_scales,            \
         int64_t kv_heads, int64_t group, int64_t width, int64_t value_width, int64_t value_stride,               \
-        int64_t window, int64_t chunk, int64_t chunks, int64_t scale, float *parts
+        int64_t window, int64_t chunks, int64_t scale, float *parts
 /* HEADS query heads of a group. q [rows, kv_heads * group, width]; scale: the bits of a float. */
 template <int HEADS> DEVICE void attend_of(ATTEND_ARGUMENTS) {
     SHARED(float, queries, HEADS *MOST_WIDTH);
@@ -137,7 +143,7 @@ template <int HEADS> DEVICE void attend_of(ATTEND_ARGUMENTS) {
     int64_t part = at % chunks, split = at / chunks % splits, head = at / chunks / splits % kv_heads;
     int64_t row = at / chunks / splits / kv_heads;
     int64_t tokens = positions[row] + 1, first = window > 0 && tokens > window ? tokens - window : 0;
-    int64_t lo = first + part * chunk, hi = lo + chunk < tokens ? lo + chunk : tokens;
+    int64_t chunk = chunk_of(tokens - first, chunks), lo = first + part * chunk, hi = lo + chunk < tokens ? lo + chunk : tokens;
     if (lo >= hi) return; /* the whole block */
     int64_t query = head * group + split * HEADS, left = group - split * HEADS;
     int thread = threadIdx.x, warp = thread / WARP, lane = thread % WARP;
@@ -249,7 +255,7 @@ template <int HEADS> DEVICE void attend_of(ATTEND_ARGUMENTS) {
 
 #define ATTEND(heads)                                                                                            \
     attend_of<heads>(q, q_stride, positions, blocks, stride, keys, values, key_scales, value_scales, kv_heads,   \
-                     group, width, value_width, value_stride, window, chunk, chunks, scale, parts)
+                     group, width, value_width, value_stride, window, chunks, scale, parts)
 
 KERNEL(ATTEND_THREADS, attend_1, ATTEND_ARGUMENTS) { ATTEND(1); }
 KERNEL(ATTEND_THREADS, attend_2, ATTEND_ARGUMENTS) { ATTEND(2); }
@@ -259,21 +265,29 @@ KERNEL(ATTEND_THREADS, attend_8, ATTEND_ARGUMENTS) { ATTEND(8); }
 /* out [rows, heads, value_width], a block for each row and head; zeros for a row without a sequence. `sinks` [heads], or
  * NULL: each joins its head's softmax as the score of a value of 0. */
 KERNEL(MERGE_THREADS, merge, const float *parts, const int64_t *positions, int64_t heads, int64_t value_width,
-       int64_t window, int64_t chunk, int64_t chunks, const float *sinks, float *out) {
+       int64_t window, int64_t chunks, const float *sinks, float *out) {
     SHARED(float, weights, MOST_CHUNKS);
+    SHARED(float, totals, MOST_CHUNKS);
     int64_t tokens = positions[blockIdx.x / heads] + 1, seen = window > 0 && tokens > window ? window : tokens;
+    int64_t chunk = chunk_of(seen, chunks);
     int used = (int)((seen + chunk - 1) / chunk);
     int64_t step = value_width + EXTRA;
     const float *of = parts + blockIdx.x * chunks * step;
     float sink = sinks ? sinks[blockIdx.x % heads] : LEAST, most = sink;
-    for (int n = 0; n < used; n++) most = larger(of[n * step + value_width], most);
-    for (int n = threadIdx.x; n < used; n += MERGE_THREADS)
-        weights[n] = exponential(__fsub_rn(of[n * step + value_width], most));
+    for (int n = threadIdx.x; n < used; n += MERGE_THREADS) weights[n] = of[n * step + value_width];
+    __syncthreads();
+    for (int n = 0; n < used; n++) most = larger(weights[n], most);
+    __syncthreads(); /* all have read them */
+    for (int n = threadIdx.x; n < used; n += MERGE_THREADS) {
+        weights[n] = exponential(__fsub_rn(weights[n], most));
+        totals[n] = of[n * step + value_width + 1];
+    }
     __syncthreads();
     float total = sinks ? exponential(__fsub_rn(sink, most)) : 0.0f;
-    for (int n = 0; n < used; n++) total = __fmaf_rn(of[n * step + value_width + 1], weights[n], total);
+    for (int n = 0; n < used; n++) total = __fmaf_rn(totals[n], weights[n], total);
     for (int c = threadIdx.x; c < (int)value_width; c += MERGE_THREADS) {
         float sum = 0.0f;
+#pragma unroll 16 /* so many are read together */
         for (int n = 0; n < used; n++) sum = __fmaf_rn(of[n * step + c], weights[n], sum);
         out[blockIdx.x * value_width + c] = used ? __fdiv_rn(sum, total) : 0.0f;
     }

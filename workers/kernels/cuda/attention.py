@@ -57,10 +57,10 @@ class DecodeAttention:
         self._launcher = launcher
         self.context = context
 
-    def chunk_of(self, heads: int, value_width: int) -> int:
-        """Tokens of a chunk for so many query heads: the same for all batches of a model."""
-        chunks = min(MOST_CHUNKS, max(1, ROW_NUMBERS // (heads * (value_width + EXTRA))))
-        return STEP * -(-self.context // (STEP * chunks))
+    def chunks_of(self, seen: int, heads: int, value_width: int) -> int:
+        """Most chunks of a row that attends to `seen` tokens at most: the same for all batches of a model."""
+        most = min(MOST_CHUNKS, max(1, ROW_NUMBERS // (heads * (value_width + EXTRA))))
+        return min(most, -(-seen // STEP))
 
     def append(self, rows: Rows, *new: Tensor) -> None:
         """Write the rows' new numbers [R, heads, width] of each stream, in the dtype of queries; a row's lie
@@ -90,8 +90,7 @@ class DecodeAttention:
         number, heads, width = q.shape
         group = heads // kv_heads
         limit = next((limit for limit in HEADS if group <= limit), HEADS[-1])
-        seen, chunk = min(window or self.context, self.context), self.chunk_of(heads, value_width)
-        chunks = -(-seen // chunk)
+        chunks = self.chunks_of(min(window or self.context, self.context), heads, value_width)
         wide = width if len(rows.streams) == 1 else value_width
         parts = torch.empty(
             number * heads * chunks * (value_width + EXTRA), dtype=torch.float32, device=q.device
@@ -100,12 +99,12 @@ class DecodeAttention:
         self._launch(
             f"attend_{limit}", number * kv_heads * -(-group // limit) * chunks,
             q.data_ptr(), q.stride(0), *_places(rows),
-            kv_heads, group, width, value_width, wide, window or 0, chunk, chunks, bits_of(scale),
+            kv_heads, group, width, value_width, wide, window or 0, chunks, bits_of(scale),
             parts.data_ptr(),
         )  # fmt: skip
         self._launch(
             "merge", number * heads,
-            parts.data_ptr(), rows.positions, heads, value_width, window or 0, chunk, chunks,
+            parts.data_ptr(), rows.positions, heads, value_width, window or 0, chunks,
             0 if sinks is None else sinks.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out

@@ -2,7 +2,7 @@
 and one of down, wherever they lie.
 
 For few rows each tile has outputs of its own, so that many blocks of threads compute; for more, tiles of an
-expert are added up as they are computed. Either way `combine` or the order of the tiles gives the order of
+expert are added up as they are computed. Either way `sums.cu` or the order of the tiles gives the order of
 sums that the host has, so who computes a tile changes no bit.
 """
 
@@ -11,22 +11,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from shm.blocks import BlockFormat
 from shm.layout import StoreLayout
 from workers.kernels.c_types import Geometry
-from workers.kernels.cuda.launcher import Launcher, Scratch, Uploaded
+from workers.kernels.cuda.launcher import Launcher, Scratch, Tables
 from workers.kernels.cuda.products import (
     FLOAT,
     ITEM,
     LIMITS,
-    TERM,
     BlockProducts,
     Codes,
     Items,
@@ -35,12 +32,14 @@ from workers.kernels.cuda.products import (
     in_chunks,
     limit_of,
 )
+from workers.kernels.cuda.sums import TERM, Weighted
 
 FEW = 8  # most rows of an expert for which its tiles have outputs of their own
 KEPT_PLACES, KEPT_ROWS = 512, 128  # layouts of shares that are kept, with so many rows at most
 NO_LIMIT = 1 << 31
 
 Numbers = NDArray[np.int32]
+Floats = NDArray[np.float32]
 Terms = NDArray[np.void]
 
 
@@ -135,26 +134,38 @@ def _kept_places(cuts: bytes, offsets: bytes, rows: bytes, x_rows: int) -> Place
     return Places(next(each), next(each), next(each), x_rows)
 
 
+class Inputs:
+    """Rows of x as gate and up read them."""
+
+    def __init__(self, products: Products, rows: int, scratch: Scratch | None = None) -> None:
+        """`scratch`: whose memory they may be; they have memory of their own otherwise."""
+        self.rows, self._products = rows, products
+        self._memory = scratch or Scratch(products.launcher)
+        codes, factors = self._memory.parts(*products.sizes(rows, products.hidden))
+        self.codes = Codes(codes, factors, products.units(products.hidden))
+
+    def round(self, x: Tensor) -> Inputs:
+        """Become x, float32 [R, H]. May be part of a graph."""
+        products = self._products
+        products.quantize(x.contiguous().data_ptr(), len(x), products.hidden, self.codes)
+        return self
+
+
 class LayerOnDevice:
     """One layer's share while it is computed."""
 
-    def __init__(self, products: Products, x: Tensor, places: Places, weights: NDArray[np.float32]) -> None:
+    def __init__(
+        self, inputs: Inputs, products: Products, places: Places, weights: Floats, scratch: Scratch
+    ) -> None:
         """Use `CudaExperts.begin`."""
-        self._products, self._places, self._weights = products, places, weights
+        self._inputs, self._products, self._places, self._weights = inputs, products, places, weights
         self._computed = [0] * len(places.cuts)  # tiles of each item
-        self._x = x = x.contiguous()
         hidden, channels = products.hidden, products.channels
-        self._scratch = Scratch(
-            products.launcher,
-            *products.sizes(len(x), hidden),
-            *products.sizes(places.entries, channels),
-            places.outputs * hidden * FLOAT,
+        self._scratch = scratch
+        inner, factors, self._out = scratch.parts(
+            *products.sizes(places.entries, channels), places.outputs * hidden * FLOAT
         )
-        codes, factors, inner, inner_factors, self._out = self._scratch.addresses
-        self._codes = Codes(codes, factors, products.units(hidden))
-        self._inner = Codes(inner, inner_factors, products.units(channels))
-        self._shared: Uploaded | None = None  # the rows of x, and what they add up, if all tiles come
-        products.quantize(x.data_ptr(), len(x), hidden, self._codes)
+        self._inner = Codes(inner, factors, products.units(channels))
 
     def add(self, tiles: Sequence[tuple[int, int, Tensor]]) -> None:
         """Compute tiles: of each its item among the share's, its number within its expert, and its bytes on
@@ -166,40 +177,22 @@ class LayerOnDevice:
         for item, _, _ in tiles:
             self._computed[item] += 1
         inner, down = places.items(tiles)
-        table = np.array([data.data_ptr() for _, _, data in tiles], np.int64)
+        addresses = np.array([data.data_ptr() for _, _, data in tiles], np.int64)
         limit = limit_of(min(places.most, LIMITS[-1]), products.limits)
-        arrays = (table, inner) if inner is down else (table, inner, down)
-        upload = Uploaded(products.launcher, *self._of_all(), *arrays)
-        self._shared = self._shared or upload
-        addresses, to_inner, *others = upload.addresses[-len(arrays) :]
-        products.gate_up(
-            to_inner, len(inner), limit, addresses, self._shared.addresses[0], self._codes, self._inner
-        )
-        to_down = others[0] if others else to_inner
-        products.down(to_down, len(down), limit, addresses, self._inner, self._out)
+        tables = Tables(products.launcher, inner, addresses, places.rows)
+        products.gate_up(tables, len(inner), limit, self._inputs.codes, self._inner)
+        if down is not inner:
+            tables = Tables(products.launcher, down, addresses)
+        products.down(tables, len(down), limit, self._inner, self._out)
 
-    def _of_all(self) -> tuple[NDArray[Any], ...]:
-        """Returns what the whole share needs, with the first tiles."""
-        if self._shared is not None:
-            return ()
-        return self._places.rows, *self._weighted(*self._places.all_terms)
-
-    def _weighted(self, terms: Terms, offsets: Numbers, order: NDArray[np.int64]) -> tuple[Terms, Numbers]:
+    def result(self) -> Weighted:
+        """The weighted sum of the tiles that were added."""
+        places = self._places
+        every = self._computed == places.cuts  # else not all tiles have come
+        terms, offsets, order = places.all_terms if every else places.terms(self._computed)
         terms = terms.copy()
         terms["weight"] = self._weights[order]
-        return terms, offsets
-
-    def result(self) -> Tensor:
-        """The weighted sum of the tiles that were added, float32 [R, H]."""
-        y = torch.empty_like(self._x)
-        if self._shared is not None and self._computed == self._places.cuts:
-            terms, offsets = self._shared.addresses[1:3]
-        else:  # not all tiles have come
-            weighted = self._weighted(*self._places.terms(self._computed))
-            last = Uploaded(self._products.launcher, *weighted)
-            terms, offsets = last.addresses
-        self._products.combine(self._out, terms, offsets, len(y), y.data_ptr())
-        return y
+        return Weighted(self._out, terms, offsets, self._scratch)
 
 
 class CudaExperts:
@@ -211,6 +204,8 @@ class CudaExperts:
         geometry = Geometry.of_tiles(layout)
         biases, factors = geometry.biases, geometry.weights.factors
         self._products: Products
+        self._of_few = Scratch(launcher)  # of shares of few rows, one after the other
+        self._x_of_few = Scratch(launcher)
         if isinstance(format, BlockFormat):
             self.most_rows = NO_LIMIT
             before_down = layout.shape.math.matrices - 1
@@ -219,9 +214,18 @@ class CudaExperts:
             self.most_rows = FEW
             self._products = PlainProducts(launcher, format, shape, biases)
 
+    def inputs(self, rows: int) -> Inputs:
+        """Memory for so many rows of x."""
+        return Inputs(self._products, rows)
+
     def begin(
-        self, x: Tensor, cuts: Numbers, offsets: Numbers, rows: Numbers, weights: NDArray[np.float32]
+        self, x: Tensor | Inputs, cuts: Numbers, offsets: Numbers, rows: Numbers, weights: Floats
     ) -> LayerOnDevice:
         """The share whose item i has the rows rows[offsets[i]:offsets[i + 1]] of x, float32 [R, H] on the
-        device, with the weights at the same places, and cuts[i] tiles at most."""
-        return LayerOnDevice(self._products, x, places_of(cuts, offsets, rows, len(x)), weights)
+        device or rounded already, with the weights at the same places, and cuts[i] tiles at most."""
+        few = len(rows) <= KEPT_ROWS
+        if not isinstance(x, Inputs):
+            x = Inputs(self._products, len(x), self._x_of_few if few else None).round(x)
+        places = places_of(cuts, offsets, rows, x.rows)
+        scratch = self._of_few if few else Scratch(self._products.launcher)
+        return LayerOnDevice(x, self._products, places, weights, scratch)

@@ -20,6 +20,7 @@ from workers.kernels.cuda.compiler import Program, compiled, kernels
 
 MOST_BLOCKS = (1 << 31) - 1  # of one launch
 MOST_ARGUMENTS = 20
+TABLE_BYTES = 3840  # of tables that travel with a launch, as in items.cuh: with arguments under 4096
 
 
 class Launcher(Protocol):
@@ -29,8 +30,11 @@ class Launcher(Protocol):
     # A copy on the device, uint8; the kernels that are launched afterwards may read it.
     upload: Callable[[NDArray[np.uint8]], Tensor]
 
-    def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
-        """Start a kernel. Arguments are addresses on the device and numbers, 64 bits each."""
+    def launch(
+        self, kernel: str, blocks: int, threads: int, *arguments: int, tables: Tables | None = None
+    ) -> None:
+        """Start a kernel. Arguments are addresses on the device and numbers, 64 bits each; of kernels with
+        `TABLES` the last argument is tables."""
 
 
 class Arguments:
@@ -38,15 +42,24 @@ class Arguments:
 
     def __init__(self) -> None:
         self._numbers = (ctypes.c_int64 * MOST_ARGUMENTS)()
+        self._tables = np.zeros(TABLE_BYTES, np.uint8)
         first, size = ctypes.addressof(self._numbers), ctypes.sizeof(ctypes.c_int64)
-        self._addresses = (ctypes.c_void_p * MOST_ARGUMENTS)(
-            *(first + i * size for i in range(MOST_ARGUMENTS))
-        )
-        self.address = ctypes.addressof(self._addresses)
+        self._each = [first + i * size for i in range(MOST_ARGUMENTS)]
+        self._addresses = (ctypes.c_void_p * MOST_ARGUMENTS)(*self._each)
+        self._of_tables = int(self._tables.ctypes.data)
+        self._last = 0  # the argument that is tables
 
-    def fill(self, arguments: tuple[int, ...]) -> None:
-        """The driver copies them before a launch returns, so that the same memory serves the next one."""
-        self._numbers[: len(arguments)] = list(arguments)
+    def fill(self, arguments: tuple[int, ...], tables: Tables | None) -> int:
+        """Returns the array's address. The driver copies all before a launch returns, so that the same memory
+        serves the next one."""
+        number = len(arguments)
+        self._numbers[:number] = list(arguments)
+        self._addresses[self._last] = self._each[self._last]
+        if tables is not None:
+            self._last = number
+            self._addresses[number] = self._of_tables
+            self._tables[: len(tables.values)] = tables.values
+        return ctypes.addressof(self._addresses)
 
 
 class CudaLauncher:
@@ -79,17 +92,17 @@ class CudaLauncher:
             name: self._call("cuModuleGetFunction", module, name.encode()) for name in kernels(program.file)
         }
 
-    def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
+    def launch(
+        self, kernel: str, blocks: int, threads: int, *arguments: int, tables: Tables | None = None
+    ) -> None:
         if blocks == 0:
             return
         if blocks > MOST_BLOCKS:
             raise CudaError(f"{kernel}: {blocks} blocks of threads are more than one launch can have")
         function = self._functions[kernel]
-        self._arguments.fill(arguments)
+        filled = self._arguments.fill(arguments, tables)
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        self._call(
-            "cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, 0, stream, self._arguments.address, 0
-        )
+        self._call("cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, 0, stream, filled, 0)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         status, *results = getattr(self._driver, name)(*arguments)
@@ -98,35 +111,46 @@ class CudaLauncher:
         return results[0] if results else None
 
 
-ALIGNMENT = 256  # bytes
+ALIGNMENT = 256  # bytes; of tables
+TABLE_ALIGNMENT = 16
 
 
-def _places(sizes: Iterable[int]) -> tuple[list[int], int]:
+def places(alignment: int, sizes: Iterable[int]) -> tuple[list[int], int]:
     """Returns where parts of so many bytes begin, and the bytes of all. In Python: a layer has a few of
     them."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)
-        end += -(-size // ALIGNMENT) * ALIGNMENT
+        end += -(-size // alignment) * alignment
     return starts, end
 
 
-class Uploaded:
-    """Arrays on the device, by one copy. `addresses`: of each, while this lives."""
+class Tables:
+    """Arrays that kernels read: small ones travel with each launch, others are copied to the device.
+    `addresses`: of each as the kernels take it, while this lives."""
 
     def __init__(self, launcher: Launcher, *arrays: NDArray[Any]) -> None:
-        starts, size = _places([array.nbytes for array in arrays])
+        self.addresses, size = places(TABLE_ALIGNMENT, [array.nbytes for array in arrays])
         data = np.empty(size, np.uint8)
-        for array, start in zip(arrays, starts, strict=True):
+        for array, start in zip(arrays, self.addresses, strict=True):
             data[start : start + array.nbytes] = array.view(np.uint8)
-        self._memory = launcher.upload(data)
-        self.addresses = [self._memory.data_ptr() + start for start in starts]
+        self.values = data if size <= TABLE_BYTES else data[:0]
+        if size > TABLE_BYTES:
+            self._memory = launcher.upload(data)
+            self.addresses = [self._memory.data_ptr() + start for start in self.addresses]
 
 
 class Scratch:
-    """Parts of one allocation, uninitialised. `addresses`: of each, while this lives."""
+    """Uninitialised memory that grows to what is asked for, and lives as long as this."""
 
-    def __init__(self, launcher: Launcher, *sizes: int) -> None:
-        starts, size = _places(sizes)
-        self._memory: Tensor = torch.empty(size, dtype=torch.uint8, device=launcher.device)
-        self.addresses = [self._memory.data_ptr() + start for start in starts]
+    def __init__(self, launcher: Launcher) -> None:
+        self._device, self._size, self._first = launcher.device, 0, 0
+        self._memory: Tensor
+
+    def parts(self, *sizes: int) -> list[int]:
+        """Returns addresses of parts of so many bytes, which are the memory of earlier ones."""
+        starts, size = places(ALIGNMENT, sizes)
+        if size > self._size:
+            self._memory, self._size = torch.empty(size, dtype=torch.uint8, device=self._device), size
+            self._first = self._memory.data_ptr()
+        return [self._first + start for start in starts]

@@ -1,13 +1,12 @@
 """Matrices of a quantized format on a GPU: y = x @ W.T by the same kernels as an expert's down.
 
 With them up of the formats whose gate and down lie by channel (`shm/floe.py`), so with the host's bits and
-its masks; the rest of those is torch's. And the sum of the expert workers' partial sums, which a GPU reads in
-the host's memory.
+its masks; the rest of those is torch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ from shm.fp8 import BLOCK, FP8
 from shm.layout import StoreLayout
 from shm.mask import Mask
 from workers.kernels.c_types import Geometry
-from workers.kernels.cuda.launcher import Launcher, Scratch, Uploaded
+from workers.kernels.cuda.launcher import Launcher, Scratch, Tables
 from workers.kernels.cuda.products import (
     ITEM,
     PLAIN_CHANNELS,
@@ -35,12 +34,11 @@ from workers.kernels.cuda.products import (
 )
 from workers.kernels.reference import ChannelInputs, ReferenceChannels, fp8_parts, widened
 
-KEPT = 64  # numbers of rows whose items are kept
 FP8_ROWS = 32  # of a product that kernels compute: torch computes more of them faster
 WIDENED = 1 << 24  # numbers of a matrix in fp8 that are float32 at a time
-ALWAYS = 64  # so many rows or fewer: a CUDA graph may read their items, as long as the matrix lives
 
 
+@lru_cache(256)
 def row_items(rows: int) -> tuple[Items, int]:
     """The items of a product of one matrix with so many rows, and the limit of its kernel."""
     _, lo, number = in_chunks(np.array([rows]))
@@ -61,7 +59,7 @@ class CudaMatrix:
         self._products = BlockProducts(launcher, format, shape, factors=factors)
         writable = np.require(data, requirements=["C", "W"])  # torch refuses others
         self._data = torch.from_numpy(writable).to(launcher.device)
-        self._items: dict[int, tuple[Uploaded, int, int]] = {}  # by rows: number and limit, too
+        self._address = np.array([self._data.data_ptr()], np.int64)
 
     @property
     def bytes(self) -> int:
@@ -74,27 +72,14 @@ class CudaMatrix:
         y = torch.empty((len(x), self.outputs), dtype=torch.float32, device=x.device)
         if len(x) == 0:
             return y
-        scratch = Scratch(products.launcher, *products.sizes(len(x), self.inputs))
-        codes, factors = scratch.addresses
+        scratch = Scratch(products.launcher)
+        codes, factors = scratch.parts(*products.sizes(len(x), self.inputs))
         of_x = Codes(codes, factors, products.units(self.inputs))
         products.quantize(x.data_ptr(), len(x), self.inputs, of_x)
-        upload, number, limit = self._items_of(len(x))
-        items, table = upload.addresses
-        products.down(items, number, limit, table, of_x, y.data_ptr())
+        items, limit = row_items(len(x))
+        tables = Tables(products.launcher, items, self._address)
+        products.down(tables, len(items), limit, of_x, y.data_ptr())
         return y
-
-    def _items_of(self, rows: int) -> tuple[Uploaded, int, int]:
-        """The items of a product with so many rows, kept for the next one."""
-        kept = self._items.get(rows)
-        if kept is None:
-            made, limit = row_items(rows)
-            table = np.array([self._data.data_ptr()], np.int64)
-            upload = Uploaded(self._products.launcher, made, table)
-            passing = [number for number in self._items if number > ALWAYS]
-            if rows > ALWAYS and len(passing) >= KEPT:
-                self._items.pop(passing[0])
-            self._items[rows] = kept = upload, len(made), limit
-        return kept
 
 
 class CudaFp8Matrix:
@@ -175,10 +160,9 @@ class CudaChannels:
         u = torch.empty((len(rows), channels), dtype=torch.float32, device=heads.device)
         if u.numel():
             items, limit = row_items(len(rows))
-            upload = Uploaded(self._launcher, items, np.array([heads.data_ptr()], np.int64))
-            of_items, table = upload.addresses
+            tables = Tables(self._launcher, items, np.array([heads.data_ptr()], np.int64))
             of_x = Codes(codes.data_ptr(), factors.data_ptr(), factors.shape[1])
-            self._up(channels).down(of_items, len(items), limit, table, of_x, u.data_ptr())
+            self._up(channels).down(tables, len(items), limit, of_x, u.data_ptr())
         return u if biases is None else u + biases
 
     def keeps(self, u: Tensor, mask: Mask) -> Tensor:
@@ -191,26 +175,3 @@ class CudaChannels:
 
     def _up(self, channels: int) -> BlockProducts:
         return BlockProducts(self._launcher, self._format.up, (channels, self._hidden))
-
-
-THREADS = 256
-KEPT_TABLES = 256  # in decode the same slots of the exchange take turns
-
-
-class PartSums:
-    """Adds the workers' partial sums on the GPU, by `sums.cu`."""
-
-    def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
-        self._tables: dict[tuple[int, ...], Uploaded] = {}
-
-    def add(self, parts: Sequence[int], y: Tensor) -> None:
-        """y, float32 on the device and contiguous, becomes 0 plus each part of its size in turn. parts: their
-        addresses, as the device reads them. The parts must not change until the device has passed this."""
-        table = self._tables.get(key := tuple(parts))
-        if table is None:
-            if len(self._tables) == KEPT_TABLES:
-                self._tables.pop(next(iter(self._tables)))
-            table = self._tables[key] = Uploaded(self._launcher, np.array(parts, np.int64))
-        addresses = (*table.addresses, len(parts), y.numel(), y.data_ptr())
-        self._launcher.launch("add_parts", -(-y.numel() // THREADS), THREADS, *addresses)

@@ -3,8 +3,8 @@
  *
  * x and the inner activations are in bf16 rounded to it, as the host does; products are added in float32. The order of the
  * sums is this file's own and depends on the tile's shape alone, so a row's bits do not depend on other rows. */
-#include "combine.cuh"
 #include "expert_math.cuh"
+#include "items.cuh"
 #include "plain.cuh"
 
 enum { ROUND_THREADS = 256 };
@@ -138,14 +138,14 @@ template <int ROWS> DEVICE void down_of_rows(DOWN_ARGUMENTS) {
         down_of<ROWS, false>(parts, items, tiles, inner, hidden, channels, wide, out);
 }
 
-#define INNER_CALL (items, tiles, rows, x, hidden, channels, biases, wide, inner)
-#define DOWN_CALL (items, tiles, inner, hidden, channels, wide, out)
+#define INNER_CALL (table(here, items), table(here, tiles), table(here, rows), x, hidden, channels, biases, wide, inner)
+#define DOWN_CALL (table(here, items), table(here, tiles), inner, hidden, channels, wide, out)
 
-KERNEL(INNER_THREADS, gate_up_1, INNER_ARGUMENTS) { inner_of_rows<1> INNER_CALL; }
-KERNEL(INNER_THREADS, gate_up_2, INNER_ARGUMENTS) { inner_of_rows<2> INNER_CALL; }
-KERNEL(INNER_THREADS, gate_up_4, INNER_ARGUMENTS) { inner_of_rows<4> INNER_CALL; }
-KERNEL(INNER_THREADS, gate_up_8, INNER_ARGUMENTS) { inner_of_rows<8> INNER_CALL; }
-KERNEL(DOWN_THREADS, down_1, DOWN_ARGUMENTS) { down_of_rows<1> DOWN_CALL; }
-KERNEL(DOWN_THREADS, down_2, DOWN_ARGUMENTS) { down_of_rows<2> DOWN_CALL; }
-KERNEL(DOWN_THREADS, down_4, DOWN_ARGUMENTS) { down_of_rows<4> DOWN_CALL; }
-KERNEL(DOWN_THREADS, down_8, DOWN_ARGUMENTS) { down_of_rows<8> DOWN_CALL; }
+KERNEL(INNER_THREADS, gate_up_1, INNER_ARGUMENTS, TABLES) { inner_of_rows<1> INNER_CALL; }
+KERNEL(INNER_THREADS, gate_up_2, INNER_ARGUMENTS, TABLES) { inner_of_rows<2> INNER_CALL; }
+KERNEL(INNER_THREADS, gate_up_4, INNER_ARGUMENTS, TABLES) { inner_of_rows<4> INNER_CALL; }
+KERNEL(INNER_THREADS, gate_up_8, INNER_ARGUMENTS, TABLES) { inner_of_rows<8> INNER_CALL; }
+KERNEL(DOWN_THREADS, down_1, DOWN_ARGUMENTS, TABLES) { down_of_rows<1> DOWN_CALL; }
+KERNEL(DOWN_THREADS, down_2, DOWN_ARGUMENTS, TABLES) { down_of_rows<2> DOWN_CALL; }
+KERNEL(DOWN_THREADS, down_4, DOWN_ARGUMENTS, TABLES) { down_of_rows<4> DOWN_CALL; }
+KERNEL(DOWN_THREADS, down_8, DOWN_ARGUMENTS, TABLES) { down_of_rows<8> DOWN_CALL; }

@@ -1,4 +1,4 @@
-"""Launches of the kernels in `tiles.cu` and `plain.cu`: activations rounded, gate and up, down, combine."""
+"""Launches of the kernels in `tiles.cu` and `plain.cu`: activations rounded, gate and up, down."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from shm.blocks import LANES, BlockFormat
 from shm.formats import TileFormat
 from shm.fp8 import FP8
-from workers.kernels.cuda.launcher import Launcher
+from workers.kernels.cuda.launcher import Launcher, Tables
 
 LIMITS = (1, 2, 4, 8, 32)  # most rows of an item, of the kernels that there are
 PLAIN_LIMITS = LIMITS[:-1]
 WARP = 32
-QUANTIZE_THREADS, DOWN_THREADS, COMBINE_THREADS = 128, 128, 256
+QUANTIZE_THREADS, DOWN_THREADS = 128, 128
 DOWN_OUTPUTS = DOWN_THREADS // WARP * 2 * LANES  # of one block of threads
 ROUND_THREADS, PLAIN_INNER_THREADS, PLAIN_DOWN_THREADS = 256, 128, 256  # of plain.cu
 PLAIN_CHANNELS = PLAIN_INNER_THREADS // WARP  # of one block of threads
@@ -24,7 +24,6 @@ PLAIN_COLUMNS = 4 * WARP  # the same, where a column has one byte
 FACTORS, FLOAT = 8, 4  # bytes of a group's step and sum, and of a float32
 
 ITEM = np.dtype([(name, np.int32) for name in "tile tiles rows entry step row out add".split()])
-TERM = np.dtype([("first", np.int32), ("parts", np.int32), ("stride", np.int32), ("weight", np.float32)])
 
 Items = NDArray[np.void]
 
@@ -79,21 +78,12 @@ class Products(ABC):
         """x: address of float32 [rows, inputs]."""
 
     @abstractmethod
-    def gate_up(
-        self, items: int, number: int, limit: int, tiles: int, rows: int, x: Codes, inner: Codes
-    ) -> None:
-        """`number` items at an address, of at most `limit` rows; tiles: table of addresses; rows: of x."""
+    def gate_up(self, tables: Tables, number: int, limit: int, x: Codes, inner: Codes) -> None:
+        """tables: `number` items of at most `limit` rows, the tiles' addresses, and the rows of x."""
 
     @abstractmethod
-    def down(self, items: int, number: int, limit: int, tiles: int, inner: Codes, out: int) -> None:
-        """Items as of gate_up; out: float32 [.., H]."""
-
-    def combine(self, out: int, terms: int, offsets: int, rows: int, y: int) -> None:
-        """Add the weighted terms of each row into y, float32 [rows, H]."""
-        wide = -(-self.hidden // COMBINE_THREADS)
-        self.launcher.launch(
-            "combine", rows * wide, COMBINE_THREADS, out, terms, offsets, self.hidden, wide, y
-        )
+    def down(self, tables: Tables, number: int, limit: int, inner: Codes, out: int) -> None:
+        """tables: items, and the tiles' addresses; out: float32 [.., H]."""
 
 
 class BlockProducts(Products):
@@ -130,22 +120,20 @@ class BlockProducts(Products):
             "quantize", blocks, QUANTIZE_THREADS, x, inputs, to.units, number, to.codes, to.factors
         )
 
-    def gate_up(
-        self, items: int, number: int, limit: int, tiles: int, rows: int, x: Codes, inner: Codes
-    ) -> None:
+    def gate_up(self, tables: Tables, number: int, limit: int, x: Codes, inner: Codes) -> None:
         parts = inner.units // self._together  # records of a tile's channels
         self.launcher.launch(
             f"gate_up_{limit}", number * parts, self._format.inputs // LANES * WARP,
-            items, tiles, rows, x.codes, x.factors, x.units, parts, self._biases, inner.codes, inner.factors,
-            self._factors,
+            *tables.addresses, x.codes, x.factors, x.units, parts, self._biases, inner.codes, inner.factors,
+            self._factors, tables=tables,
         )  # fmt: skip
 
-    def down(self, items: int, number: int, limit: int, tiles: int, inner: Codes, out: int) -> None:
+    def down(self, tables: Tables, number: int, limit: int, inner: Codes, out: int) -> None:
         wide = -(-self.hidden // DOWN_OUTPUTS)
         self.launcher.launch(
             f"down_{limit}", number * wide, DOWN_THREADS,
-            items, tiles, self._skipped, inner.codes, inner.factors, inner.units, self.hidden, wide, out,
-            self._of_down,
+            *tables.addresses[:2], self._skipped, inner.codes, inner.factors, inner.units, self.hidden, wide,
+            out, self._of_down, tables=tables,
         )  # fmt: skip
 
 
@@ -172,18 +160,17 @@ class PlainProducts(Products):
         number = rows * inputs
         self.launcher.launch("quantize", -(-number // ROUND_THREADS), ROUND_THREADS, x, number, to.codes)
 
-    def gate_up(
-        self, items: int, number: int, limit: int, tiles: int, rows: int, x: Codes, inner: Codes
-    ) -> None:
+    def gate_up(self, tables: Tables, number: int, limit: int, x: Codes, inner: Codes) -> None:
         wide = -(-self.channels // PLAIN_CHANNELS)
         self.launcher.launch(
             f"gate_up_{limit}", number * wide, PLAIN_INNER_THREADS,
-            items, tiles, rows, x.codes, self.hidden, self.channels, self._biases, wide, inner.codes,
+            *tables.addresses, x.codes, self.hidden, self.channels, self._biases, wide, inner.codes,
+            tables=tables,
         )  # fmt: skip
 
-    def down(self, items: int, number: int, limit: int, tiles: int, inner: Codes, out: int) -> None:
+    def down(self, tables: Tables, number: int, limit: int, inner: Codes, out: int) -> None:
         wide = -(-self.hidden // self._columns)
         self.launcher.launch(
             f"down_{limit}", number * wide, PLAIN_DOWN_THREADS,
-            items, tiles, inner.codes, self.hidden, self.channels, wide, out,
+            *tables.addresses[:2], inner.codes, self.hidden, self.channels, wide, out, tables=tables,
         )  # fmt: skip

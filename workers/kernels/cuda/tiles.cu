@@ -3,11 +3,9 @@
  *     quantize   x -> codes
  *     gate_up_N  codes -> inner activations (expert_math.cuh), as codes, of items with at most N rows
  *     down_N     inner -> outputs of tiles
- *     combine    outputs -> y: an expert's tiles in their order, then experts in theirs
  *
  * Rows do not mix, and sums have one order: a row's bits are those of the host's kernels, whatever is computed beside it
  * and by which of these kernels. A matrix [outputs, inputs] is multiplied by quantize and down_N. */
-#include "combine.cuh"
 #include "expert_math.cuh"
 #include "few_rows.cuh"
 #include "items.cuh"
@@ -176,16 +174,19 @@ template <int UNITS> DEVICE void many_down(DOWN_ARGUMENTS) {
     }
 }
 
-#define INNER_CALL (items, tiles, rows, codes, of, groups, parts, biases, inner, inner_factors, of_matrices)
-#define DOWN_CALL (items, tiles, skipped, inner, of, groups, outputs, wide, out, of_matrix)
+#define INNER_CALL                                                                                               \
+    (table(here, items), table(here, tiles), table(here, rows), codes, of, groups, parts, biases, inner,          \
+     inner_factors, of_matrices)
+#define DOWN_CALL                                                                                                \
+    (table(here, items), table(here, tiles), skipped, inner, of, groups, outputs, wide, out, of_matrix)
 
-KERNEL(INNER_THREADS, gate_up_1, INNER_ARGUMENTS) { few_inner<1> INNER_CALL; }
-KERNEL(INNER_THREADS, gate_up_2, INNER_ARGUMENTS) { few_inner<2> INNER_CALL; }
-KERNEL(INNER_THREADS, gate_up_4, INNER_ARGUMENTS) { few_inner<4> INNER_CALL; }
-KERNEL(INNER_THREADS, gate_up_8, INNER_ARGUMENTS) { many_inner<1> INNER_CALL; }
-KERNEL(INNER_THREADS, gate_up_32, INNER_ARGUMENTS) { many_inner<4> INNER_CALL; }
-KERNEL(DOWN_THREADS, down_1, DOWN_ARGUMENTS) { few_down<1> DOWN_CALL; }
-KERNEL(DOWN_THREADS, down_2, DOWN_ARGUMENTS) { few_down<2> DOWN_CALL; }
-KERNEL(DOWN_THREADS, down_4, DOWN_ARGUMENTS) { few_down<4> DOWN_CALL; }
-KERNEL(DOWN_THREADS, down_8, DOWN_ARGUMENTS) { many_down<1> DOWN_CALL; }
-KERNEL(DOWN_THREADS, down_32, DOWN_ARGUMENTS) { many_down<4> DOWN_CALL; }
+KERNEL(INNER_THREADS, gate_up_1, INNER_ARGUMENTS, TABLES) { few_inner<1> INNER_CALL; }
+KERNEL(INNER_THREADS, gate_up_2, INNER_ARGUMENTS, TABLES) { few_inner<2> INNER_CALL; }
+KERNEL(INNER_THREADS, gate_up_4, INNER_ARGUMENTS, TABLES) { few_inner<4> INNER_CALL; }
+KERNEL(INNER_THREADS, gate_up_8, INNER_ARGUMENTS, TABLES) { many_inner<1> INNER_CALL; }
+KERNEL(INNER_THREADS, gate_up_32, INNER_ARGUMENTS, TABLES) { many_inner<4> INNER_CALL; }
+KERNEL(DOWN_THREADS, down_1, DOWN_ARGUMENTS, TABLES) { few_down<1> DOWN_CALL; }
+KERNEL(DOWN_THREADS, down_2, DOWN_ARGUMENTS, TABLES) { few_down<2> DOWN_CALL; }
+KERNEL(DOWN_THREADS, down_4, DOWN_ARGUMENTS, TABLES) { few_down<4> DOWN_CALL; }
+KERNEL(DOWN_THREADS, down_8, DOWN_ARGUMENTS, TABLES) { many_down<1> DOWN_CALL; }
+KERNEL(DOWN_THREADS, down_32, DOWN_ARGUMENTS, TABLES) { many_down<4> DOWN_CALL; }
