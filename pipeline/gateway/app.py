@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 from pathlib import PurePath
+from traceback import clear_frames
 from typing import Any, NamedTuple
 
 from pipeline.gateway import chat, completions, messages, properties, responses
@@ -70,9 +71,7 @@ class App:
         except ConnectionError:
             meter.disconnects.inc()
         except Exception as e:
-            error = call.refusal(e)
-            if not call.status:
-                await call.send_error(error)
+            await _refuse(call, e)
         finally:
             self._running -= 1
             if not self._running:
@@ -108,6 +107,15 @@ class App:
             await call.stream(self.feed.events(call.key_name))
         else:
             await endpoint.handler(call)
+
+
+async def _refuse(call: Call, error: Exception) -> None:
+    """Answer an error, where no answer has begun. The variables of the functions that it ended are cleared:
+    they have the body, and live on with the error where a task or a variable among them has it."""
+    refusal = call.refusal(error)
+    clear_frames(error.__traceback__)
+    if not call.status:
+        await call.send_error(refusal)
 
 
 def _endpoint(path: str) -> Endpoint:

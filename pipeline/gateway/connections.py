@@ -26,6 +26,7 @@ HEAD_SECONDS = 15.0  # from a connection, or the end of an answer, to the next r
 STALL_SECONDS = 30.0  # in which a client takes something of an answer that waits for it
 KEEP_SECONDS = 75  # that an idle connection is kept
 MOST_HEAD = 64 << 10  # bytes of a head, and of all that a client sends ahead of its turn
+LARGE_HEAD = f"the request's head has more than {MOST_HEAD >> 10} kB"
 MOST_FIELDS = 256  # of a head and of what follows a body: each becomes objects of a hundred bytes
 MOST_WAITING = 1  # requests behind the one that is answered: no client that we know sends any
 MOST_CONNECTIONS = 2048
@@ -118,8 +119,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._all = connections
         self.address = ""
         self._unanswered: deque[RequestResponseCycle] = deque()  # the first one is being answered
-        self._head = 0  # bytes of the head that is being received, or of what is ahead of its turn
-        self._fields = 0  # of the head, and behind the body
+        self._head = 0  # bytes that have come of a head without an end, or of what is ahead of its turn
+        self._fields = self._named = 0  # of the head, and behind the body; bytes of their names and values
         self._in_body = False
         self._refusal = ""  # of what the parser was made to stop at
         self._acknowledged = -1  # bytes, when last looked at; -1: nothing waited for the client
@@ -186,14 +187,25 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head += len(data)
         super().data_received(data)
         if self._head > MOST_HEAD and not self.transport.is_closing():
-            self.send_400_response(f"the request's head has more than {MOST_HEAD >> 10} kB")
+            self.send_400_response(LARGE_HEAD)
+
+    def _count_head(self, size: int) -> None:
+        """Count a part of a head, which may have come whole, and with other bytes behind it."""
+        self._named += size
+        if self._named > MOST_HEAD:
+            self._refuse(LARGE_HEAD)
 
     def on_message_begin(self) -> None:
-        self._fields = 0
+        self._fields = self._named = 0
         super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._fields += 1
+        self._count_head(len(name) + len(value))
         if self._fields > MOST_FIELDS:
             self._refuse(f"the request's head has more than {MOST_FIELDS} fields")
         if not self._in_body:  # what follows a body is no field of the head, and least of all a key
@@ -210,8 +222,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._note_progress()
 
     def on_body(self, body: bytes) -> None:
-        self._note_progress()
-        if len(self._unanswered) > 1 and self._head > MOST_HEAD:
+        if len(self._unanswered) <= 1:
+            self._head = 0
+        elif self._head > MOST_HEAD:
             self._refuse("too much before an answer")
         super().on_body(body)
 

@@ -92,6 +92,13 @@ def test_what_comes_before_an_answer_is_limited(served: Served) -> None:
         assert not sent(connection, b"a:b\r\n" * (1 << 20)) or b" 400 " in received(connection)
 
 
+def test_a_large_head_is_refused_also_where_it_comes_at_once(served: Served) -> None:
+    for large in (b"GET /%b HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\na: %b\r\n\r\n"):
+        with connected(served.url) as connection:
+            sent(connection, large % (b"x" * 100_000))
+            assert b"head has more than 64 kB" in received(connection)
+
+
 async def until_running(own: Client, wanted: bool) -> None:
     """Wait until the engine computes something, or nothing."""
     while bool((await own.stats())["scheduler"]["running"]) != wanted:  # noqa: ASYNC110 - of another process

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import gc
 import json
 import re
 import threading
+import tracemalloc
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from waiting import until
 
+from pipeline.gateway.access import Access
+from pipeline.gateway.app import App
 from pipeline.gateway.bodies import ChatBody, CountBody, decoded, parse_json
 from pipeline.gateway.call import Call, Service
+from pipeline.gateway.engine_links import EngineLinks
 from pipeline.gateway.errors import ApiError, of_engine
 from protocol.errors import EngineGone, MalformedMessage, ProtocolError, RequestFailed
 
@@ -176,3 +183,33 @@ def test_errors_have_the_shape_of_each_api() -> None:
         "type": "error",
         "error": {"type": "authentication_error", "message": "no"},
     }
+
+
+async def test_a_refused_body_does_not_stay_in_memory(tmp_path: Path) -> None:
+    """Until the next collection, which may be a hundred bodies later."""
+    app = App(Service(EngineLinks("ipc:///x"), tmp_path), Access(None, "127.0.0.1"))
+    raw = b'{"prompt":' + b"[" * (4 << 20)
+    head = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": head}
+    statuses = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": raw[:-1]}  # a copy
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status"))
+
+    async def client(call: Call) -> Any:
+        return SimpleNamespace(welcome=None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Call, "client", client)
+        gc.disable()
+        tracemalloc.start()
+        try:
+            await app(scope, receive, send)
+            await until(lambda: tracemalloc.get_traced_memory()[0] < 1 << 20)  # once the thread is done
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+    assert statuses[0] == 413
