@@ -457,10 +457,13 @@ class Mover:
     def _begin_copies(self, layer: int, split: bool = True) -> None:
         """Begin to copy as many waiting tiles as slots are free, in groups: a large and a small one, so that
         little is left to compute when the last tile lands. Without `split` one, as an order is awaited, whose
-        rest is another group: a layer has two, whatever was predicted."""
+        rest is another group: a layer has two, whatever was predicted. Where more tiles wait than slots are
+        free, two groups share these, so that one is copied while the device computes the other."""
         rest = len(self._waiting) // 4 if split and not self._each else 0
         while self._waiting:
             count = 1 if self._each else len(self._waiting) - rest
+            if not self._copying and len(self._waiting) > self.cache.free:
+                count = min(count, -(-self.cache.free // 2))
             group = [self._waiting.popleft() for _ in range(count)]
             lacking = [part for part in group if part.channels is None or len(part.channels)]
             taken = self.cache.take(len(lacking))

@@ -190,10 +190,13 @@ def test_tile_that_lands_twice_is_kept_once() -> None:
     mover.cache.audit(idle=True)
 
 
-@pytest.mark.parametrize(("staging", "expected"), [(8, [6, 2]), (2, [2, 2, 2, 2])])
+@pytest.mark.parametrize(
+    ("staging", "expected"), [(8, [6, 2]), (5, [3, 2, 3]), (4, [2, 2, 2, 2]), (2, [1] * 8), (1, [1] * 8)]
+)
 def test_a_gpu_gets_tiles_in_few_groups(staging: int, expected: list[int]) -> None:
-    """Three quarters of those that wait, and so on; as many as slots are free. A slot is free once its group
-    was computed, and not before. On the device `cpu` each tile comes by itself."""
+    """Three quarters of those that wait, and so on; where these are more than slots are free, half as many as
+    slots. A slot is free once its group was computed, and not before; of two slots or more, others are being
+    filled meanwhile. On the device `cpu` each tile comes by itself."""
     parts = Parts(0, staging, each=False)
     wanted = [Wanted(0, 0, TILES), Wanted(1, 0, TILES)]
     sizes = []
@@ -201,6 +204,7 @@ def test_a_gpu_gets_tiles_in_few_groups(staging: int, expected: list[int]) -> No
         assert parts.mover.cache.free <= staging - len(group)
         assert len(parts.copier.waiting) == len(sizes) + 1
         sizes.append(len(group))
+        assert len(parts.copier.begun) > len(sizes) or sum(sizes) == 2 * TILES or staging == 1
     assert (sizes, parts.fences) == (expected, 2 * TILES)
     one_by_one = Parts(0, staging)
     assert [len(group) for group in one_by_one.mover.demand(0, wanted)] == [1] * 2 * TILES
