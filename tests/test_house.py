@@ -16,14 +16,14 @@ PROGRAM = ("protocol", "shm", "workers", "pipeline", "launch")
 SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
     "protocol": 2_342,
-    "shm": 4_480,
-    "workers": 9_920,
-    "pipeline": 35_440,
-    "launch": 11_625,
-    "benchmarks": 4_960,
-    "tests": 58_380,
+    "shm": 4_490,
+    "workers": 10_130,
+    "pipeline": 36_900,
+    "launch": 12_190,
+    "benchmarks": 6_400,
+    "tests": 60_620,
 }
-ROOMS = 287  # Python files of the program, without those that only mark a package
+ROOMS = 298  # Python files of the program, without those that only mark a package
 
 
 @pytest.mark.parametrize("folder", LINES)

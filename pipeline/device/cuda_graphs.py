@@ -9,27 +9,49 @@ back: torch and the driver refuse that while they capture.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipeline.arrays import FloatArray
 from workers.cuda import PinnedBuffer, call, constant
-
-if TYPE_CHECKING:
-    from pipeline.device.cuda import CudaDevice
+from workers.kernels.cuda.sums import OutputSums
 
 FLOAT = 4  # bytes
+
+
+class Stream(Protocol):
+    """The device of graphs: its stream, and copies to it."""
+
+    torch_device: torch.device
+
+    @property
+    def stream(self) -> int:
+        """torch's current stream."""
+
+    @property
+    def sums(self) -> OutputSums | None:
+        """The kernel that adds up experts' outputs; None without kernels."""
+
+    def places(self, parts: Sequence[FloatArray], shape: tuple[int, ...]) -> list[int]:
+        """Returns the addresses by which kernels read the workers' partial sums."""
+
+    def wait_for_stream(self) -> None:
+        """Wait for all that was enqueued."""
+
+    def upload_to(self, tensor: Tensor, array: NDArray[Any]) -> None:
+        """Enqueue a copy of an array, which may change at once."""
 
 
 class CudaGraphs:
     """Makes them, and has the buffers by which they answer. Used by one thread."""
 
-    def __init__(self, device: CudaDevice) -> None:
+    def __init__(self, device: Stream) -> None:
         self.device = device
         self._pinned: list[PinnedBuffer] = []
         # The legacy default stream, which torch uses otherwise, cannot be captured.

@@ -232,16 +232,27 @@ class EngineParts:
 
 def measure_chunks(engine: Engine, kv: KVCache, context: int) -> tuple[int, int]:
     """Returns the prefill tokens that take about CHUNK_SECONDS, by the fastest of up to three trials (a power
-    of two, so that a little noise does not change it), and the larger chunk of an engine's only request."""
-    count = min(TRIAL_TOKENS, context)
-    tokens = np.linspace(0, engine.backbone.facts.vocabulary - 1, count).astype(int).tolist()
-    seconds: list[float] = []
-    while len(seconds) < 3 and sum(seconds) < TRIAL_SECONDS:
+    of two, so that a little noise does not change it), and the larger chunk of an engine's only request.
+
+    That is ALONE times as long; where experts are moved to the device, which takes as long for twice as many
+    tokens, it is doubled for as long as it takes at most ALONE * CHUNK_SECONDS."""
+
+    def trial(count: int) -> float:
+        tokens = np.linspace(0, engine.backbone.facts.vocabulary - 1, count).astype(int).tolist()
         sequence = kv.allocate(count)
         started = time.perf_counter()
         engine.step([StepInput(TokenSpan(sequence, tokens), "none")], "prefill")
-        seconds.append(time.perf_counter() - started)
+        seconds = time.perf_counter() - started
         kv.release(sequence)
+        return seconds
+
+    count, most = min(TRIAL_TOKENS, context), min(CHUNK_MAX, context)
+    seconds: list[float] = []
+    while len(seconds) < 3 and sum(seconds) < TRIAL_SECONDS:
+        seconds.append(trial(count))
     wanted = count * CHUNK_SECONDS / min(seconds)
-    chunk = int(min(max(2 ** int(np.log2(wanted)), 16), CHUNK_MAX, context))
-    return chunk, min(ALONE * chunk, CHUNK_MAX, context)
+    chunk = int(min(max(2 ** int(np.log2(wanted)), 16), most))
+    alone = min(ALONE * chunk, most)
+    while engine.policy.uses_device and alone < most and 2 * trial(alone) <= ALONE * CHUNK_SECONDS:
+        alone = min(2 * alone, most)
+    return chunk, alone
