@@ -44,6 +44,7 @@ LONGEST = (
     "parity/test_families.py",
     "parity/test_parity.py",
     "launch/test_engine_lifecycle.py",
+    "faults/test_coordinator_restart.py",
     "launch/test_calibrate.py",
     "launch/test_stress.py",
     "kernels/test_cuda_compiler.py",
@@ -59,6 +60,7 @@ LONGEST = (
     "launch/test_bench.py",
     "faults/test_prefetcher_restart.py",
     "pipeline/test_scheduler.py",
+    "pipeline/test_step_graphs.py",
 )
 CHUNK = 64  # tokens
 EXIT_SECONDS = 60.0  # orphans have this long to notice that their parent has exited

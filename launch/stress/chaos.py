@@ -265,7 +265,7 @@ class Injector:
         kills = [fault for fault in self.faults if fault.kind == "kill"]
         waits = _next_tokens(kills, outcomes)
         restarted = any(fault.role == "coordinator" for fault in self.faults)
-        before = {} if restarted else self.before["recovery"]
+        before = {} if restarted else self.before.get("recovery", {})
         return {
             "kinds": list(self.chaos.kinds),
             "seed": self.chaos.seed,

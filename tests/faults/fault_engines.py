@@ -87,7 +87,7 @@ class State:
         # The loader, which has done its work, may still be exiting.
         self._processes = [slot for slot in self._slots() if slot[0] != "loader"]
         # A new lane has a name until its worker has mapped it.
-        self._segments = [name for name in self.segments() if "-lane-" not in name]
+        self._kinds = [name for name in self.kinds() if not name.endswith("-lane")]
 
     def pid(self, role: str, index: int = 0) -> int:
         """Of the running generation."""
@@ -128,6 +128,10 @@ class State:
     def segments(self) -> list[str]:
         return sorted(path.name for path in segments(self.runtime))
 
+    def kinds(self) -> list[str]:
+        """Segments without the last part of their names, which is random."""
+        return [name.rpartition("-")[0] for name in self.segments()]
+
     @property
     def runtime(self) -> Path:
         return Path(self.supervisor.endpoint.removeprefix("ipc://")).parent
@@ -145,10 +149,10 @@ class State:
             expected = {slot for slot in self._processes if slot[0] not in ("coordinator", "text")}
             known = stats["recovery"].get(role, {"deaths": 0})["deaths"] >= exits
             up = set(there) == expected and all(peer["up"] for peer in there.values())
-            settled = self.segments() == self._segments
+            settled = self.kinds() == self._kinds
             if known and up and settled and self._slots() == self._processes and self._agree(there):
                 break
-            left = f"{self.segments()} instead of {self._segments}"
+            left = f"{self.segments()} instead of {self._kinds}"
             assert time.monotonic() < end, f"{stats['peers']}, {self.supervisor.pids}, {left}"
             await asyncio.sleep(0.02)
         scheduler = stats["scheduler"]

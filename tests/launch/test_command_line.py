@@ -17,6 +17,7 @@ from launch.command_line.options import MAX_VALUE, parse
 from launch.command_line.values import MAX_NAME, MOST_NAMES
 from launch.errors import WrongUsage
 from launch.processes.children import PIPE_CAPACITY
+from launch.processes.monitor import MOST_SUSPECTS
 from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig, ResolvedConfig
 from pipeline.errors import PolicyError
@@ -194,5 +195,7 @@ def test_the_longest_configuration_fits_a_childs_pipe() -> None:
     engine = Supervisor(config)
     engine._config, engine._key = ResolvedConfig(**vars(config)), b"k" * 32
     engine._runtime = cast(Any, SimpleNamespace(path=Path(f"/{'x' * 100}")))
+    suspects = {-(1 << 62) - key: 9 for key in range(MOST_SUSPECTS)}
+    engine._monitor = cast(Any, SimpleNamespace(suspects=suspects))
     packed = pack_config(engine._child_config("coordinator"))
     assert len(packed) < PIPE_CAPACITY - 1000  # its identity

@@ -136,6 +136,7 @@ def test_coordinator_counts_nodes_where_each_worker_lies_on_one(
     engine = Supervisor(asked)
     engine._config, engine._cores = ResolvedConfig(**vars(asked)), TWO_NODES
     engine._runtime = cast(Any, SimpleNamespace(path=Path("/r")))
+    engine._monitor = cast(Any, SimpleNamespace(suspects={}))
     config_map = engine._child_config("coordinator")
     assert sorted(config_map["workers"]) == sizes
     assert config_map["nodes"] == nodes

@@ -270,7 +270,7 @@ def stressed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
             yield "ipc:///nowhere/client.sock"
 
         @asynccontextmanager
-        async def connect(*_: object, name: str) -> AsyncIterator[AnsweringClient]:
+        async def connect(*_: object, name: str, retry: float) -> AsyncIterator[AnsweringClient]:
             yield client
 
         monkeypatch.setattr(command, "endpoint", where)
