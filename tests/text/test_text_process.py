@@ -72,9 +72,11 @@ def test_executed_process_answers_and_holds_no_file_of_the_program_that_started_
                 files = Path(f"/proc/{process.pid}/fd")
                 assert str(planted) not in [os.readlink(files / number) for number in os.listdir(files)]
                 decoder = Detokenizer.read(tmp_path / DECODER)
-                for asked in (*map(Encode, TEXTS), Encode(messages=(TURN,))):
+                answers = []
+                for asked in (*map(Encode, TEXTS), Encode(messages=(TURN,))):  # one after the other, as ever
                     sockets[0].send_multipart([IDENTITY.prove(KEY), *encode(asked)])
-                *of_texts, of_turns = received(sockets[0], *[Encoded] * 4)
+                    answers += received(sockets[0], Encoded)
+                *of_texts, of_turns = answers
             finally:
                 os.close(lifeline)  # the process exits
                 os.close(for_child)
