@@ -35,10 +35,9 @@ log = logging.getLogger(__name__)
 NICENESS = 5  # a thread that computes gets three times as much of a core
 DRAIN_SECONDS = 3.0  # for answers that run when the engine is stopped
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
-LEAST_MAPPED = (
-    128 << 10
-)  # bytes: glibc would raise it as large blocks are freed, and keep the memory of bodies
-OTHER_FILES = 256  # beside those of connections
+# Bytes: glibc would raise it as large blocks are freed, and keep the memory of bodies.
+LEAST_MAPPED = 128 << 10
+OTHER_FILES = 256  # beside those of connections; where fewer may be open, half of all
 LAST_SECONDS = 1.0  # for the error that ends the others
 
 
@@ -66,7 +65,7 @@ async def _run(config: dict[str, Any]) -> int:
         service = Service(links, runtime / DECODER, template, tuple(config["served_model_name"]))
         app = App(service, access)
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        server = make_server(app, Connections(min(MOST_CONNECTIONS, files - OTHER_FILES)))
+        server = make_server(app, Connections(min(MOST_CONNECTIONS, max(files - OTHER_FILES, files // 2))))
         links.start()
         serving = asyncio.create_task(server.serve(sockets=listeners))
         ready = Ready(VERSION, "gateway", 0, config["generation"], os.getpid(), config["fingerprint"])
@@ -118,7 +117,8 @@ async def _wait_for_shutdown(supervisor: zmq.asyncio.Socket) -> None:
 def main(config: dict[str, Any]) -> int:
     """Serve until Shutdown. Returns the exit code."""
     os.nice(NICENESS)
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LEAST_MAPPED)
+    if (set_option := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # glibc's
+        set_option(M_MMAP_THRESHOLD, LEAST_MAPPED)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # a connection is one
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     library = logging.getLogger("uvicorn")

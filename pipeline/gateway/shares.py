@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from pipeline.fairness import Turns
 from pipeline.gateway.errors import ApiError
 
 MOST_BYTES = 256 << 20  # of all bodies
@@ -84,7 +85,8 @@ class Starts:
     connections. Used by the event loop."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by account, the next one first
+        self._waiting: dict[bytes, deque[asyncio.Future[None]]] = {}  # by account, no queue empty
+        self._turns = Turns()
         self._busy = False  # one has begun in this turn of the loop
 
     async def wait(self, account: str) -> None:
@@ -94,16 +96,15 @@ class Starts:
             asyncio.get_running_loop().call_soon(self._next)
             return
         turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(account, deque()).append(turn)
+        self._waiting.setdefault(account.encode(), deque()).append(turn)
         await turn
 
     def _next(self) -> None:
         while self._waiting:
-            account = next(iter(self._waiting))
-            turns = self._waiting.pop(account)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[account] = turns
+            account = self._turns.next(self._waiting)
+            turn = self._waiting[account].popleft()
+            if not self._waiting[account]:
+                del self._waiting[account]
             if not turn.done():  # by its task's end
                 turn.set_result(None)
                 asyncio.get_running_loop().call_soon(self._next)

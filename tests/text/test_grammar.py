@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -25,6 +26,8 @@ SCHEMA = {
     "x-guidance": {"whitespace_flexible": False},
 }
 
+Accepts = Callable[[str, str], bool]
+
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
@@ -38,14 +41,25 @@ def schema(tokenizer: Tokenizer) -> str:
     return str(LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA)))
 
 
-def test_json_has_no_white_space_but_single_spaces_behind_separators(tokenizer: Tokenizer) -> None:
-    """Of a schema, and of the arguments of a call that is demanded."""
+@pytest.fixture(scope="module")
+def accepts(tokenizer: Tokenizer) -> Accepts:
+    """Returns whether a text follows a grammar and may end there."""
     from llguidance import LLMatcher
 
+    made = tokenizer.for_grammars(VOCABULARY)
+
+    def follows(grammar: str, text: str) -> bool:
+        matcher = LLMatcher(made, grammar, log_level=0)
+        return matcher.consume_tokens(tokenizer.encode_prompt(text)) and matcher.is_accepting()
+
+    return follows
+
+
+def test_json_has_no_white_space_but_single_spaces_behind_separators(accepts: Accepts) -> None:
+    """Of a schema, and of the arguments of a call that is demanded."""
     plain = {name: value for name, value in SCHEMA.items() if name != "x-guidance"}
     call = Tools(schemas={"f": plain}, wanted=("f",), calls="json").grammar().text
     head = '<tool_call>\n{"name": "f", "arguments": '
-    made = tokenizer.for_grammars(VOCABULARY)
     whole = json_schema(plain, "x").text
     for grammar, before, behind in ((whole, "", ""), (call, head, "}\n</tool_call>")):
         for text, follows in {
@@ -56,18 +70,13 @@ def test_json_has_no_white_space_but_single_spaces_behind_separators(tokenizer: 
             '{"a":1,\n"b":"x"}': False,
             '{"a":1,"b":"x" }': False,
         }.items():
-            matcher = LLMatcher(made, grammar, log_level=0)
-            taken = matcher.consume_tokens(tokenizer.encode_prompt(before + text + behind))
-            assert (taken and matcher.is_accepting()) is follows, text
+            assert accepts(grammar, before + text + behind) is follows, text
 
 
-def test_a_form_leaves_room_for_calls(tokenizer: Tokenizer) -> None:
+def test_a_form_leaves_room_for_calls(accepts: Accepts) -> None:
     """An agent that wants its last answer in a form has tools for those before."""
-    from llguidance import LLMatcher
-
     plain = {name: value for name, value in SCHEMA.items() if name != "x-guidance"}
     schemas = {"f": plain, "g": {}}
-    made = tokenizer.for_grammars(VOCABULARY)
     form = '{"a": 1, "b": "x"}'
     call = f'<tool_call>\n{{"name": "f", "arguments": {form}}}\n</tool_call>'
     other = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
@@ -83,15 +92,10 @@ def test_a_form_leaves_room_for_calls(tokenizer: Tokenizer) -> None:
             '{"c": 1}': False,
             "I call f": False,
         }.items():
-            matcher = LLMatcher(made, grammar.text, log_level=0)
-            taken = matcher.consume_tokens(tokenizer.encode_prompt(text))
-            assert (taken and matcher.is_accepting()) is follows, text
+            assert accepts(grammar.text, text) is follows, text
 
 
-def test_a_form_leaves_room_for_calls_of_any_text(tokenizer: Tokenizer) -> None:
-    from llguidance import LLMatcher
-
-    made = tokenizer.for_grammars(VOCABULARY)
+def test_a_form_leaves_room_for_calls_of_any_text(accepts: Accepts) -> None:
     grammar = grammar_of(Format("json_object"), "x", Tools((), {"f": {}}, (), True, "xml"))
     for text, follows in {
         '{"a": 1}': True,
@@ -99,9 +103,7 @@ def test_a_form_leaves_room_for_calls_of_any_text(tokenizer: Tokenizer) -> None:
         '{"a": 1}<tool_call>': False,
         "I call <tool_call>": False,
     }.items():
-        matcher = LLMatcher(made, grammar.text, log_level=0)
-        taken = matcher.consume_tokens(tokenizer.encode_prompt(text))
-        assert (taken and matcher.is_accepting()) is follows, text
+        assert accepts(grammar.text, text) is follows, text
 
 
 def test_a_form_is_told_where_calls_have_tokens_of_their_own() -> None:
