@@ -18,7 +18,6 @@ from rich.text import Text
 from launch.chat.conversation import Conversation, View
 from launch.chat.input import InputLine, open_history
 from launch.chat.session import Output, Session, banner, policy_change
-from launch.chat.words import WordWrap
 from launch.connect import ANSWERS, WAITING
 from launch.errors import OutputFailed, WrongUsage
 from launch.terminal.interrupts import Interrupts
@@ -160,7 +159,6 @@ class AnswerView(View):
         self._status_shown = False  # the cursor's line is a status, which the next output erases
         self._at_line_start = True
         self._empty = True
-        self._words = WordWrap()
         self._show_status("reading the prompt ...")
 
     def queued(self, position: int) -> None:
@@ -169,10 +167,18 @@ class AnswerView(View):
             self._show_status(f"queued, position {position}")
 
     def append(self, text: str) -> None:
-        self._write_words(visible(text), str)
+        if text:
+            self._clear_status()
+            self._write(visible(text))
+            self._at_line_start = text.endswith("\n")
+            self._empty = False
 
     def reason(self, text: str) -> None:
-        self._write_words(visible(text), self._dim)
+        if text:
+            self._clear_status()
+            self._write(self._dim(text))
+            self._at_line_start = text.endswith("\n")
+            self._empty = False
 
     def reasoned(self) -> None:
         self.ended()
@@ -182,16 +188,7 @@ class AnswerView(View):
         self.ended()
         self._screen.note(text)
 
-    def _write_words(self, text: str, shown: Callable[[str], str]) -> None:
-        if text:
-            self._clear_status()
-            pieces = self._words.feed(text, self._screen.console.width)
-            self._write("".join(codes + shown(words) for codes, words in pieces))
-            self._at_line_start = text.endswith("\n")
-            self._empty = False
-
     def ended(self) -> None:
-        self._words = WordWrap()
         self._clear_status()
         if not self._at_line_start:
             self._at_line_start = True
