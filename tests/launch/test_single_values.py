@@ -153,7 +153,7 @@ def test_new_file_is_refused_where_none_can_be_made(tmp_path: Path) -> None:
     for wrong, words in ((tmp_path, "folder"), (tmp_path / "no" / "file", "No such file")):
         with pytest.raises(WrongUsage, match=words):
             check_new_file("--out", wrong)
-    with pytest.raises(WrongUsage, match="(No space left on device|File too large)$"):
+    with pytest.raises(WrongUsage, match=r"(No space left on device|File too large)$"):
         check_new_file("--out", tmp_path / "new", room=1 << 62)
     assert not list(tmp_path.iterdir())
     (tmp_path / "old").touch()
