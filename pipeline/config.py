@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from shm.part import Part
+
 DEFAULT_CONTEXT = 8192  # tokens, where the model would take more
 KV_CONTEXTS = 4  # full contexts that the KV cache holds, where they fit
 DEFAULT_CACHE = 0.25  # share of all expert tiles, where it fits; a GPU takes as many as it can hold
@@ -41,6 +43,62 @@ KvDType = Literal["f32", "bf16", "int8"]
 
 
 @dataclass(frozen=True)
+class LanePlan:
+    """How experts are divided among machines (`shm/part.py`), and which lanes this one holds. The bits of a
+    layer depend on `bounds`, `pieces` and `rows` alone, never on who computes."""
+
+    bounds: tuple[int, ...]
+    held: tuple[int, ...]
+    pieces: int  # into so many runs a lane is cut for its holder's workers
+    rows: int = 256  # at most, of one piece of a wide batch: its way and its products overlap with the next
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        if self.pieces < 1 or self.rows < 1:
+            raise ValueError(f"lanes need pieces and rows, not {self.pieces} and {self.rows}")
+        Part(self.bounds, self.held)
+
+    @classmethod
+    def from_map(cls, plain: dict[str, Any] | None) -> Self | None:
+        """Return the plan of `asdict`; None of None."""
+        if plain is None:
+            return None
+        return cls(tuple(plain["bounds"]), tuple(plain["held"]), plain["pieces"], plain["rows"])
+
+    @property
+    def part(self) -> Part:
+        return Part(self.bounds, self.held)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Another machine's expert host, where its coordinator reaches it."""
+
+    name: str
+    endpoint: str  # tcp://ADDRESS:PORT
+    key: str  # its public CURVE key, 40 characters
+    lanes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MachineList:
+    """All that hold lanes beside the coordinator's own machine, and the coordinator's own CURVE keys, of which
+    the expert hosts know the public one. A lane that several hold is asked of the first that answers."""
+
+    machines: tuple[Machine, ...]
+    public_key: str
+    secret_key: str = field(repr=False)
+
+    @classmethod
+    def from_map(cls, plain: dict[str, Any] | None) -> Self | None:
+        """Return the list of `asdict`; None of None."""
+        if plain is None:
+            return None
+        machines = (Machine(**one | {"lanes": tuple(one["lanes"])}) for one in plain["machines"])
+        return cls(tuple(machines), plain["public_key"], plain["secret_key"])
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """All options of one engine. None: chosen, by pipeline/memory/plan.py where memory decides."""
 
@@ -71,6 +129,7 @@ class EngineConfig:
     http_keys: Path | None = None  # file of its API keys; None: without keys, for this machine alone
     allowed_origins: tuple[str, ...] = ()  # of pages of other sites that may send requests there; "*": any
     served_model_name: tuple[str, ...] = ()  # over HTTP, the model's only names; (): every name is one
+    lanes: LanePlan | None = None  # None: this machine has all of every expert
 
     @classmethod
     def from_map(cls, plain: dict[str, Any]) -> Self:
@@ -78,7 +137,7 @@ class EngineConfig:
         names = ("model", "costs", "record", "http_keys")
         paths = {name: Path(plain[name]) for name in names if plain[name] is not None}
         lists = {name: tuple(plain[name]) for name in ("allowed_origins", "served_model_name")}
-        return cls(**(plain | paths | lists))
+        return cls(**(plain | paths | lists | {"lanes": _lanes_of(plain["lanes"])}))
 
     @property
     def emulation(self) -> str:
@@ -89,6 +148,10 @@ class EngineConfig:
         if self.host_slowdown != 1.0:
             paces.append(f"host slowed by {self.host_slowdown:g}")
         return ", ".join(paces)
+
+
+def _lanes_of(plain: LanePlan | dict[str, Any] | None) -> LanePlan | None:
+    return plain if isinstance(plain, LanePlan) else LanePlan.from_map(plain)
 
 
 @dataclass(frozen=True)
@@ -135,6 +198,7 @@ class CoordinatorConfig:
     slab: bool  # the first policy keeps experts on the device, and the prefetcher is being started
     options: ResolvedConfig
     suspects: dict[int, int] = field(default_factory=dict)  # crashes at which a request was being computed
+    machines: MachineList | None = None  # with `options.lanes`
 
     @classmethod
     def from_map(cls, config: dict[str, Any]) -> Self:
@@ -146,4 +210,5 @@ class CoordinatorConfig:
             | {"cache": Path(config["cache_dir"]), "suspects": dict(config["suspects"])}
             | {"workers": WorkerCores(tuple(config["workers"]), config["nodes"])}
             | {"options": ResolvedConfig.from_map(config["config"])}
+            | {"machines": MachineList.from_map(config.get("machines"))}
         )

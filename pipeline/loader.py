@@ -27,7 +27,7 @@ import zmq
 
 from pipeline.checkpoint.open import open_model
 from pipeline.errors import UsageError
-from pipeline.models.facts import expert_shape
+from pipeline.models.facts import expert_shape, narrowed
 from protocol.codec import decode, encode
 from protocol.messages import VERSION, Failed, Progress, Ready, Shutdown
 from protocol.sockets import connect_dealer, ipc_endpoint
@@ -44,6 +44,7 @@ from shm.errors import NotEnoughMemory, SegmentMissing, ShmError, StoreDamaged, 
 from shm.layout import format_named
 from shm.locks import build_lock, remove_unused, sweep
 from shm.manifest import StoreManifest, store_bytes
+from shm.part import part_of
 from shm.segment import byte_size, check_space, unlink
 from shm.store import Store, StoreBuilder, store_name
 
@@ -93,8 +94,12 @@ class Loading:
         self.control = control
         self.source = open_model(Path(config["model"]))
         shape = expert_shape(self.source.config, config["tile"], format_named(config["format"]))
-        self.fingerprint = self.source.fingerprint(config["format"], shape.tile)
-        self.manifest = StoreManifest(self.fingerprint, shape, config["format"], self.source.name)
+        self.whole = self.fingerprint = self.source.fingerprint(config["format"], shape.tile)
+        if (part := part_of(config.get("part"))) is not None:
+            shape, self.fingerprint = narrowed(part, shape), part.fingerprint(self.whole)
+        self.manifest = StoreManifest(
+            self.fingerprint, shape, config["format"], self.source.name, part=part
+        )
         self.size = store_bytes(self.manifest)
         self.cached = self.source.worth_keeping(config["format"])  # whether the disk cache is used
         self.cache_folder = Path(config["cache_dir"])

@@ -1,7 +1,7 @@
 r"""Messages to frames and back: Tandem's wire format, version 13.
 
 This docstring is the specification; with it a client can be written in any language that has ZeroMQ and
-msgpack. `messages.py` defines the meaning of each message.
+msgpack. `messages.py` defines the meaning of each message, `machines.py` that of those between machines.
 
 Frames
 ------
@@ -28,7 +28,7 @@ no empty delimiter frame. After that:
                  at most 16 levels deep
   Sampling, ...  a record: map from field name to value, with the same rules as the header
   F32Matrix, ... an array. Its header value is [dtype name, length of each dimension], so a [3, 64] one is
-                 ["float32", 3, 64], and its frame has 3 * 64 * 4 bytes. dtypes: float32, int32
+                 ["float32", 3, 64], and its frame has 3 * 64 * 4 bytes. dtypes: float32, int32, int8
 
 A field with a default may be missing; others must be there; unknown fields are refused. The order of a map's
 keys is free, except that frames of arrays follow in the order in which the header names them; of a repeated
@@ -121,6 +121,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+import protocol.machines  # whose messages are known here, too
 from protocol.errors import MalformedMessage
 from protocol.messages import (
     ARRAY_LIMIT,
@@ -131,6 +132,7 @@ from protocol.messages import (
     VERSION,
     F32Matrix,
     F32Vector,
+    I8Matrix,
     I32Matrix,
     I32Vector,
     Record,
@@ -140,12 +142,13 @@ from protocol.messages import (
 Buffer = Any  # anything with the buffer protocol: bytes, memoryview, zmq.Frame
 
 _SMALL_ARRAY = 4096  # bytes; below this a copy costs less than a view
-_FLOAT32, _INT32 = np.dtype("<f4"), np.dtype("<i4")
+_FLOAT32, _INT32, _INT8 = np.dtype("<f4"), np.dtype("<i4"), np.dtype("i1")
 _ARRAYS: dict[Any, tuple[np.dtype[Any], str, int]] = {
     F32Vector: (_FLOAT32, "float32", 1),
     F32Matrix: (_FLOAT32, "float32", 2),
     I32Vector: (_INT32, "int32", 1),
     I32Matrix: (_INT32, "int32", 2),
+    I8Matrix: (_INT8, "int8", 2),
 }
 
 

@@ -20,6 +20,7 @@ F32Vector = np.ndarray[tuple[int], np.dtype[np.float32]]
 F32Matrix = np.ndarray[tuple[int, int], np.dtype[np.float32]]
 I32Vector = np.ndarray[tuple[int], np.dtype[np.int32]]
 I32Matrix = np.ndarray[tuple[int, int], np.dtype[np.int32]]
+I8Matrix = np.ndarray[tuple[int, int], np.dtype[np.int8]]
 
 Ints = Annotated[tuple[Int, ...], Meta(max_length=1 << 20)]
 Tree = dict[str, Any]  # values None, bool, int, float (NaN too: they are shown), str, lists and such mappings
@@ -604,6 +605,22 @@ class Hung(Record, frozen=True):
     role: str
     index: Int
     generation: Int
+
+
+class MachineRecord(Record, frozen=True):
+    """A `Machine` of pipeline/config.py."""
+
+    name: str
+    endpoint: str
+    key: str
+    lanes: Ints
+
+
+@message(71)
+class SetMachines(Record, frozen=True):
+    """Supervisor to coordinator: these machines hold lanes of the experts now."""
+
+    machines: Annotated[tuple[MachineRecord, ...], Meta(max_length=1024)]
 
 
 @message(69)

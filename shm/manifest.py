@@ -30,6 +30,7 @@ import numpy as np
 
 from shm.errors import StoreInvalid, UnknownFormat
 from shm.layout import PAGE, Bytes, ExpertShape, StoreLayout, format_named, shape_of
+from shm.part import Part, part_of
 
 MAGIC = b"TANDEMST"
 VERSION = 2
@@ -45,13 +46,14 @@ _CHECKSUM = np.dtype("<u4")
 class StoreManifest:
     """The content of a store. In msgpack: `fingerprint`, `format`, `source` as text; `shape` as the map that
     `ExpertShape.plain` gives; `checksums` as binary, 4 bytes for each layer: the crc32 of its bytes in a
-    file; in memory 0."""
+    file; in memory 0; and of a part of a model `part`, as the map that `Part.plain` gives."""
 
     fingerprint: str
     shape: ExpertShape
     format: str
     source: str  # the model directory it came from, for a person
     checksums: tuple[int, ...] = ()  # one for each layer; () as for zeros
+    part: Part | None = None  # None: the whole experts
 
     @property
     def layout(self) -> StoreLayout:
@@ -69,6 +71,7 @@ class StoreManifest:
                 "shape": self.shape.plain(),
                 "checksums": np.array(checksums, dtype=_CHECKSUM).tobytes(),
             }
+            | ({} if self.part is None else {"part": self.part.plain()})
         )
 
 
@@ -122,8 +125,9 @@ def _unpack(packed: bytes) -> StoreManifest:
         checksums = np.frombuffer(fields["checksums"], dtype=_CHECKSUM)
         shape = shape_of(fields["shape"])
         text = {key: str(fields[key]) for key in ("fingerprint", "format", "source")}
+        part = part_of(fields.get("part"))
     except (msgspec.DecodeError, RecursionError, ValueError, KeyError, TypeError, AttributeError):
         raise StoreInvalid("its manifest cannot be read") from None
     if len(checksums) != shape.layers:
         raise StoreInvalid("its manifest lacks checksums")
-    return StoreManifest(shape=shape, checksums=tuple(int(c) for c in checksums), **text)
+    return StoreManifest(shape=shape, checksums=tuple(int(c) for c in checksums), part=part, **text)

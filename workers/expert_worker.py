@@ -47,7 +47,7 @@ def serve(peer: ChildEndpoint, line: ControlLine, kernel: WorkKernel, slowdown: 
 def main(config: dict[str, Any]) -> int:
     """Run a worker; returns its exit code."""
     note = pin(config["cores"])
-    peer = ChildEndpoint(config, "work.sock")
+    peer = ChildEndpoint(config, "work.sock", config.get("supervised", True))
     try:
         control = ControlSegment.attach(config["control"])
         with Store.attach(config["store"], config["fingerprint"]) as store:

@@ -169,6 +169,11 @@ class ProcessMonitor:
         slot = self._slots[role, index] = ProcessSlot(role, index, config, threads, fds)
         return slot
 
+    @property
+    def coordinator(self) -> Identity:
+        """Returns the identity of the present coordinator."""
+        return Identity(COORDINATOR, 0, max(0, self._slots[COORDINATOR, 0].generation))
+
     def has(self, role: str) -> bool:
         return any(slot.role == role for slot in self._slots.values())
 
@@ -269,10 +274,9 @@ class ProcessMonitor:
         outside = child.killed_from_outside(code)
         line = self._control.line(slot.role, slot.index) if slot.role in COUNTED else None
         if slot.role != GATEWAY:
-            coordinator = Identity(COORDINATOR, 0, max(0, self._slots[COORDINATOR, 0].generation))
             seq = line.seq if line is not None else -1
             died = WorkerDied(slot.role, slot.index, slot.generation, not outside, seq)
-            await self._group.send(coordinator, died)
+            await self._group.send(self.coordinator, died)
         # A worker is up before it has imported all that it may need; what it computes shows it works.
         idle = line is not None and line.ticks == slot.ticks
         slot.count_exit(not child.up or (idle and not outside), outside, self._progress())

@@ -16,7 +16,7 @@ import os
 import socket
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,14 +32,14 @@ from launch.terminal.format import count
 from launch.terminal.log import child_level, notice
 from launch.terminal.progress import ProgressDisplay
 from pipeline.assets import model_dir
-from pipeline.config import EngineConfig, ResolvedConfig
+from pipeline.config import EngineConfig, Machine, MachineList, ResolvedConfig
 from pipeline.errors import ModelError
 from pipeline.gateway.access import split_address
 from pipeline.policies.presets import canonical, make_policy
 from pipeline.policies.view import PolicyRequest
 from pipeline.text.tokenizer import has_tokenizer
 from protocol.errors import ProtocolError
-from protocol.messages import VERSION, Needed, Progress, Ready, SetPolicy
+from protocol.messages import VERSION, MachineRecord, Needed, Progress, Ready, SetMachines, SetPolicy
 from protocol.program import user_folder
 from protocol.sockets import Identity
 from shm.control import ControlSegment
@@ -60,9 +60,16 @@ class Supervisor:
     ShmError; each is one line, and nothing of the engine stays behind."""
 
     def __init__(
-        self, config: EngineConfig, *, log_level: str = "INFO", limits: Limits | None = None
+        self,
+        config: EngineConfig,
+        *,
+        log_level: str = "INFO",
+        limits: Limits | None = None,
+        machines: MachineList | None = None,
     ) -> None:
+        """`machines`: the others, with `config.lanes`."""
         self.config = config
+        self._machines = machines
         self.name = config.name or f"e{os.getpid()}"
         self.model: Path = config.model or model_dir()
         self.endpoint = ""  # where clients connect, once the engine is ready
@@ -118,6 +125,15 @@ class Supervisor:
         if self._group is not None:
             self._monitor.stop()
             self._group.kill()
+
+    async def set_machines(self, machines: tuple[Machine, ...]) -> None:
+        """Tell the coordinator, and each later one, which machines hold lanes now: one is new, is gone, or has
+        another endpoint. What a machine that is gone was asked for is asked of others."""
+        assert self._machines is not None
+        self._machines = replace(self._machines, machines=machines)
+        if self._group is not None:
+            message = SetMachines(tuple(MachineRecord(*astuple(machine)) for machine in machines))
+            await self._group.send(self._monitor.coordinator, message)
 
     # --- start -------------------------------------------------------------------------------------------
 
@@ -252,6 +268,7 @@ class Supervisor:
                     "tile": config.tile,
                     "reserve_bytes": self._reserve,
                     "nodes": list(self._cores.nodes),
+                    "part": None if config.lanes is None else config.lanes.part.plain(),
                 }
             case "coordinator":
                 cores = self._worker_cores
@@ -262,6 +279,7 @@ class Supervisor:
                     "slab": self._slab,
                     "key": self._key,
                     "suspects": list(self._monitor.suspects.items()),
+                    "machines": None if self._machines is None else asdict(self._machines),
                 }
             case "worker":
                 return {"host_slowdown": config.host_slowdown}

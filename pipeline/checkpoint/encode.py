@@ -24,13 +24,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.checkpoint.reader import RawTensor, numbers_of, raw_tensor
+from pipeline.checkpoint.reader import RawTensor, numbers_of, raw_tensor, together
 from pipeline.errors import ModelError
 from pipeline.models.architecture import ExpertRows, TensorRows
 from shm.codes import Codes
@@ -69,6 +70,8 @@ def encode_experts(
     layout = builder.layout
     shape = layout.shape
     stride = layout.layer_stride // shape.experts
+    part = builder.manifest.part
+    channels = () if part is None or part.whole else tuple(part.channels(shape))
     pending: deque[_Pending] = deque()
 
     def retire() -> int:
@@ -95,7 +98,7 @@ def encode_experts(
                         ahead -= retire()
                     matrices = locate(layer, expert)
                     target = builder.expert(layer, expert), builder.heads(layer, expert)
-                    chunks = expert_chunks(reader, downs, layout, matrices, *target)
+                    chunks = expert_chunks(reader, downs, layout, matrices, *target, channels)
                     submitted = [pool.submit(chunk) for chunk in chunks]
                     nbytes = sum(reader.advise(rows, os.POSIX_FADV_WILLNEED) for rows in matrices)
                     pending.append(_Pending(layer, expert, matrices, nbytes, submitted))
@@ -130,9 +133,11 @@ def expert_chunks(
     expert: ExpertRows,
     out: Bytes,
     heads: Bytes,
+    channels: Sequence[tuple[int, int]] = (),
 ) -> list[Chunk]:
     """The chunks of an expert, for any order and threads. `downs`: reads `down` where it is needed whole. out
-    uint8 [expert_stride], heads uint8 [head_stride]."""
+    uint8 [expert_stride], heads uint8 [head_stride]. `channels`: those that a part of a model has; without
+    them all."""
     shape = layout.shape
     layout.clear_padding(out, heads)
     if len(expert) != shape.math.matrices + shape.math.biases:
@@ -140,12 +145,13 @@ def expert_chunks(
     if any(part.transposed for part in expert):
         reader = Transposed(reader, downs, expert)
     *wide, down = matrices = expert[: shape.math.matrices]
+    of_all, reader = reader, SomeChannels(reader, wide, channels) if channels else reader
     biases = expert[shape.math.matrices :]
     chunks: list[Chunk] = [partial(_encode_biases, reader, layout, biases, out, heads)] if biases else []
     if isinstance(layout.format, BlockFormat):
         sizes = [(shape.padded, shape.hidden)] * len(wide) + [(shape.hidden, shape.padded)]
         for matrix, (part, (rows, columns)) in enumerate(zip(matrices, sizes, strict=True)):
-            factor = downs.submit(_factor, reader, layout.format, part) if layout.format.factors else None
+            factor = downs.submit(_factor, of_all, layout.format, part) if layout.format.factors else None
             chunks += [
                 partial(_encode_blocks, reader, layout, layout.format, matrix, part, factor, lo, hi, out)
                 for lo, hi in _ranges(rows, max(16, CHUNK_NUMBERS // columns // 16 * 16))
@@ -189,6 +195,47 @@ class Transposed:
         columns = bits[:, part.start :: part.step]
         rows = _transposed(columns[:, lo:hi]) if part.transposed else columns[lo:hi]
         return RawTensor(dtype, rows.shape, rows)
+
+
+class SomeChannels:
+    """An expert of which only some channels are there: rows of its wide matrices, columns of the others."""
+
+    def __init__(
+        self, rows: Rows, wide: Sequence[TensorRows], channels: Sequence[tuple[int, int]]
+    ) -> None:
+        """`channels`: ranges [begin, end), ascending."""
+        self._rows, self._wide, self._channels = rows, frozenset(wide), channels
+
+    def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor | Codes:
+        if part not in self._wide:
+            return _some_columns(self._rows.rows(part, lo, hi), self._channels)
+        some = [self._rows.rows(part, begin, end) for begin, end in self._places(lo, hi)]
+        return together(some) if some else self._rows.rows(part, 0, 0)
+
+    def _places(self, lo: int, hi: int) -> Iterator[tuple[int, int]]:
+        """Yields which rows [lo, hi) are; those past the last are left out."""
+        for begin, end in self._channels:
+            if lo < end - begin and hi > 0:
+                yield begin + max(lo, 0), min(begin + hi, end)
+            lo, hi = lo - (end - begin), hi - (end - begin)
+
+
+def _some_columns(whole: RawTensor | Codes, ranges: Sequence[tuple[int, int]]) -> RawTensor | Codes:
+    """Columns of these ranges; of codes as codes where those are whole groups of them."""
+    if isinstance(whole, Codes):
+        group, last = whole.kind.group, whole.shape[1]
+        if any(begin % group or (end % group and end < last) for begin, end in ranges):
+            return _some_columns(_as_numbers(whole), ranges)
+        some = [whole.columns(begin, end) for begin, end in ranges]
+        zeros = [one.zeros for one in some if one.zeros is not None]
+        return replace(
+            whole,
+            codes=np.concatenate([one.codes for one in some], axis=1),
+            scales=np.concatenate([one.scales for one in some], axis=1),
+            zeros=np.concatenate(zeros, axis=1) if zeros else None,
+        )
+    bits = np.concatenate([whole.bits[:, begin:end] for begin, end in ranges], axis=1)
+    return RawTensor(whole.dtype, bits.shape, bits)
 
 
 def _ranges(rows: int, step: int) -> list[tuple[int, int]]:

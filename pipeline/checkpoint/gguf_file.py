@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
-from pipeline.checkpoint.headers import MAX_TENSORS, Shard, TensorEntry
+from pipeline.checkpoint.headers import MAX_TENSORS, Shard, TensorEntry, samples
 from pipeline.checkpoint.quantized import MAX_NAME
 from pipeline.errors import ModelError
 from pipeline.models.shapes import OTHER_GGUF
@@ -210,7 +210,8 @@ class _Header:
         claims = [self._tensor() for _ in range(tensors)]
         digest = hashlib.blake2b(memoryview(self._bytes)[: self._at], digest_size=32).digest()
         entries = self._located(claims, alignment)
-        shard = Shard(self._path, self._status.st_size, self._status.st_mtime_ns, digest, entries)
+        sampled = samples(self._descriptor, self._status.st_size)
+        shard = Shard(self._path, self._status.st_size, digest, sampled, entries)
         return GgufFile(found, shard)
 
     def _check_kind(self) -> None:

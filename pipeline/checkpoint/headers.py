@@ -24,6 +24,7 @@ from protocol.files import open_regular
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 LFS_POINTER = b"version "  # the first bytes of the text file that git-lfs puts in place of a large one
 MAX_TENSORS = 1 << 18  # of a model; the largest known one has half
+SAMPLES, SAMPLE_BYTES = 16, 4096  # of each file, for its fingerprint: times differ from machine to machine
 COLONS = 5  # of each tensor in a header, and one more
 DTYPE_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
@@ -60,8 +61,8 @@ class Shard:
 
     path: Path
     size: int
-    mtime_ns: int
     header_digest: bytes
+    sample_digest: bytes
     tensors: dict[str, TensorEntry]
 
 
@@ -79,6 +80,7 @@ def read_shard(path: Path) -> Shard:
             if length > MAX_HEADER:
                 raise ModelError(f"{path} is not a safetensors file: its header would have {length} bytes")
             header = file.read(length)
+            sample_digest = samples(file.fileno(), status.st_size)
     except FileNotFoundError:
         raise ModelError(f"{path} is missing: the download is incomplete") from None
     except OSError as e:
@@ -98,7 +100,17 @@ def read_shard(path: Path) -> Shard:
     tensors = {name: _located(path, name, field, 8 + length) for name, field in fields.items()}
     _check_cover(path, tensors, 8 + length, status.st_size)
     digest = hashlib.blake2b(header, digest_size=32).digest()
-    return Shard(path, status.st_size, status.st_mtime_ns, digest, tensors)
+    return Shard(path, status.st_size, digest, sample_digest, tensors)
+
+
+def samples(descriptor: int, size: int) -> bytes:
+    """Returns a digest of a few bytes from all of a file, its last ones included: other weights in a file of the
+    same header and size, as training writes them again and again, change it. Raises OSError."""
+    digest = hashlib.blake2b(digest_size=32)
+    last = max(0, size - SAMPLE_BYTES)
+    for number in range(SAMPLES):
+        digest.update(os.pread(descriptor, SAMPLE_BYTES, last * number // (SAMPLES - 1)))
+    return digest.digest()
 
 
 def _located(path: Path, name: str, field: msgspec.Raw, start: int) -> TensorEntry:

@@ -115,9 +115,9 @@ class CheckpointIndex:
 
 
 def fingerprint(index: CheckpointIndex, format_name: str, tile: int, converter: str = "") -> str:
-    """64 hex digits that change whenever the store would: a hash of config, headers, sizes and times of the
-    files, format, tile size in channels, the experts' kind, encoder, and what converts the tensors. Reads no
-    weights."""
+    """64 hex digits that change whenever the store would, the same on every machine: a hash of config,
+    headers, sizes and a few samples of the files, format, tile size in channels, the experts' kind, encoder,
+    and what converts the tensors."""
     config = index.config if index.quantization is None else {**index.config, QUANTIZED: index.quantization}
     facts = {
         "encoder": ENCODER_VERSION,
@@ -126,7 +126,7 @@ def fingerprint(index: CheckpointIndex, format_name: str, tile: int, converter: 
         "tile": tile,
         "math": facts_of(index.config).math.plain(),
         "config": json.dumps(config, sort_keys=True),
-        "shards": [(s.path.name, s.size, s.mtime_ns, s.header_digest) for s in index.shards],
+        "shards": [(s.path.name, s.size, s.header_digest, s.sample_digest) for s in index.shards],
     }
     return hashlib.blake2b(msgspec.msgpack.encode(facts), digest_size=32).hexdigest()
 

@@ -78,13 +78,15 @@ class RandomModel(ModelSource):
         layout = builder.layout
         shape = layout.shape
         number = shape.layers * shape.experts * shape.tiles
+        part = builder.manifest.part
 
         def draw(place: tuple[int, int, int]) -> None:
             layer, expert, tile = place
             out, heads = builder.expert(layer, expert), builder.heads(layer, expert)
             if tile == 0:
                 layout.clear_end(out, heads)
-            generator = generator_of(self._shape, layer, expert, tile)
+            of_model = tile if part is None else part.tile_in_model(tile)
+            generator = generator_of(self._shape, layer, expert, of_model)
             body, head = layout.tile_of(out, heads, tile)
             layout.clear_tile(body)
             _draw_tile(generator, layout, tile, body, head)

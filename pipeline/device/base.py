@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.arrays import sum_on_host
 from protocol.messages import AttachSlab
 
 if TYPE_CHECKING:
@@ -268,12 +269,3 @@ def heads_of(store: Store, layer: int) -> NDArray[np.uint8]:
     first = layout.head_offset(layer, 0)
     whole = store.all_tiles()[first : first + layout.head_stride * layout.shape.experts]
     return whole.reshape(layout.shape.experts, layout.head_stride)
-
-
-def sum_on_host(parts: Sequence[FloatArray], shape: tuple[int, ...]) -> FloatArray:
-    """Add the workers' partial sums in their order: float32 [R, H], zeros plus each part in turn. The bits
-    depend neither on timing nor on who adds."""
-    total = np.zeros(shape, np.float32)
-    for y in parts:
-        total += y
-    return total

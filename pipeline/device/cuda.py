@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.arrays import FloatArray
+from pipeline.arrays import FloatArray, sum_on_host
 from pipeline.device.base import (
     CONTEXT_BYTES,
     SLOT_ALIGNMENT,
@@ -25,7 +25,6 @@ from pipeline.device.base import (
     Added,
     SlabMemory,
     heads_of,
-    sum_on_host,
 )
 from pipeline.device.cuda_graphs import CudaGraphs
 from pipeline.device.cuda_kernels import KernelDevice

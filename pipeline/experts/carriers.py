@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipeline.device.base import Device
 from pipeline.experts.peers import SLICE_MS, ChildServerSocket
 from pipeline.experts.pool import Answer, Carrier, Task, Ticket
 from pipeline.fairness import SparseLog
@@ -22,6 +21,9 @@ from shm.errors import ShmError
 from shm.lane import CoordinatorLane, LaneShape, Library, Slot, x_areas
 from shm.mask import Tally
 from shm.segment import Segment, new_name, unlink
+
+if TYPE_CHECKING:  # an expert host imports no torch
+    from pipeline.device.base import Device
 
 # Seconds awake of each wait for an answer, a few times what waking a sleeping core takes: the last worker
 # ends soon after the first. The worker on this thread's core is given the core at once.

@@ -14,21 +14,20 @@ then only waits for it: that of the worker that sleeps on this thread's core, an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from pipeline.arrays import FloatArray
+from pipeline.arrays import FloatArray, sum_on_host
 from pipeline.config import WorkerCores
-from pipeline.device.base import sum_on_host
 from pipeline.errors import PeerLost, ShardFailed
 from pipeline.experts.division import Divided, Divider, Split, empty_part
 from pipeline.experts.peers import ChildServerSocket, ProgressWatch
 from protocol.messages import Ready, WorkerDied, WorkFailed
 from shm.control import ControlSegment
-from shm.descriptor import Descriptor
+from shm.descriptor import SEQ, Descriptor, head_of
 from shm.lane import CoordinatorLane, Slot
 from shm.mask import Tally
 from workers.kernels.native import WorkKernel
@@ -238,13 +237,21 @@ class HostPool:
         ticket = Ticket(self, np.ascontiguousarray(x, np.float32), divided.tiles)
         beside, self._beside = self._beside if waits else None, None
         for worker, descriptor in divided.parts:
-            task = Task(self._next + worker, descriptor, ticket, worker)
-            ticket.tasks.append(task)
-            if not self.workers or (worker == beside and self.cores.cores[worker] == 1):
-                ticket.own.append(task)
-            else:
-                self._assign(task)
+            self._begin(Task(self._next + worker, descriptor, ticket, worker), beside)
         self._next += len(self.cores)
+        self._carrier.flush()
+        return ticket
+
+    def submit_in_turn(self, descriptors: Sequence[Descriptor], x: FloatArray, waits: bool = True) -> Ticket:
+        """Begin a share that was divided for any number of workers, which take its Works in turn; as `submit`.
+        Writes their seqs."""
+        ticket = Ticket(self, np.ascontiguousarray(x, np.float32))
+        beside, self._beside = self._beside if waits else None, None
+        for number, descriptor in enumerate(descriptors):
+            head_of(descriptor)[SEQ] = self._next + number
+            task = Task(self._next + number, descriptor, ticket, number % len(self.cores))
+            self._begin(task, beside)
+        self._next += len(descriptors)
         self._carrier.flush()
         return ticket
 
@@ -305,6 +312,14 @@ class HostPool:
         return self._socket
 
     # --- assignment --------------------------------------------------------------------------------------
+
+    def _begin(self, task: Task, beside: int | None) -> None:
+        """Begin a ticket's next task, here where no worker need be woken for it."""
+        task.ticket.tasks.append(task)
+        if not self.workers or (task.preferred == beside and self.cores.cores[beside] == 1):
+            task.ticket.own.append(task)
+        else:
+            self._assign(task)
 
     def _assign(self, task: Task) -> None:
         """Send a task to the worker it was cut for if that is up or no other is; else to the least loaded."""

@@ -31,7 +31,7 @@ from pipeline.config import (
 )
 from pipeline.device.base import CONTEXT_BYTES, SLOT_ALIGNMENT
 from pipeline.errors import UsageError
-from pipeline.models.facts import ModelFacts, expert_shape, facts_of, is_own
+from pipeline.models.facts import ModelFacts, expert_shape, facts_of, is_own, narrowed
 from pipeline.models.registry import architecture_of, model_spec
 from shm.layout import FORMATS, MatrixFormat, format_named
 from shm.manifest import StoreManifest, store_bytes
@@ -85,7 +85,10 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     facts, tile_format = facts_of(source.config), format_named(format)
     shape = expert_shape(source.config, config.tile, tile_format)
     fingerprint = source.fingerprint(format, shape.tile)
-    manifest = StoreManifest(fingerprint, shape, format, source.name)
+    part = None if config.lanes is None else config.lanes.part
+    if part is not None:
+        shape, fingerprint = narrowed(part, shape), part.fingerprint(fingerprint)
+    manifest = StoreManifest(fingerprint, shape, format, source.name, part=part)
     store = store_bytes(manifest)
     stored = source.quantized or source.own_format or ""
     cuda = config.device == "cuda"

@@ -35,6 +35,7 @@ from protocol.program import user_folder
 from shm.atomic_file import atomic_file
 from shm.expert_math import ExpertMath, math_of
 from shm.layout import ExpertShape, FloeFormat, TileFormat, suitable_tile
+from shm.part import Part
 from workers.lifetime import PYTHON, environment
 
 MODULE = "pipeline.generic.describe"
@@ -147,6 +148,14 @@ def expert_shape(config: Config, tile: int | None, tile_format: TileFormat) -> E
     return ExpertShape(
         len(facts.moe_layers), facts.experts, facts.hidden, facts.intermediate, tile, facts.math
     )
+
+
+def narrowed(part: Part, shape: ExpertShape) -> ExpertShape:
+    """The shape of a part of experts. Raises UsageError where its lanes are not those of such experts."""
+    try:
+        return part.narrowed(shape)
+    except ValueError as e:
+        raise UsageError(f"the machines' lanes do not fit this model in this format: {e}") from None
 
 
 def check_kind(math: ExpertMath, tile_format: TileFormat) -> None:

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_runs import quick
 
-from pipeline.device.base import sum_on_host
+from pipeline.arrays import sum_on_host
 from workers.kernels.cuda.compiler import Program
 from workers.kernels.cuda.sums import HEADER_BYTES, TERM, OutputSums, Weighted, sums_table, table_room
 

@@ -63,7 +63,8 @@ def test_fingerprint_changes_with_every_input_of_the_store(tmp_path):
     assert len(first) == 64
     assert first == fingerprint(CheckpointIndex.open(folder), "bf16", 32)
     others = {first, fingerprint(index, "f32", 32), fingerprint(index, "bf16", 64)}
-    os.utime(folder / "model.safetensors", ns=(0, 1))
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     others.add(fingerprint(CheckpointIndex.open(folder), "bf16", 32))
     config = tiny_checkpoint.config() | {"rms_norm_eps": 1e-6}
     (folder / "config.json").write_text(json.dumps(config))
@@ -71,21 +72,19 @@ def test_fingerprint_changes_with_every_input_of_the_store(tmp_path):
     assert len(others) == 5
 
 
-def test_fingerprint_is_of_headers_sizes_and_names_and_not_of_the_order_of_keys(tmp_path):
+def test_fingerprint_is_of_headers_sizes_and_names_and_not_of_times_or_the_order_of_keys(tmp_path):
     folder = tiny_checkpoint.write_exactly(tmp_path, {"a": torch.zeros(4), "b": torch.ones(4)})
     path = folder / "model.safetensors"
 
     def found() -> str:
-        os.utime(path, ns=(0, 5))
         return fingerprint(CheckpointIndex.open(folder), "bf16", 32)
 
     first = found()
     config = tiny_checkpoint.config()
     (folder / "config.json").write_text(json.dumps(dict(reversed(config.items())), indent=2))
+    os.utime(path, ns=(0, 5))  # as on another machine
     assert found() == first
     data = path.read_bytes()
-    path.write_bytes(data[:-1] + b"?")  # of the weights themselves nothing is read
-    assert found() == first
     path.write_bytes(data.replace(b'"a"', b'"c"'))
     assert found() != first
     path.unlink()
@@ -98,7 +97,7 @@ def test_shard_says_where_its_tensors_are(tmp_path):
     path = with_header(tmp_path, header, bytes(14))
     shard = read_shard(path)
     status = path.stat()
-    assert (shard.path, shard.size, shard.mtime_ns) == (path, status.st_size, status.st_mtime_ns)
+    assert (shard.path, shard.size) == (path, status.st_size)
     begin = status.st_size - 14
     assert shard.tensors == {
         "one": TensorEntry(path, "F32", (2,), begin, 8),

@@ -12,7 +12,7 @@ from mover_parts import encoded_store
 from thread_engine import pool_in_threads
 
 from pipeline.config import WorkerCores
-from pipeline.device.base import sum_on_host
+from pipeline.arrays import sum_on_host
 from pipeline.experts.division import Divider, Split
 from pipeline.experts.pool import HostPool, computing
 from pipeline.policies.view import Routing

@@ -1,0 +1,1 @@
+"""Several machines: expert hosts, what keeps them, and the coordinator's side of them."""
