@@ -82,8 +82,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class MachineList:
-    """All that hold lanes beside the coordinator's own machine, and the coordinator's own CURVE keys, of which
-    the expert hosts know the public one. A lane that several hold is asked of the first that answers."""
+    """All that hold lanes beside the coordinator's own machine, and the coordinator's own CURVE keys, of
+    which the expert hosts know the public one. A lane that several hold is asked of the first that
+    answers."""
 
     machines: tuple[Machine, ...]
     public_key: str

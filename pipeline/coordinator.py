@@ -53,6 +53,7 @@ from protocol.messages import (
     Ready,
     Score,
     Scores,
+    SetMachines,
     SetPolicy,
     Shutdown,
     Stats,
@@ -202,6 +203,8 @@ class Coordinator:
                     if role == TEXT:
                         self._text_link.on_exit(message)
                     self._exits.put(message)
+                case SetMachines():
+                    self._exits.machines.append(message)
 
     # --- clients ------------------------------------------------------------------------------------------
 

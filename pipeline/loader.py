@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
@@ -86,10 +86,17 @@ class Control:
         self._socket.close()
 
 
+class Stages(Protocol):
+    """Is told how far a load is: `Control`, or an expert host."""
+
+    def stage(self, name: str, total: int) -> Callable[[int], None]:
+        """As `Control.stage`."""
+
+
 class Loading:
     """Loads one store into shared memory. After `run`, `origin` describes the source of its bytes."""
 
-    def __init__(self, config: dict[str, Any], control: Control) -> None:
+    def __init__(self, config: dict[str, Any], control: Stages) -> None:
         """Read the checkpoint's headers. Raises UsageError, UnknownFormat."""
         self.control = control
         self.source = open_model(Path(config["model"]))
@@ -97,9 +104,7 @@ class Loading:
         self.whole = self.fingerprint = self.source.fingerprint(config["format"], shape.tile)
         if (part := part_of(config.get("part"))) is not None:
             shape, self.fingerprint = narrowed(part, shape), part.fingerprint(self.whole)
-        self.manifest = StoreManifest(
-            self.fingerprint, shape, config["format"], self.source.name, part=part
-        )
+        self.manifest = StoreManifest(self.fingerprint, shape, config["format"], self.source.name, part=part)
         self.size = store_bytes(self.manifest)
         self.cached = self.source.worth_keeping(config["format"])  # whether the disk cache is used
         self.cache_folder = Path(config["cache_dir"])

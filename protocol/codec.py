@@ -121,7 +121,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-import protocol.machines  # whose messages are known here, too
+import protocol.machines  # noqa: F401 - registers its messages
 from protocol.errors import MalformedMessage
 from protocol.messages import (
     ARRAY_LIMIT,

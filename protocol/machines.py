@@ -1,22 +1,22 @@
 """The messages between a coordinator and the expert hosts on other machines, and their sockets.
 
-A host has a ROUTER at a tcp endpoint, its coordinator a DEALER for each host; both with CURVE keys: a host answers only
-the coordinator whose public key it was started with, and a coordinator only a host with the key that it was told. The
-bytes of messages are those of `codec.py`.
+A host has a ROUTER at a tcp endpoint, its coordinator a DEALER for each host; both with CURVE keys: a host
+answers only the coordinator whose public key it was started with, and a coordinator only a host with the key
+that it was told. The bytes of messages are those of `codec.py`.
 
 A conversation
 --------------
 1. The coordinator sends HostHello until a HostWelcome says that the host is ready, or why it never will be.
-2. LaneWork -> LaneSums, or LaneFailed. A Work may be sent again, to this host or to another that holds the lane, at any
-   time: a host keeps nothing of it, and whoever computes it, the sums have the same bits.
-3. Ping -> Pong, also while the host computes. A host lives on the coordinator's messages: it ends when there was none
-   for as long as its lease. A Pong names the Works that the host has; what it does not name and has not answered, of
-   those sent before its Ping, is lost, with a connection or a process, and is sent again.
+2. LaneWork -> LaneSums, or LaneFailed. A Work may be sent again, to this host or to another that holds the
+   lane, at any time: a host keeps nothing of it, and whoever computes it, the sums have the same bits.
+3. Ping -> Pong, also while the host computes. A host lives on the coordinator's messages: it ends when there
+   was none for as long as its lease. A Pong names the Works that the host has; what it does not name and has
+   not answered, of those sent before its Ping, is lost, with a connection or a process, and is sent again.
 4. A Pong of another `incarnation` comes from another process: the coordinator begins again with 1.
 
-x travels as the int8 codes that kernels of the integer formats make of it anyway, a quarter of its bytes: for each group
-the largest magnitude m, and codes round(x / (m / 127)). The receiver's kernels make the same codes again of
-`restored`, so that the result has the bits of x itself."""
+x travels as the int8 codes that kernels of the integer formats make of it anyway, a quarter of its bytes: for
+each group the largest magnitude m, and codes round(x / (m / 127)). The receiver's kernels make the same codes
+again of `restored`, so that the result has the bits of x itself."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ from protocol.sockets import HANDSHAKE_MS, LINGER_MS, Socket, random_identity
 
 LOADING, READY, REFUSED = "loading", "ready", "refused"  # states of a host
 LARGEST_CODE = 127
-QUEUED = 64  # messages, each way
-BEAT_MS, SILENT_MS = 500, 2000  # of the transport's own heartbeats: a dead connection is given up, and made again
+QUEUED = 1000  # messages, each way
+BEAT_MS, SILENT_MS = (
+    500,
+    2000,
+)  # of the transport's own heartbeats: a dead connection is given up, and made again
 DOMAIN = b"tandem"  # in which keys are checked
 
 
@@ -129,9 +132,7 @@ def restored(codes: I8Matrix, largest: F32Matrix, hidden: int) -> F32Matrix:
     return restored
 
 
-def host_router(
-    context: zmq.Context[Socket], address: str, port: int, public: str, secret: str
-) -> Socket:
+def host_router(context: zmq.Context[Socket], address: str, port: int, public: str, secret: str) -> Socket:
     """Returns a host's ROUTER, bound to this address; port 0: any that is free. Raises ProtocolError."""
     socket = context.socket(zmq.ROUTER)
     try:
@@ -147,9 +148,7 @@ def host_router(
     return socket
 
 
-def host_dealer(
-    context: zmq.Context[Socket], endpoint: str, key: str, public: str, secret: str
-) -> Socket:
+def host_dealer(context: zmq.Context[Socket], endpoint: str, key: str, public: str, secret: str) -> Socket:
     """Returns a coordinator's DEALER for the host at this endpoint, which has this public key. Nothing is
     queued while there is no connection: sending raises zmq.Again. Raises ProtocolError."""
     socket = context.socket(zmq.DEALER)

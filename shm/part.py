@@ -1,8 +1,8 @@
 """A part of a model's experts: the lanes that one machine of several holds.
 
-A lane is a fixed slice of every expert: its tiles [bounds[k], bounds[k + 1]). A part is a store of narrower experts, whose
-tiles are those of its lanes, the lowest first; everything that computes on stores computes on parts. Their bytes are
-those of the whole store's tiles."""
+A lane is a fixed slice of every expert: its tiles [bounds[k], bounds[k + 1]). A part is a store of narrower
+experts, whose tiles are those of its lanes, the lowest first; everything that computes on stores computes on
+parts. Their bytes are those of the whole store's tiles."""
 
 from __future__ import annotations
 

@@ -127,8 +127,8 @@ class Supervisor:
             self._group.kill()
 
     async def set_machines(self, machines: tuple[Machine, ...]) -> None:
-        """Tell the coordinator, and each later one, which machines hold lanes now: one is new, is gone, or has
-        another endpoint. What a machine that is gone was asked for is asked of others."""
+        """Tell the coordinator, and each later one, which machines hold lanes now: one is new, is gone, or
+        has another endpoint. What a machine that is gone was asked for is asked of others."""
         assert self._machines is not None
         self._machines = replace(self._machines, machines=machines)
         if self._group is not None:

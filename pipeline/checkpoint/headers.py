@@ -104,8 +104,8 @@ def read_shard(path: Path) -> Shard:
 
 
 def samples(descriptor: int, size: int) -> bytes:
-    """Returns a digest of a few bytes from all of a file, its last ones included: other weights in a file of the
-    same header and size, as training writes them again and again, change it. Raises OSError."""
+    """Returns a digest of a few bytes from all of a file, its last ones included: other weights in a file of
+    the same header and size, as training writes them again and again, change it. Raises OSError."""
     digest = hashlib.blake2b(digest_size=32)
     last = max(0, size - SAMPLE_BYTES)
     for number in range(SAMPLES):

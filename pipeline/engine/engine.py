@@ -295,7 +295,7 @@ class TensorExecutor:
             timed = self.engine.timing.times(decision.layer)
             self._outputs.append(self._memory.compute(work, self.call.inputs, self.clock, timed))
             self.engine.timing.device_began(split)
-        if ticket.tasks:
+        if not ticket.empty:
             self._parts = ticket.parts()
             self.engine.timing.host_ends(ticket.busy)
             self.clock.mark("wait")

@@ -23,7 +23,7 @@ from pipeline.errors import PeerLost
 from pipeline.fairness import SparseLog
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage
-from protocol.messages import HEADER_LIMIT, VERSION, Hung, Ready, WorkerDied, WorkerUp
+from protocol.messages import HEADER_LIMIT, VERSION, Hung, Ready, SetMachines, WorkerDied, WorkerUp
 from protocol.sockets import CHILD_HWM, Identity, bind_router, ipc_endpoint, parse_identity
 
 log = logging.getLogger(__name__)
@@ -77,10 +77,12 @@ class ChildState:
 
 
 class ExitEvents:
-    """Exits that the supervisor reported, by role, and the end of all waiting. For any thread."""
+    """What the supervisor reports to the engine's thread: exits, by role, which machines hold lanes now, and
+    the end of all waiting. For any thread."""
 
     def __init__(self) -> None:
         self._exits: dict[str, deque[WorkerDied]] = {"worker": deque(), "prefetcher": deque()}
+        self.machines: deque[SetMachines] = deque()
         self.given_up = ""
 
     def give_up(self, reason: str) -> None:

@@ -87,6 +87,11 @@ class Ticket:
         return len(self.answers) == len(self.tasks)
 
     @property
+    def empty(self) -> bool:
+        """There is nothing to be computed."""
+        return not self.tasks
+
+    @property
     def needed(self) -> bool:
         """A Work without an answer that counts reads x."""
         return not (self.dropped or self.complete)
@@ -243,8 +248,8 @@ class HostPool:
         return ticket
 
     def submit_in_turn(self, descriptors: Sequence[Descriptor], x: FloatArray, waits: bool = True) -> Ticket:
-        """Begin a share that was divided for any number of workers, which take its Works in turn; as `submit`.
-        Writes their seqs."""
+        """Begin a share that was divided for any number of workers, which take its Works in turn; as
+        `submit`. Writes their seqs."""
         ticket = Ticket(self, np.ascontiguousarray(x, np.float32))
         beside, self._beside = self._beside if waits else None, None
         for number, descriptor in enumerate(descriptors):

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import numpy as np
 
@@ -20,10 +20,12 @@ from pipeline.backbone.linear import Precision
 from pipeline.backbone.protocol import AnyBackbone
 from pipeline.calibration.cost_probe import ROWS
 from pipeline.checkpoint.open import open_model
+from pipeline.cluster.machines import Machines
+from pipeline.cluster.pool import LanesPool
 from pipeline.config import CoordinatorConfig, WorkerCores
 from pipeline.device import open_device
 from pipeline.engine.engine import Engine
-from pipeline.errors import PeerLost
+from pipeline.errors import PeerLost, UsageError
 from pipeline.experts.carriers import ArenaCarrier, SocketCarrier
 from pipeline.experts.division import Divider, largest
 from pipeline.experts.peers import ChildServerSocket, ExitEvents, SendToSupervisor
@@ -44,6 +46,7 @@ from pipeline.models.registry import model_spec
 from pipeline.scheduling.suspects import Suspects
 from pipeline.text.detokenizer import DECODER, Detokenizer
 from pipeline.text.tokenizer import has_tokenizer
+from protocol.machines import HostHello
 from protocol.messages import Progress
 from shm.control import ControlSegment
 from shm.disk_cache import CacheRecord
@@ -52,10 +55,12 @@ from shm.layout import FORMATS, MatrixFormat
 from shm.segment import byte_size, engine_prefix, lock_pages
 from shm.store import Store
 from workers.kernels.native import VARIANTS, best, store_kernel
+from workers.kernels.native import VERSION as KERNELS
 
 log = logging.getLogger(__name__)
 
 CHILD_LIMIT = 60.0  # seconds for workers and prefetcher to announce themselves
+MACHINES_LIMIT = 200.0  # seconds for those that hold other lanes; later on requests wait for them
 TEXT_LIMIT = 300.0  # seconds for the text process, which loads a tokenizer
 NARROW_ROWS = 32  # of the slots of a lane of which there are several
 # Nanoseconds for which this process's team spins for its next computation, where no worker needs the cores:
@@ -110,7 +115,9 @@ class EngineParts:
             self.bind_socket("prefetcher")
         self.store = Store.attach(config.store, config.fingerprint, writable=True)
         closing.callback(self.store.close)
-        with ThreadPoolExecutor(1, "locking") as beside:
+        self.machines = self._open_machines()
+        kept = nullcontext() if self.machines is None else self.machines.kept()
+        with kept, ThreadPoolExecutor(1, "locking") as beside:
             locked = beside.submit(lock_pages, self.store.segment.array)
             backbone = self._load_backbone()
         chunk = options.chunk or CHUNK_MAX
@@ -214,20 +221,45 @@ class EngineParts:
     def _open_pool(self, top_k: int) -> HostPool:
         config, store, shape = self.config, self.store, self.store.layout.shape
         cores = config.workers if config.workers else WorkerCores.equal(1)
-        division = Divider(cores, shape.experts, shape.tiles)
+        division, plan = Divider(cores, shape.experts, shape.tiles), config.options.lanes
+        kind = HostPool if plan is None else LanesPool
         if config.workers:
             carrier = self.carrier = self._open_carrier(top_k)
             compute = self._own_compute()
-            pool = HostPool(division, cores, compute, self.sockets["worker"], carrier, self.control)
+            pool = kind(division, cores, compute, self.sockets["worker"], carrier, self.control)
         else:
             team = self.device.team
             if team is not None:
                 team.linger(LINGER_NS)
-            pool = HostPool(
-                division, cores, computing(store_kernel(store, team), config.options.host_slowdown)
-            )
+            pool = kind(division, cores, computing(store_kernel(store, team), config.options.host_slowdown))
+        if plan is not None and isinstance(pool, LanesPool):
+            pool.use_lanes(plan, store.layout, self.machines)
+            pool.wait_machines(MACHINES_LIMIT)
         pool.wait_ready(CHILD_LIMIT)
         return pool
+
+    def _open_machines(self) -> Machines | None:
+        """Connect to the machines that hold the other lanes; returns None where there are none. Raises
+        UsageError for a format that cannot be divided among machines."""
+        config, layout, plan = self.config, self.store.layout, self.config.options.lanes
+        if plan is None:
+            return None
+        if layout.head_bytes:
+            raise UsageError(
+                f"--format {config.options.format} is for one machine alone: use another, as int4"
+            )
+        if plan.part.whole:
+            return None
+        if config.machines is None:
+            raise UsageError(
+                f"lanes {plan.held} of {len(plan.bounds) - 1} are here, and no other machine is known"
+            )
+        format = config.options.format
+        whole = self.source.fingerprint(format, layout.shape.tile)
+        hello = HostHello(KERNELS, best().variant, whole, format, plan.bounds, plan.pieces)
+        machines = Machines(config.machines, hello, self.exits, self.tick)
+        self.closing.callback(machines.close)
+        return machines
 
 
 def measure_chunks(engine: Engine, kv: KVCache, context: int) -> tuple[int, int]:

@@ -87,6 +87,8 @@ class EngineStatus:
             stats["exchange"] = carrier.stats()
         elif "worker" in sockets:
             stats["exchange"] = {"name": "zmq"}
+        if self._parts.machines is not None:
+            stats["machines"] = self._parts.machines.stats()
         if (costs := engine.timing.costs or self._policies.costs) is not None:
             stats["costs"] = costs.to_json()
         if (corrections := engine.timing.corrections) is not None:

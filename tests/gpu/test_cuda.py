@@ -12,8 +12,8 @@ import torch
 from child_harness import SHAPE, small_store, surroundings, weights_of
 from numpy.typing import NDArray
 
-from pipeline.device import Device, open_device
 from pipeline.arrays import sum_on_host
+from pipeline.device import Device, open_device
 from pipeline.device.base import SlabMemory
 from protocol.messages import Fetch, Fetched, SlabAttached
 from shm.store import Store, store_name

@@ -11,8 +11,8 @@ import pytest
 from mover_parts import encoded_store
 from thread_engine import pool_in_threads
 
-from pipeline.config import WorkerCores
 from pipeline.arrays import sum_on_host
+from pipeline.config import WorkerCores
 from pipeline.experts.division import Divider, Split
 from pipeline.experts.pool import HostPool, computing
 from pipeline.policies.view import Routing

@@ -1,0 +1,99 @@
+"""Lanes: how a layer's routing is cut for them, and how those that this machine holds are computed.
+
+A lane's sum is that of its pieces, in their order; a piece is a run of equal cost of the lane's tiles
+(`division.py`). Pieces are cut by the routing and the number of the lane's tiles alone. So a lane's sum has
+the same bits on every machine that holds it, whatever its workers are, and lanes of equally many tiles have
+the same descriptors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.arrays import FloatArray, IntArray, sum_on_host
+from pipeline.config import WorkerCores
+from pipeline.experts.division import Divider, Split, all_tiles
+from pipeline.experts.pool import HostPool, Ticket
+from shm.descriptor import HEADER, ITEMS, Descriptor, head_of
+from shm.part import Part
+
+Pieces = Sequence[Descriptor]  # of one lane, with tiles counted from the lane's first
+
+
+class LaneDivider:
+    """Cuts lanes into pieces."""
+
+    def __init__(self, part: Part, experts: int, pieces: int) -> None:
+        """Raises NotCompiled."""
+        lanes = range(len(part.bounds) - 1)
+        self.part, self._experts = part, experts
+        self._tiles = {lane: part.tiles(lane) for lane in lanes}
+        most = max(self._tiles.values())
+        self._divider = Divider(WorkerCores.equal(pieces), experts, most)
+        self._all = np.zeros(experts, np.int32)
+
+    def remote(self, split: Split, lanes: Sequence[int]) -> dict[int, Pieces]:
+        """Returns the pieces of whole lanes. Lanes of equally many tiles have the same object. Raises
+        PlanError."""
+        by_tiles = {tiles: self._cut(split, self._all, tiles) for tiles in {self._tiles[n] for n in lanes}}
+        return {lane: by_tiles[self._tiles[lane]] for lane in lanes}
+
+    def own(self, split: Split) -> dict[int, Pieces]:
+        """Returns the pieces of the lanes that this machine holds, without the tiles that its device
+        computes. Raises PlanError."""
+        if not split.lo.any():
+            return self.remote(split, self.part.held)
+        return {
+            lane: self._cut(split, np.clip(split.lo - self.part.first(lane), 0, tiles), tiles)
+            for lane in self.part.held
+            for tiles in (self._tiles[lane],)
+        }
+
+    def _cut(self, split: Split, lo: IntArray, tiles: int) -> Pieces:
+        of_lane = split._replace(lo=lo, hi=all_tiles(self._experts, tiles))
+        return [descriptor for _, descriptor in self._divider.divide(of_lane, 0).parts]
+
+
+@dataclass
+class LaneTicket:
+    """Lanes that are being computed here."""
+
+    ticket: Ticket
+    pieces: dict[int, int]  # of each lane, in the ticket's order
+
+    def sums(self) -> dict[int, FloatArray]:
+        """Wait for the sum of each lane, float32 [R, H]. Raises as `Ticket.result`."""
+        parts = iter(self.ticket.parts())
+        shape = self.ticket.x.shape
+        sums = {
+            lane: sum_on_host([next(parts) for _ in range(count)], shape)
+            for lane, count in self.pieces.items()
+        }
+        self.ticket.pool.release(self.ticket)
+        return sums
+
+
+class HeldLanes:
+    """The lanes of a store, and the pool that computes them."""
+
+    def __init__(self, pool: HostPool, part: Part) -> None:
+        self.pool, self._part = pool, part
+
+    def begin(self, lanes: Mapping[int, Pieces], x: FloatArray, waits: bool = True) -> LaneTicket:
+        """Begin lanes that are held here, and return at once. x: float32 [R, H], unchanged until their
+        sums."""
+        descriptors = [
+            moved(piece, self._part.first(lane)) for lane, pieces in lanes.items() for piece in pieces
+        ]
+        ticket = self.pool.submit_in_turn(descriptors, x, waits)
+        return LaneTicket(ticket, {lane: len(pieces) for lane, pieces in lanes.items()})
+
+
+def moved(descriptor: Descriptor, tiles: int) -> Descriptor:
+    """Returns a copy of a descriptor whose items lie so many tiles further on."""
+    copy = descriptor.copy()
+    items = copy[HEADER : HEADER + 3 * head_of(copy)[ITEMS]].reshape(-1, 3)
+    items[:, 1:] += np.int32(tiles)
+    return copy

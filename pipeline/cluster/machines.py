@@ -1,0 +1,459 @@
+"""The coordinator's side of expert hosts on other machines: asks them for lanes, and sees to it that each
+answers, or that another machine does which holds the lane.
+
+A `Question` is a layer's remote lanes for some rows. Each lane is asked of the first ready machine that holds
+it; of another one too as soon as that one is silent; and again where a host says that it does not have it.
+The first answer counts: whoever computes a lane, its sum has the same bits. Where nobody holds a lane, the
+question waits, and a line says for what.
+
+The engine's thread does all of this; ZeroMQ has an I/O thread for each machine, which encrypts and carries
+the bytes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import zmq
+
+from pipeline.arrays import FloatArray
+from pipeline.cluster.lanes import Pieces
+from pipeline.config import Machine, MachineList
+from pipeline.errors import PeerLost, ShardFailed
+from pipeline.experts.peers import ExitEvents
+from pipeline.fairness import SparseLog
+from protocol.codec import decode, encode
+from protocol.errors import MalformedMessage, ProtocolError
+from protocol.machines import (
+    LOADING,
+    READY,
+    REFUSED,
+    HostHello,
+    HostWelcome,
+    LaneAbandon,
+    LaneFailed,
+    LaneSums,
+    LaneWork,
+    Ping,
+    Pong,
+    host_dealer,
+)
+
+HELLO_SECONDS = 0.25  # between two HostHellos to a host that is not ready
+PING_SECONDS, IDLE_PING_SECONDS = 0.05, 1.0  # between two Pings to one that owes an answer, to another
+HEDGE_SECONDS = 0.3  # of silence, after which a machine that owes an answer counts as silent
+LOOK_SECONDS = 0.02  # between two looks for what is late
+SLICE_MS = 10  # of a wait
+SAY_SECONDS, SAY_AGAIN_SECONDS = 2.0, 30.0  # of a wait, until a line says for what; and again
+WAIT_LIMIT = 3600.0  # seconds for a lane that nobody holds: the step fails
+COPY_BELOW = 65536  # bytes; copying less is cheaper than tracking the buffer
+AWAY = "away"  # state: there is no connection
+SILENT = "silent"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WireX:
+    """A question's x as it travels."""
+
+    codes: np.ndarray[tuple[int, int], np.dtype[np.int8]]
+    largest: FloatArray
+    x: FloatArray
+
+
+@dataclass(eq=False)
+class Asked:
+    """A machine that was asked for a lane."""
+
+    link: Link
+    incarnation: str
+    pings: int  # that it had been sent
+    at: float  # monotonic seconds
+
+
+@dataclass(eq=False)
+class Question:
+    """Lanes of a layer for some rows, which other machines compute."""
+
+    seq: int
+    rows: int
+    pieces: Mapping[int, Pieces]  # by lane
+    x: WireX
+    asked: dict[int, list[Asked]] = field(default_factory=dict)  # by lane that has no answer, the latest last
+    answers: dict[int, FloatArray] = field(default_factory=dict)  # by lane: float32 [R, H]
+    failure: str = ""
+
+    @property
+    def complete(self) -> bool:
+        return len(self.answers) == len(self.pieces)
+
+
+class Link:
+    """One machine's host: its socket, and what is known of it."""
+
+    def __init__(self, machine: Machine, socket: zmq.Socket[bytes]) -> None:
+        self.machine = machine
+        self.socket = socket
+        self.state, self.why = AWAY, "not connected yet"
+        self.incarnation = ""
+        self.pings = self.works = self.asked_again = 0
+        self.heard_at = self.pinged_at = self.helloed_at = 0.0  # monotonic seconds
+        self.unheard_since = 0.0  # of the first Ping that no message has followed; 0: there is none
+        self.round_trip = 0.0  # seconds, of the latest answers, smoothed
+
+    @property
+    def able(self) -> bool:
+        """It can be asked for lanes."""
+        return self.state == READY
+
+    @property
+    def silent(self) -> bool:
+        """It has not answered for a while."""
+        return self.unheard_since > 0 and time.monotonic() - self.unheard_since > HEDGE_SECONDS
+
+    def send(self, message: object) -> bool:
+        """Send a message; returns False where there is no connection, or its queue is full."""
+        frames = encode(message)
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=sum(map(len, frames)) < COPY_BELOW)
+        except zmq.Again:
+            return False
+        return True
+
+    def count(self, asked: Sequence[Asked]) -> None:
+        """It has answered a lane, of which these were asked."""
+        for one in asked:
+            if one.link is self:
+                took = time.monotonic() - one.at
+                self.round_trip += (took - self.round_trip) / 16 if self.round_trip else took
+
+    def lost(self, state: str, why: str) -> None:
+        """It cannot be asked any more, until it says that it can."""
+        if self.able or (state == REFUSED and self.why != why):
+            log.warning(f"machine {self.machine.name} ({self.machine.endpoint}): {why}")
+        self.state, self.why, self.incarnation, self.unheard_since = state, why, "", 0.0
+
+
+class Machines:
+    """All other machines. Used by the engine's thread, but `stats`."""
+
+    def __init__(
+        self, given: MachineList, hello: HostHello, exits: ExitEvents, tick: Callable[[], None]
+    ) -> None:
+        """`exits`: tells of other machines, and of the end of all waiting; `tick`: called at each slice of a
+        wait."""
+        self._given, self._hello, self._exits, self._tick = given, hello, exits, tick
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(max(1, len(given.machines)))
+        self._poller = zmq.Poller()
+        self._links: dict[zmq.Socket[bytes], Link] = {}
+        self._open: dict[int, Question] = {}
+        self._next = 1  # seq
+        self._looked_at = 0.0
+        self._log = SparseLog(log)
+        self._change(given.machines)
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Returns what is known of each machine. From any thread."""
+        return [
+            {
+                "name": link.machine.name,
+                "endpoint": link.machine.endpoint,
+                "lanes": list(link.machine.lanes),
+                "state": SILENT if link.able and link.silent else link.state,
+                "why": link.why,
+                "works": link.works,
+                "asked_again": link.asked_again,
+                "round_trip_us": 1e6 * link.round_trip,
+            }
+            for link in list(self._links.values())
+        ]
+
+    # --- questions ---------------------------------------------------------------------------------------
+
+    def ask(self, pieces: Mapping[int, Pieces], x: WireX, rows: int) -> Question:
+        """Ask for lanes, and return at once."""
+        question = Question(self._next, rows, pieces, x)
+        self._next += 1
+        self._open[question.seq] = question
+        self._assign(question, list(pieces))
+        return question
+
+    def wait(self, question: Question) -> dict[int, FloatArray]:
+        """Wait for the sum of each lane, float32 [R, H]. Raises ShardFailed where a lane cannot be computed
+        or nobody holds it for too long, PeerLost where the engine ends."""
+        began = time.monotonic()
+        say_at = began + SAY_SECONDS
+        while not question.complete:
+            if question.failure:
+                self.abandon(question)
+                raise ShardFailed(question.failure)
+            self.update(SLICE_MS)
+            if (now := time.monotonic()) > say_at and not question.complete:
+                say_at = now + SAY_AGAIN_SECONDS
+                missing = [lane for lane in question.pieces if lane not in question.answers]
+                log.warning(f"waiting for {self._why(missing)}")
+                if now - began > WAIT_LIMIT:
+                    self.abandon(question)
+                    raise ShardFailed(f"for {WAIT_LIMIT:.0f} s there was no answer: {self._why(missing)}")
+        return question.answers
+
+    def abandon(self, question: Question) -> None:
+        """Drop a question."""
+        if self._open.pop(question.seq, None) is not None:
+            for link in {asked.link for every in question.asked.values() for asked in every}:
+                link.send(LaneAbandon((question.seq,)))
+
+    def wait_ready(self, lanes: Sequence[int], limit: float) -> None:
+        """Wait until each of these lanes has a machine that is ready, for so many seconds: what is asked for
+        it later waits for it. Raises PeerLost where a machine refuses and no other holds its lane, or the
+        engine ends."""
+        until, say_at = time.monotonic() + limit, time.monotonic() + SAY_SECONDS
+        while missing := [lane for lane in lanes if not self._holders(lane)]:
+            if time.monotonic() > until:
+                return
+            self.update(SLICE_MS)
+            for lane in missing:
+                every = [link for link in self._links.values() if lane in link.machine.lanes]
+                if every and all(link.state == REFUSED for link in every):
+                    raise PeerLost(f"lane {lane} of the experts: {self._why([lane])}")
+            if time.monotonic() > say_at:
+                say_at = time.monotonic() + SAY_AGAIN_SECONDS
+                log.warning(f"waiting for {self._why(missing)}")
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep the hosts' leases by a thread of its own while the block runs, which must not use this
+        object."""
+        ended = threading.Event()
+
+        def keep() -> None:
+            with suppress(PeerLost):  # which this thread's owner notices too
+                while not ended.is_set():
+                    self.update(SLICE_MS)
+
+        thread = threading.Thread(target=keep, name="leases", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def update(self, wait_ms: int) -> None:
+        """Take messages, waiting for the first; see to what is late. Raises PeerLost where the engine
+        ends."""
+        arrived = self._poller.poll(wait_ms) if self._links else ()
+        if not self._links and wait_ms:
+            time.sleep(wait_ms / 1000)
+        self._tick()
+        if self._exits.given_up:
+            raise PeerLost(self._exits.given_up)
+        for socket, _ in arrived:
+            self._drain(self._links[socket])
+        while self._exits.machines:
+            new = self._exits.machines.popleft().machines
+            self._change(tuple(Machine(one.name, one.endpoint, one.key, one.lanes) for one in new))
+        if (now := time.monotonic()) - self._looked_at >= LOOK_SECONDS:
+            self._looked_at = now
+            self._look(now)
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.socket.close(linger=0)
+        self._context.term()
+
+    # --- machines ----------------------------------------------------------------------------------------
+
+    def _change(self, machines: tuple[Machine, ...]) -> None:
+        """Drop machines that are no longer there, connect to those that are new."""
+        kept = {(m.endpoint, m.key): m for m in machines}
+        for socket, link in list(self._links.items()):
+            same = kept.pop((link.machine.endpoint, link.machine.key), None)
+            if same is not None:
+                link.machine = same
+                continue
+            link.lost(AWAY, "it is no longer one of the machines")
+            del self._links[socket]
+            self._poller.unregister(socket)
+            socket.close(linger=0)
+        for machine in kept.values():
+            keys = machine.key, self._given.public_key, self._given.secret_key
+            try:
+                socket = host_dealer(self._context, machine.endpoint, *keys)
+            except ProtocolError as e:
+                self._log.warning(f"machine {machine.name}: {e}")
+                continue
+            self._links[socket] = Link(machine, socket)
+            self._poller.register(socket, zmq.POLLIN)
+
+    def _holders(self, lane: int) -> list[Link]:
+        """Returns the machines that can be asked for a lane, those that answer first."""
+        able = [link for link in self._links.values() if lane in link.machine.lanes and link.able]
+        return sorted(able, key=lambda link: link.silent)
+
+    def _why(self, lanes: Sequence[int]) -> str:
+        """Returns what these lanes wait for."""
+        lines = []
+        for lane in lanes:
+            holders = [link for link in self._links.values() if lane in link.machine.lanes]
+            known = [f"{link.machine.name} ({link.machine.endpoint}) {_state_line(link)}" for link in holders]
+            lines.append(f"lane {lane} of the experts: {'; '.join(known) or 'no machine holds it'}")
+        return ", ".join(lines)
+
+    # --- assignment --------------------------------------------------------------------------------------
+
+    def _assign(self, question: Question, lanes: Sequence[int], beside: bool = False) -> None:
+        """Ask for lanes, each of a machine that was not asked for it yet, if there is one, unless only of
+        such (`beside`)."""
+        to: dict[tuple[Link, int], list[int]] = {}
+        for lane in lanes:
+            before = {asked.link for asked in question.asked.get(lane, ())}
+            holders = self._holders(lane)
+            others = [link for link in holders if link not in before]
+            if chosen := others or ([] if beside else holders):
+                to.setdefault((chosen[0], id(question.pieces[lane])), []).append(lane)
+        for (link, _), some in to.items():
+            if not self._send(question, link, some):
+                link.lost(AWAY, "the connection has ended")
+
+    def _send(self, question: Question, link: Link, lanes: Sequence[int]) -> bool:
+        pieces, x = question.pieces[lanes[0]], question.x
+        lengths = tuple(len(one) for one in pieces)
+        every = np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
+        work = LaneWork(question.seq, tuple(lanes), lengths, every, x.codes, x.largest, x.x)
+        if not link.send(work):
+            return False
+        now = time.monotonic()
+        link.works += 1
+        for lane in lanes:
+            asked = Asked(link, link.incarnation, link.pings, now)
+            question.asked.setdefault(lane, []).append(asked)
+        return True
+
+    # --- what is late ------------------------------------------------------------------------------------
+
+    def _look(self, now: float) -> None:
+        owing = {asked.link for q in self._open.values() for every in q.asked.values() for asked in every}
+        for link in list(self._links.values()):
+            if not link.able:
+                if now - link.helloed_at >= HELLO_SECONDS:
+                    link.helloed_at = now
+                    if not link.send(self._hello) and link.state != REFUSED:
+                        link.lost(AWAY, "there is no connection")
+            elif now - link.pinged_at >= (PING_SECONDS if link in owing else IDLE_PING_SECONDS):
+                self._ping(link, now)
+        for question in list(self._open.values()):
+            self._look_after(question)
+
+    def _ping(self, link: Link, now: float) -> None:
+        link.pings, link.pinged_at = link.pings + 1, now
+        link.unheard_since = link.unheard_since or now
+        if not link.send(Ping(link.pings)):
+            link.lost(AWAY, "the connection has ended")
+
+    def _look_after(self, question: Question) -> None:
+        """Ask again for lanes that nobody computes, and others where who was asked is silent."""
+        orphans, late = [], []
+        for lane in question.pieces:
+            if lane in question.answers:
+                continue
+            alive = [asked for asked in question.asked.get(lane, ()) if self._has(asked)]
+            question.asked[lane] = alive
+            if not alive:
+                orphans.append(lane)
+            elif all(asked.link.silent for asked in alive):
+                late.append(lane)
+        if orphans:
+            self._assign(question, orphans)
+        if late:
+            self._assign(question, late, beside=True)
+
+    def _has(self, asked: Asked) -> bool:
+        """Returns whether the process that was asked is still the one that would answer."""
+        link = asked.link
+        return link.socket in self._links and link.able and link.incarnation == asked.incarnation
+
+    # --- messages ----------------------------------------------------------------------------------------
+
+    def _drain(self, link: Link) -> None:
+        while True:
+            try:
+                frames = link.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                message = decode(frames)
+            except MalformedMessage as e:
+                link.lost(REFUSED, f"it speaks another language: {e}")
+                continue
+            link.heard_at, link.unheard_since = time.monotonic(), 0.0
+            self._on_message(link, message)
+
+    def _on_message(self, link: Link, message: object) -> None:
+        match message:
+            case LaneSums():
+                self._on_sums(link, message)
+            case Pong():
+                self._on_pong(link, message)
+            case HostWelcome():
+                self._on_welcome(link, message)
+            case LaneFailed(seq=seq, text=text):
+                if seq in self._open:
+                    self._open[seq].failure = f"machine {link.machine.name} cannot compute it: {text}"
+            case _:
+                self._log.warning(f"an unexpected {type(message).__name__} of {link.machine.name}")
+
+    def _on_sums(self, link: Link, sums: LaneSums) -> None:
+        question = self._open.get(sums.seq)
+        if question is None:
+            return  # another machine was sooner, or it is no longer needed
+        if len(sums.y) != len(sums.lanes) * question.rows or not set(sums.lanes) <= set(question.pieces):
+            question.failure = f"machine {link.machine.name} answered something else"
+            return
+        for number, lane in enumerate(sums.lanes):
+            if lane not in question.answers:
+                question.answers[lane] = sums.y[number * question.rows : (number + 1) * question.rows]
+                link.count(question.asked.pop(lane, ()))
+        if question.complete:
+            del self._open[question.seq]
+
+    def _on_welcome(self, link: Link, welcome: HostWelcome) -> None:
+        if welcome.state == READY:
+            if not link.able:
+                log.info(f"machine {link.machine.name} is ready: lanes {list(welcome.lanes)}")
+            link.state, link.why, link.incarnation = READY, "", welcome.incarnation
+        elif welcome.state == REFUSED:
+            link.lost(REFUSED, welcome.error)
+        else:
+            share = 100 * welcome.done // max(1, welcome.total)
+            link.state, link.why = LOADING, f"it loads its part: {share} %"
+
+    def _on_pong(self, link: Link, pong: Pong) -> None:
+        if not link.able:
+            return
+        if pong.incarnation != link.incarnation:
+            link.lost(AWAY, "its process is another one")
+            return
+        for question in list(self._open.values()):
+            for lane, every in question.asked.items():
+                lost = [
+                    asked
+                    for asked in every
+                    if asked.link is link and asked.pings < pong.number and question.seq not in pong.works
+                ]
+                if lost and lane not in question.answers:
+                    link.asked_again += 1
+                    question.asked[lane] = [asked for asked in every if asked not in lost]
+
+
+def _state_line(link: Link) -> str:
+    if link.able:
+        return f"has not been heard of for {time.monotonic() - link.heard_at:.1f} s"
+    return f"is {link.state}: {link.why}" if link.why else f"is {link.state}"

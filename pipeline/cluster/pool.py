@@ -1,0 +1,151 @@
+"""The pool of an engine whose experts lie on several machines: its own lanes as ever, all others asked of
+`Machines`.
+
+A batch of more rows than `LanePlan.rows` goes in several pieces of rows, also of the lanes that are computed
+here: their descriptors are the same wherever they are computed. The remote lanes are asked for first, and
+travel and are computed while the own ones are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pipeline.arrays import FloatArray, sum_on_host
+from pipeline.cluster.lanes import HeldLanes, LaneDivider, LaneTicket
+from pipeline.cluster.machines import Machines, Question, WireX
+from pipeline.config import LanePlan
+from pipeline.experts.division import Split
+from pipeline.experts.pool import HostPool, Ticket
+from pipeline.policies.view import Routing
+from shm.layout import StoreLayout
+from shm.mask import NOTHING, Tally
+from workers.kernels.c_types import BF16_BITS, Geometry
+from workers.kernels.native import best
+
+
+@dataclass
+class Rows:
+    """Some rows of a batch: what was asked of other machines, and what is computed here."""
+
+    question: Question | None
+    own: LaneTicket
+
+
+@dataclass(eq=False)
+class LanesTicket(Ticket):
+    """A layer's share of the host, over all machines. Its parts are the lanes' sums, in the lanes' order."""
+
+    lanes: int = 0
+    machines: Machines | None = None
+    every: list[Rows] = field(default_factory=list)
+
+    @property
+    def tally(self) -> Tally:
+        return NOTHING  # formats with masks have no lanes
+
+    def result(self) -> FloatArray:
+        return sum_on_host(self.parts(), self.x.shape)
+
+    @property
+    def empty(self) -> bool:
+        return not self.tasks and all(some.question is None for some in self.every)
+
+    def parts(self) -> list[FloatArray]:
+        spans = [self._sums(some) for some in self.every]
+        if len(spans) == 1:
+            return [spans[0][lane] for lane in range(self.lanes)]
+        return [np.concatenate([sums[lane] for sums in spans]) for lane in range(self.lanes)]
+
+    def _sums(self, some: Rows) -> dict[int, FloatArray]:
+        sums = some.own.sums()
+        self.busy += some.own.ticket.busy
+        if some.question is not None:
+            assert self.machines is not None
+            sums |= self.machines.wait(some.question)
+        return sums
+
+    def release(self) -> None:
+        pass  # its parts are its own
+
+    def abandon(self) -> None:
+        for some in self.every:
+            some.own.ticket.abandon()
+            if some.question is not None and self.machines is not None:
+                self.machines.abandon(some.question)
+
+
+class LanesPool(HostPool):
+    """A host pool, and the machines that hold the other lanes."""
+
+    def use_lanes(self, plan: LanePlan, layout: StoreLayout, machines: Machines | None) -> None:
+        """Divide by lanes from now on. `layout`: of this machine's part; without `machines` it holds all of
+        them."""
+        self._plan, self._machines = plan, machines
+        self._divider_of_lanes = LaneDivider(plan.part, layout.shape.experts, plan.pieces)
+        self._held = HeldLanes(self, plan.part)
+        self._remote = [lane for lane in range(len(plan.bounds) - 1) if lane not in plan.held]
+        self._encoder = Encoder(layout)
+
+    def wait_machines(self, limit: float) -> None:
+        """Wait until each lane has a machine that is ready, for so many seconds. Raises PeerLost where one
+        refuses."""
+        if self._machines is not None:
+            self._machines.wait_ready(self._remote, limit)
+
+    def submit(self, split: Split, x: FloatArray, waits: bool = True) -> Ticket:
+        x = np.ascontiguousarray(x, np.float32)
+        step = self._plan.rows
+        spans = [(split, x)] if len(x) <= step else _spans(split, x, step)
+        questions = [self._ask(*span) for span in spans]
+        every = [
+            Rows(question, self._held.begin(self._divider_of_lanes.own(some), rows, waits))
+            for question, (some, rows) in zip(questions, spans, strict=True)
+        ]
+        tasks = [task for some in every for task in some.own.ticket.tasks]
+        tiles, lanes = int(split.host_tiles().sum()), len(self._plan.bounds) - 1
+        return LanesTicket(self, x, tiles, tasks, lanes=lanes, machines=self._machines, every=every)
+
+    def update(self, wait_ms: int) -> bool:
+        if self._machines is not None:
+            self._machines.update(0)
+        return super().update(wait_ms)
+
+    def _ask(self, split: Split, x: FloatArray) -> Question | None:
+        if self._machines is None:
+            return None
+        pieces = self._divider_of_lanes.remote(split, self._remote)
+        return self._machines.ask(pieces, self._encoder(x), len(x))
+
+
+def _spans(split: Split, x: FloatArray, step: int) -> list[tuple[Split, FloatArray]]:
+    """Returns the batch in pieces of so many rows."""
+    experts, weights = split.routing.experts, split.routing.weights
+    places = [slice(lo, lo + step) for lo in range(0, len(x), step)]
+    return [(split._replace(routing=Routing(experts[at], weights[at])), x[at]) for at in places]
+
+
+class Encoder:
+    """Makes of x what travels."""
+
+    def __init__(self, layout: StoreLayout) -> None:
+        geometry = Geometry.of_tiles(layout)
+        self._kernel = best().kernel(geometry) if geometry.bits < BF16_BITS else None
+        self._group = geometry.group
+        self._no_codes, self._nothing = np.zeros((0, 0), np.int8), np.zeros((0, 0), np.float32)
+
+    def __call__(self, x: FloatArray) -> WireX:
+        """x float32 [R, H]: as codes, where the kernels make such and all numbers are finite."""
+        if self._kernel is not None:
+            codes = self._kernel.quantize(x).codes
+            largest = self._largest(x, codes.shape[1])
+            if np.isfinite(largest).all():
+                return WireX(codes.view(np.int8), largest, self._nothing)
+        return WireX(self._no_codes, self._nothing, x)
+
+    def _largest(self, x: FloatArray, padded: int) -> FloatArray:
+        """Returns the largest magnitude of each group: float32 [R, groups]."""
+        if padded != x.shape[1]:
+            x = np.pad(x, ((0, 0), (0, padded - x.shape[1])))
+        largest: FloatArray = np.abs(x.reshape(len(x), -1, self._group)).max(axis=2)
+        return largest
