@@ -1,0 +1,184 @@
+"""Process entry: the liaison, the one process of an engine or a command that knows Ray. It is a child of the
+one that asks (`launch/cluster/cluster.py`), writes one JSON value a line, and ends with it. By `what` in its
+configuration:
+
+nodes    the machines of the cluster: one line, a list. Needs no Ray on this machine.
+look     what each machine has (`machine.look`), and the way to it: one line, a map by name
+place    places expert hosts and tells, at each change, what they say about themselves; ends them when asked
+by a line
+         on standard input. A machine that Ray calls dead stays as it was last said to be: whether its host
+         still answers is not Ray's to know.
+
+A failure is one line {"failure": why}. Only public keys and endpoints pass through Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import ray
+from ray import _raylet
+from ray.exceptions import AuthenticationError, RayError
+
+from launch.cluster.machine import Echo, HostActor, call_echo, look
+from launch.cluster.node import LABEL, RESOURCE
+
+NODES_LIMIT = 5.0  # seconds
+LOOK_LIMIT = 60.0  # seconds for all machines; Ray starts a Python on each
+STOP_LIMIT = 20.0  # seconds for hosts to end
+PAUSE_SECONDS = 0.2
+LOOK_SECONDS = 1.0  # between looks at who is alive
+SHARE = 0.001  # of a machine's resource: it says who takes part, and limits nothing
+
+_lock = threading.Lock()
+
+
+def main(config: dict[str, Any]) -> None:
+    """Do what `what` names, for the cluster at `address`. `own`: this machine's address; "" where Ray finds
+    it."""
+    try:
+        if config["what"] == "nodes":
+            _write(nodes_of(config["address"]))
+            return
+        own = {"_node_ip_address": config["own"]} if config["own"] else {}
+        quiet = {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
+        ray.init(config["address"], namespace="tandem", **quiet, **own)
+        _write(_look(config)) if config["what"] == "look" else Placing(config).run()
+    except AuthenticationError:
+        _write({"failure": "wrong token"})
+    except (RayError, ConnectionError, RuntimeError, ValueError) as e:
+        _write({"failure": _reason(e)})
+    sys.stdout.flush()
+    os._exit(0)  # Ray's own end takes seconds
+
+
+def _write(value: Any) -> None:
+    with _lock:
+        print(json.dumps(value), flush=True)
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).split("\n") if line.strip()]
+    known = [line for line in lines if "Error" in line or "ersion" in line]
+    return (known or lines or [type(error).__name__])[-1][:300]
+
+
+def nodes_of(address: str) -> list[dict[str, Any]]:
+    """Returns the cluster's machines, also those that are dead. Raises AuthenticationError."""
+    client = _raylet.GcsClient(address=address)
+    found = []
+    for node in client.get_all_node_info(timeout=NODES_LIMIT).values():
+        found.append(
+            {
+                "id": node.node_id.hex(),
+                "name": dict(node.labels).get(LABEL, ""),
+                "address": node.node_manager_address,
+                "alive": node.state == 0,
+                "part": dict(node.resources_total).get(RESOURCE, 0) > 0,
+            }
+        )
+    return found
+
+
+def _machines() -> dict[str, dict[str, Any]]:
+    """Returns Ray's machines that take part and are alive, by name."""
+    found = {}
+    for node in ray.nodes():
+        if node["Alive"] and node["Resources"].get(RESOURCE):
+            labels = node.get("Labels", {})
+            name = labels.get(LABEL) or node["NodeManagerAddress"]
+            key = LABEL if LABEL in labels else "ray.io/node-id"
+            found[name] = {
+                "address": node["NodeManagerAddress"],
+                "here": node["NodeID"] == ray.get_runtime_context().get_node_id(),
+                "on": {key: labels[key]},
+            }
+    return found
+
+
+def _options(machine: dict[str, Any]) -> dict[str, Any]:
+    return {"num_cpus": 0, "resources": {RESOURCE: SHARE}, "label_selector": machine["on"]}
+
+
+def _look(config: dict[str, Any]) -> dict[str, Any]:
+    machines = _machines()
+    task = ray.remote(max_retries=0)(look)
+    asked = {
+        n: task.options(**_options(m)).remote(config["model"], config["measure"]) for n, m in machines.items()
+    }
+    until = time.monotonic() + LOOK_LIMIT
+    for name, machine in machines.items():
+        try:
+            machine |= ray.get(asked[name], timeout=max(0.1, until - time.monotonic()))
+            if config["measure"] and not machine["here"]:
+                machine |= _way(machine)
+        except RayError as e:
+            machine["failure"] = _reason(e)
+    return machines
+
+
+def _way(machine: dict[str, Any]) -> dict[str, Any]:
+    echo = ray.remote(Echo).options(**_options(machine)).remote(machine["address"])
+    try:
+        trip, rate = call_echo(machine["address"], ray.get(echo.port.remote(), timeout=LOOK_LIMIT))
+        return {"trip": trip, "link": rate}
+    except (RayError, OSError) as e:
+        return {"way": f"no connection to {machine['address']}: {_reason(e)}"}
+    finally:
+        ray.kill(echo)
+
+
+class Placing:
+    """Places the hosts of a plan: of each machine its own, and of machines that stay lost those that spares
+    adopt."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        """`hosts`: HostActor's configurations by machine."""
+        self._hosts: dict[str, list[dict[str, Any]]] = config["hosts"]
+        self._actors: dict[str, Any] = {}
+        self._said: dict[str, Any] = {}  # by machine, what each of its hosts says
+        self._down: dict[str, str] = {}  # by machine, why Ray does not reach its actor
+
+    def run(self) -> None:
+        """Serve until a line on standard input."""
+        for name, configs in self._hosts.items():
+            threading.Thread(target=self._follow, args=(name, configs), daemon=True).start()
+        sys.stdin.readline()
+        stops = [actor.stop.remote() for actor in self._actors.values()]
+        if stops:
+            ray.wait(stops, num_returns=len(stops), timeout=STOP_LIMIT)
+
+    def _follow(self, name: str, configs: list[dict[str, Any]]) -> None:
+        while (machine := _machines().get(name)) is None:
+            self._say(name, down="it has not joined")
+            time.sleep(LOOK_SECONDS)
+        keeps = {"max_restarts": -1, "max_task_retries": 0, "max_concurrency": 4}
+        actor = ray.remote(HostActor).options(**_options(machine), **keeps).remote(configs)
+        self._actors[name] = actor
+        known: dict[str, Any] = {}
+        while True:
+            try:
+                said = ray.get(actor.watch.remote(known))
+                if said != known or name in self._down:
+                    self._say(name, said)
+                known = said
+            except RayError as e:
+                self._say(name, down=type(e).__name__)
+                known = {}
+                time.sleep(PAUSE_SECONDS)
+
+    def _say(self, name: str, said: dict[str, Any] | None = None, down: str = "") -> None:
+        with _lock:
+            if said is not None:
+                self._said[name] = said
+            if self._down.get(name, "") == down and said is None:
+                return
+            self._down.pop(name, None)
+            if down:
+                self._down[name] = down
+            told = {"hosts": self._said, "down": self._down}
+            print(json.dumps(told), flush=True)
