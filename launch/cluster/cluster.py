@@ -62,7 +62,7 @@ class Cluster:
             writer.close()
         except (OSError, TimeoutError):
             raise LaunchError(
-                f"nothing answers at {self.address}: no head runs there (`{COMMAND} cluster start` starts it),"
+                f"nothing answers at {self.address}: no head runs there (`{COMMAND} cluster start`),"
                 " or a firewall is in between"
             ) from None
         return list(await self._ask("nodes", NODES_LIMIT))

@@ -18,10 +18,10 @@ import os
 import sys
 import threading
 import time
+from importlib import import_module
 from typing import Any
 
 import ray
-from ray import _raylet
 from ray.exceptions import AuthenticationError, RayError
 
 from launch.cluster.machine import Echo, HostActor, call_echo, look
@@ -34,31 +34,43 @@ PAUSE_SECONDS = 0.2
 LOOK_SECONDS = 1.0  # between looks at who is alive
 SHARE = 0.001  # of a machine's resource: it says who takes part, and limits nothing
 
-_lock = threading.Lock()
+
+class Answers:
+    """Standard output, on which Ray would print what it notices; from any thread."""
+
+    def __init__(self, quiet: bool) -> None:
+        """`quiet`: nobody reads standard error either."""
+        self._file, self._lock = os.fdopen(os.dup(1), "w"), threading.Lock()
+        if quiet:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os.dup2(2, 1)
+
+    def write(self, value: Any) -> None:
+        """Write a line."""
+        with self._lock:
+            print(json.dumps(value), file=self._file, flush=True)
 
 
 def main(config: dict[str, Any]) -> None:
     """Do what `what` names, for the cluster at `address`. `own`: this machine's address; "" where Ray finds
     it."""
+    answers = Answers(quiet=config["what"] == "place")
     try:
         if config["what"] == "nodes":
-            _write(nodes_of(config["address"]))
+            answers.write(nodes_of(config["address"]))
             return
         own = {"_node_ip_address": config["own"]} if config["own"] else {}
         quiet = {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
         ray.init(config["address"], namespace="tandem", **quiet, **own)
-        _write(_look(config)) if config["what"] == "look" else Placing(config).run()
+        if config["what"] == "look":
+            answers.write(_look(config))
+        else:
+            Placing(config, answers).run()
     except AuthenticationError:
-        _write({"failure": "wrong token"})
+        answers.write({"failure": "wrong token"})
     except (RayError, ConnectionError, RuntimeError, ValueError) as e:
-        _write({"failure": _reason(e)})
-    sys.stdout.flush()
+        answers.write({"failure": _reason(e)})
     os._exit(0)  # Ray's own end takes seconds
-
-
-def _write(value: Any) -> None:
-    with _lock:
-        print(json.dumps(value), flush=True)
 
 
 def _reason(error: Exception) -> str:
@@ -69,7 +81,7 @@ def _reason(error: Exception) -> str:
 
 def nodes_of(address: str) -> list[dict[str, Any]]:
     """Returns the cluster's machines, also those that are dead. Raises AuthenticationError."""
-    client = _raylet.GcsClient(address=address)
+    client = import_module("ray._raylet").GcsClient(address=address)
     found = []
     for node in client.get_all_node_info(timeout=NODES_LIMIT).values():
         found.append(
@@ -136,9 +148,11 @@ class Placing:
     """Places the hosts of a plan: of each machine its own, and of machines that stay lost those that spares
     adopt."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], answers: Answers) -> None:
         """`hosts`: HostActor's configurations by machine."""
         self._hosts: dict[str, list[dict[str, Any]]] = config["hosts"]
+        self._answers = answers
+        self._lock = threading.Lock()
         self._actors: dict[str, Any] = {}
         self._said: dict[str, Any] = {}  # by machine, what each of its hosts says
         self._down: dict[str, str] = {}  # by machine, why Ray does not reach its actor
@@ -172,7 +186,7 @@ class Placing:
                 time.sleep(PAUSE_SECONDS)
 
     def _say(self, name: str, said: dict[str, Any] | None = None, down: str = "") -> None:
-        with _lock:
+        with self._lock:
             if said is not None:
                 self._said[name] = said
             if self._down.get(name, "") == down and said is None:
@@ -180,5 +194,4 @@ class Placing:
             self._down.pop(name, None)
             if down:
                 self._down[name] = down
-            told = {"hosts": self._said, "down": self._down}
-            print(json.dumps(told), flush=True)
+            self._answers.write({"hosts": self._said, "down": self._down})
