@@ -67,12 +67,13 @@ class Cluster:
             ) from None
         return list(await self._ask("nodes", NODES_LIMIT))
 
-    async def look(self, model: Path | None, measure: bool) -> dict[str, dict[str, Any]]:
-        """Returns what its machines have, by name, as `liaison`'s look. Raises LaunchError, WrongUsage."""
+    async def look(self, model: Path | None, again: bool) -> dict[str, dict[str, Any]]:
+        """Returns what its machines have, by name, as `liaison`'s look; `again`: with the way to each, all of
+        it measured again. Raises LaunchError, WrongUsage."""
         await self.nodes()
         if self.node is None:
             raise WrongUsage(f"this machine is not in the cluster: run {COMMAND} cluster join {self.address}")
-        told = {"model": None if model is None else str(model), "measure": measure}
+        told = {"model": None if model is None else str(model), "again": again}
         return dict(await self._ask("look", LOOK_LIMIT, **told))
 
     @asynccontextmanager

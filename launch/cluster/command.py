@@ -98,7 +98,7 @@ async def _status(options: Options, interrupts: Interrupts) -> int:
     head = _head(options.words[1]) if len(options.words) > 1 else places[0].config.cluster
     there = Cluster.of(options, head)
     alive = {each["name"] or each["address"]: each for each in await there.nodes() if each["alive"]}
-    looks = await there.look(None, measure=True) if there.node else {}
+    looks = await there.look(None, again=False) if there.node else {}
     wrong = differing(looks)
     if "json" in options.written:
         print_json(

@@ -30,6 +30,8 @@ from launch.cluster.node import LABEL, RESOURCE
 NODES_LIMIT = 5.0  # seconds
 LOOK_LIMIT = 60.0  # seconds for all machines; Ray starts a Python on each
 STOP_LIMIT = 20.0  # seconds for hosts to end
+WATCH_LIMIT = 20.0  # seconds for an actor's answer, which takes 5 where nothing changes
+LOST_SECONDS = 60.0  # without one, though its machine is there
 PAUSE_SECONDS = 0.2
 LOOK_SECONDS = 1.0  # between looks at who is alive
 SHARE = 0.001  # of a machine's resource: it says who takes part, and limits nothing
@@ -120,13 +122,13 @@ def _look(config: dict[str, Any]) -> dict[str, Any]:
     machines = _machines()
     task = ray.remote(max_retries=0)(look)
     asked = {
-        n: task.options(**_options(m)).remote(config["model"], config["measure"]) for n, m in machines.items()
+        n: task.options(**_options(m)).remote(config["model"], config["again"]) for n, m in machines.items()
     }
     until = time.monotonic() + LOOK_LIMIT
     for name, machine in machines.items():
         try:
             machine |= ray.get(asked[name], timeout=max(0.1, until - time.monotonic()))
-            if config["measure"] and not machine["here"]:
+            if config["again"] and not machine["here"]:
                 machine |= _way(machine)
         except RayError as e:
             machine["failure"] = _reason(e)
@@ -153,6 +155,7 @@ class Placing:
         self._hosts: dict[str, list[dict[str, Any]]] = config["hosts"]
         self._answers = answers
         self._lock = threading.Lock()
+        self._node = ray.get_runtime_context().get_node_id()
         self._actors: dict[str, Any] = {}
         self._said: dict[str, Any] = {}  # by machine, what each of its hosts says
         self._down: dict[str, str] = {}  # by machine, why Ray does not reach its actor
@@ -174,16 +177,31 @@ class Placing:
         actor = ray.remote(HostActor).options(**_options(machine), **keeps).remote(configs)
         self._actors[name] = actor
         known: dict[str, Any] = {}
+        heard_at = time.monotonic()
         while True:
             try:
-                said = ray.get(actor.watch.remote(known))
+                said = ray.get(actor.watch.remote(known), timeout=WATCH_LIMIT)
                 if said != known or name in self._down:
                     self._say(name, said)
-                known = said
+                known, heard_at = said, time.monotonic()
             except RayError as e:
                 self._say(name, down=type(e).__name__)
                 known = {}
                 time.sleep(PAUSE_SECONDS)
+                self._check_head(name, time.monotonic() - heard_at)
+
+    def _check_head(self, name: str, seconds: float) -> None:
+        """End this process, for another to begin again, where it follows nothing any more: Ray's head has
+        been started again and knows neither this machine's Ray nor its actors, or an actor is not restarted
+        though its machine is there."""
+        try:
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            if self._node in alive and (seconds < LOST_SECONDS or name not in _machines()):
+                return
+        except RayError:
+            return
+        self._answers.write({"failure": "Ray's head was started again"})
+        os._exit(0)
 
     def _say(self, name: str, said: dict[str, Any] | None = None, down: str = "") -> None:
         with self._lock:

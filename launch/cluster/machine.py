@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from launch.processes.cores import Cores
@@ -26,8 +27,10 @@ from pipeline.assets import model_dir
 from pipeline.cluster.keeper import HostConfig, HostKeeper
 from pipeline.errors import PipelineError
 from pipeline.models.shapes import is_shape
+from protocol.files import read_small
 from protocol.messages import VERSION
 from protocol.program import installed, user_folder
+from shm.atomic_file import atomic_file
 from shm.kernel_files import contents, parse_cpuinfo
 from shm.segment import available_memory, free_shm_bytes
 from workers.kernels.native import VERSION as KERNELS
@@ -39,6 +42,7 @@ PER_CORE, SHARE = (
     16,
 )  # bytes that each core reads at a time; at most 1 / SHARE of the free memory in all
 SECONDS = 0.3  # of measuring
+RATES, MAX_RATES = "read-rates.json", 1 << 16  # file of what was measured, and its bytes at most
 CHECK_SECONDS = 0.1  # between looks at the host
 WATCH_SECONDS = 5.0  # that a call waits for a change
 ECHO_SECONDS = 20.0  # that the echo serves
@@ -55,23 +59,40 @@ def versions() -> dict[str, Any]:
     }
 
 
-def look(model: str | None, measure: bool) -> dict[str, Any]:
-    """Returns what this machine has. `model`: path, or None for the embedded model; `measure`: also how fast
-    it reads its memory, which takes a moment."""
-    cores = Cores.here()
+def look(model: str | None, again: bool) -> dict[str, Any]:
+    """Returns what this machine has. `model`: path, or None for the embedded model; `again`: measure how fast
+    it reads its memory also where that is known."""
+    cores, cpu = Cores.here(), parse_cpuinfo(contents(Path("/proc/cpuinfo")))
     path = model_dir() if model is None else Path(model)
     return {
         "versions": versions(),
         "variant": best().variant,
         "host": socket.gethostname(),
-        "cpu": parse_cpuinfo(contents(Path("/proc/cpuinfo"))),
+        "cpu": cpu,
         "cores": cores.computing,
         "memory": available_memory(),
         "shm": free_shm_bytes(),
-        "rate": read_rate(cores.computing) if measure else 0.0,
+        "rate": known_rate(cpu, cores.computing, again),
         "model": is_shape(path) or path.exists(),
         "workers": cores.default_workers(),
     }
+
+
+def known_rate(cpu: str, cores: int, again: bool) -> float:
+    """Returns the greatest rate that was ever measured here, since other programs only lower it. It is kept:
+    who holds what, and so what is on each machine's disk, should not change from start to start."""
+    path = user_folder("CACHE") / RATES
+    rates: dict[str, float] = {}
+    with suppress(OSError, msgspec.DecodeError):
+        rates = msgspec.json.decode(read_small(path, MAX_RATES), type=dict[str, float])
+    key = f"{cpu}, {cores} cores"
+    if again or key not in rates:
+        rates[key] = max(read_rate(cores), rates.get(key, 0.0))
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_file(path) as file:
+                file.write(msgspec.json.encode(rates))
+    return rates[key]
 
 
 def read_rate(cores: int) -> float:
@@ -176,9 +197,10 @@ class Echo:
             with peer:
                 peer.settimeout(ECHO_SECONDS)
                 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                while head := peer.recv(4, socket.MSG_WAITALL):
+                incoming = peer.makefile("rb")
+                while head := incoming.read(4):
                     size = int.from_bytes(head, "big")
-                    if size > ECHO_BYTES or len(peer.recv(size, socket.MSG_WAITALL)) < size:
+                    if size > ECHO_BYTES or len(incoming.read(size)) < size:
                         return
                     peer.sendall(b"x")
 

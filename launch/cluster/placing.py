@@ -56,7 +56,7 @@ class _Placing:
                 async with self._share.cluster.liaison("place", hosts=self._hosts) as process:
                     await self._follow(process)
             except TrialFailed as e:
-                self._log("", f"the cluster's head does not answer, and hosts that answer are used: {e}")
+                self._log("", f"the cluster is not reached, and hosts that answer are used: {e}")
             if asyncio.get_running_loop().time() - began > LONGEST_PAUSE:
                 pause = FIRST_PAUSE
             await self._repeat(pause)

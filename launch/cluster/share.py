@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from launch.cluster.cluster import Cluster, differing
-from launch.cluster.plan import Division, Room, plan
+from launch.cluster.plan import Division, Room, coarse, plan
 from launch.command_line.options import Options
 from launch.errors import LaunchError, WrongUsage
 from launch.planning import formats, situation
@@ -88,7 +88,7 @@ async def share(options: Options, config: EngineConfig) -> Share:
     WrongUsage, UsageError where they have no room."""
     cluster = Cluster.of(options, options.written["cluster"])
     notice(f"looking at the machines of {cluster.address}")
-    looks = await cluster.look(config.model, measure=True)
+    looks = await cluster.look(config.model, again=False)
     for why in (wrong := differing(looks)).values():
         log.warning(f"warning: {why}")
     return await asyncio.to_thread(_share, cluster, options, config, looks, wrong)
@@ -130,7 +130,8 @@ def _share(
             if "experts" in pool.parts
         )
         rooms = tuple(
-            Room(each, free if each == here else _room(able[each]), able[each]["rate"]) for each in names
+            Room(each, free if each == here else _room(able[each]), coarse(able[each]["rate"]))
+            for each in names
         )
         if (division := plan(shape.tiles, tile_bytes, rooms, wanted)) is not None:
             pieces = max(look["workers"] for look in able.values())
