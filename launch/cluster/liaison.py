@@ -31,6 +31,7 @@ NODES_LIMIT = 5.0  # seconds
 LOOK_LIMIT = 60.0  # seconds for all machines; Ray starts a Python on each
 STOP_LIMIT = 20.0  # seconds for hosts to end
 WATCH_LIMIT = 20.0  # seconds for an actor's answer, which takes 5 where nothing changes
+ADOPT_SECONDS = 30.0  # that a machine is lost before a spare one loads its part
 LOST_SECONDS = 60.0  # without one, though its machine is there
 PAUSE_SECONDS = 0.2
 LOOK_SECONDS = 1.0  # between looks at who is alive
@@ -151,8 +152,10 @@ class Placing:
     adopt."""
 
     def __init__(self, config: dict[str, Any], answers: Answers) -> None:
-        """`hosts`: HostActor's configurations by machine."""
+        """`hosts`: HostActor's configurations by machine. `spares`: by machine those that would adopt what it
+        alone holds, the best first, and the lanes that this is."""
         self._hosts: dict[str, list[dict[str, Any]]] = config["hosts"]
+        self._spares: dict[str, dict[str, Any]] = config["spares"]
         self._answers = answers
         self._lock = threading.Lock()
         self._node = ray.get_runtime_context().get_node_id()
@@ -163,29 +166,61 @@ class Placing:
     def run(self) -> None:
         """Serve until a line on standard input."""
         for name, configs in self._hosts.items():
-            threading.Thread(target=self._follow, args=(name, configs), daemon=True).start()
+            self._begin(name, name, configs)
+        threading.Thread(target=self._adopt, daemon=True).start()
         sys.stdin.readline()
         stops = [actor.stop.remote() for actor in self._actors.values()]
         if stops:
             ray.wait(stops, num_returns=len(stops), timeout=STOP_LIMIT)
 
-    def _follow(self, name: str, configs: list[dict[str, Any]]) -> None:
+    def _begin(self, title: str, name: str, configs: list[dict[str, Any]]) -> None:
+        threading.Thread(target=self._follow, args=(title, name, configs), daemon=True).start()
+
+    def _adopt(self) -> None:
+        """Have a spare machine load what a lost one alone held."""
+        lost_since: dict[str, float] = {}
+        while True:
+            time.sleep(LOOK_SECONDS)
+            try:
+                there, now = _machines(), time.monotonic()
+            except RayError:
+                continue  # the head is not there, which loses nobody
+            for name in [name for name in self._spares if name in self._hosts]:
+                since = lost_since.setdefault(name, now)
+                if name in there:
+                    lost_since[name] = now
+                elif now - since > ADOPT_SECONDS:
+                    spare = next((each for each in self._spares[name]["machines"] if each in there), None)
+                    if spare is not None:
+                        self._begin(
+                            f"{spare} for {name}", spare, self._adopted(name, there[spare]["address"])
+                        )
+                        del self._spares[name]
+
+    def _adopted(self, name: str, address: str) -> list[dict[str, Any]]:
+        """Returns the configuration of the host that another machine has for a lost one."""
+        (config,) = self._hosts[name]
+        lanes = config["lanes"] | {"held": self._spares[name]["lanes"]}
+        return [config | {"name": f"{config['name']}-spare", "address": address, "lanes": lanes}]
+
+    def _follow(self, title: str, name: str, configs: list[dict[str, Any]]) -> None:
+        """Keep an actor with these hosts on a machine. `title`: what is said of them."""
         while (machine := _machines().get(name)) is None:
-            self._say(name, down="it has not joined")
+            self._say(title, down="it has not joined")
             time.sleep(LOOK_SECONDS)
         keeps = {"max_restarts": -1, "max_task_retries": 0, "max_concurrency": 4}
         actor = ray.remote(HostActor).options(**_options(machine), **keeps).remote(configs)
-        self._actors[name] = actor
+        self._actors[title] = actor
         known: dict[str, Any] = {}
         heard_at = time.monotonic()
         while True:
             try:
                 said = ray.get(actor.watch.remote(known), timeout=WATCH_LIMIT)
-                if said != known or name in self._down:
-                    self._say(name, said)
+                if said != known or title in self._down:
+                    self._say(title, said)
                 known, heard_at = said, time.monotonic()
             except RayError as e:
-                self._say(name, down=type(e).__name__)
+                self._say(title, down=type(e).__name__)
                 known = {}
                 time.sleep(PAUSE_SECONDS)
                 self._check_head(name, time.monotonic() - heard_at)

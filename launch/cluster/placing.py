@@ -53,7 +53,9 @@ class _Placing:
         while not self.stopping.is_set():
             began = asyncio.get_running_loop().time()
             try:
-                async with self._share.cluster.liaison("place", hosts=self._hosts) as process:
+                async with self._share.cluster.liaison(
+                    "place", hosts=self._hosts, spares=self._share.spares()
+                ) as process:
                     await self._follow(process)
             except TrialFailed as e:
                 self._log("", f"the cluster is not reached, and hosts that answer are used: {e}")

@@ -94,13 +94,13 @@ class Division:
         """Returns what these lanes take."""
         return sum((self.bounds[lane + 1] - self.bounds[lane]) * self.tile_bytes for lane in lanes)
 
-    def single(self) -> list[int]:
-        """Returns the lanes that only one machine holds."""
-        return [lane for lane in range(self.lanes) if len(self.holders(lane)) == 1]
+    def alone(self, machine: int) -> list[int]:
+        """Returns the lanes that only this machine holds."""
+        return [lane for lane in self.parts[machine] if self.holders(lane) == [machine]]
 
     def spares(self, machine: int, rooms: Sequence[Room]) -> list[int]:
         """Returns the machines with room for all that only this one holds, most room first."""
-        alone = self.bytes_of([lane for lane in self.parts[machine] if self.holders(lane) == [machine]])
+        alone = self.bytes_of(self.alone(machine))
         free = {m: room.memory - self.bytes_of(self.parts[m]) for m, room in enumerate(rooms) if m != machine}
         return sorted((m for m in free if free[m] >= alone), key=lambda m: -free[m])
 

@@ -67,6 +67,16 @@ class Share:
                 ]
         return found
 
+    def spares(self) -> dict[str, dict[str, Any]]:
+        """Returns by name, of machines whose loss would leave lanes without a holder, those lanes and the
+        names of the machines with room for them."""
+        division, found = self.division, {}
+        for machine, name in enumerate(self.names):
+            lanes = division.alone(machine)
+            if machine and lanes and (able := division.spares(machine, self.rooms)):
+                found[name] = {"lanes": lanes, "machines": [self.names[each] for each in able]}
+        return found
+
     def lines(self) -> list[str]:
         """Returns lines about who holds what, and about lanes without the replicas that were asked for."""
         division, lines = self.division, []
@@ -156,15 +166,18 @@ def lost(share: Share) -> list[tuple[str, str]]:
     """Returns for each machine what its loss costs."""
     division, found = share.division, []
     for machine, name in enumerate(share.names):
-        alone = [lane for lane in division.parts[machine] if division.holders(lane) == [machine]]
+        alone, size = division.alone(machine), byte_size(division.bytes_of(division.alone(machine)))
         if machine == 0:
             words = "the engine ends: it is the coordinator's"
         elif not division.parts[machine]:
             words = "nothing: it holds no experts"
         elif not alone:
             words = "nothing but speed: replicas answer"
+        elif spares := share.spares().get(name):
+            words = (
+                f"requests wait until {spares['machines'][0]} has loaded its {size}, after 30 s without it"
+            )
         else:
-            size = byte_size(division.bytes_of(alone))
             words = f"requests wait until it is back: no other machine holds its {size}"
         found.append((name, words))
     return found

@@ -52,13 +52,15 @@ def test_replicas_are_of_all_lanes_where_they_fit_and_else_of_some() -> None:
 
     whole = plan(6, 1, machines(12, 12, 12), 1)
     assert whole is not None
-    assert whole.single() == []
+    assert not any(whole.alone(machine) for machine in range(3))
     some = plan(6, 1, machines(4, 2, 2), 1)
     assert some is not None
-    assert len(some.single()) == some.lanes - 1
+    assert sum(len(some.alone(machine)) for machine in range(3)) == some.lanes - 1
     none = plan(6, 1, machines(12, 12), 0)
     assert none is not None
-    assert none.single() == [0, 1]
+    assert [none.alone(machine) for machine in range(2)] == [[0], [1]]
+    assert none.spares(1, machines(12, 12)) == [0]
+    assert none.spares(1, machines(5, 12)) == []
 
 
 def test_equal_machines_hold_equal_parts_though_they_are_measured_unequal() -> None:
