@@ -140,6 +140,17 @@ def tiny_model() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.fixture(scope="session")
+def three_tiles(tiny_model: Path) -> Iterator[Path]:
+    """A model like the tiny one whose experts have three tiles of 128 channels, the last of which is
+    padded."""
+    folder = PLACE / "three"
+    shutil.copytree(tiny_model, folder)
+    write_mixtral(folder, layers=2, hidden=128, intermediate=360, experts=4, vocabulary=4096, context=256)
+    yield folder
+    shutil.rmtree(folder)
+
+
 def write_mixtral(
     folder: Path, *, layers: int, hidden: int, intermediate: int, experts: int, vocabulary: int, context: int
 ) -> None:
