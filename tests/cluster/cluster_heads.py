@@ -58,6 +58,12 @@ def hosts(*configs: HostConfig) -> Iterator[list[HostKeeper]]:
             keeper.stop()
 
 
+def pid_of(keeper: HostKeeper) -> int:
+    running = keeper.place()
+    assert running is not None
+    return running.pid
+
+
 def restart(keeper: HostKeeper, pid: int) -> HostPlace:
     """Let a keeper start its host again, which had this process id."""
     while (now := keeper.check()) is None or now.pid == pid:
