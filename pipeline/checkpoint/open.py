@@ -25,6 +25,7 @@ from pipeline.models.architecture import ExpertRows
 from pipeline.models.facts import check_headers, facts_of, is_own
 from pipeline.models.registry import architecture_of, model_spec
 from pipeline.models.shapes import is_gguf, is_shape, short_name
+from shm.codes import format_of_all
 from shm.store import StoreBuilder
 
 if TYPE_CHECKING:
@@ -187,7 +188,8 @@ def _own_matrix(matrix: Packed) -> OwnMatrix:
 def _kinds(matrices: Iterable[Packed | None]) -> tuple[str, str | None]:
     """What a user calls these matrices of experts, and the native format that keeps them all."""
     kinds = {("", None) if matrix is None else (matrix.kind, matrix.format) for matrix in matrices}
-    names, formats = {name for name, _ in kinds if name}, {format for _, format in kinds}
+    names, formats = {name for name, _ in kinds if name}, {format for _, format in kinds if format}
+    whole = all(format for _, format in kinds)
     if names and ("", None) in kinds:
         names.add("plain")
-    return " and ".join(sorted(names)), formats.pop() if len(formats) == 1 else None
+    return " and ".join(sorted(names)), format_of_all(formats) if whole else None
