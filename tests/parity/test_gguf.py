@@ -22,9 +22,11 @@ from oracle import EXACT, Oracle
 from quantized_oracle import QuantizedOracle
 
 from pipeline.checkpoint.gguf_model import GgufCheckpoint
+from pipeline.checkpoint.open import open_model
 from pipeline.checkpoint.reader import numbers_of
 from pipeline.config import EngineConfig
 from pipeline.errors import ModelError
+from pipeline.memory.needs import needs
 from shm.codes import Codes
 from shm.layout import ExpertShape, format_named
 from shm.manifest import StoreManifest
@@ -188,6 +190,20 @@ def test_types_that_one_format_keeps_are_kept_without_loss(tmp_path: Path) -> No
     assert isinstance(stacked, Codes)
     assert stacked.format == "q8_0"
     assert np.array_equal(stacked.values(), torch.cat([meant[name] for name in names]).numpy())
+    planned = needs(source, EngineConfig(device="cpu"), "q8_0")
+    assert (planned.rounded, planned.rest_rounded) == ("", (("Q4_0", "bf16"),))  # the embedding's rows
+
+
+@pytest.mark.parametrize("gguf_file", [False, True])
+def test_a_plan_names_halves_that_become_bf16(gguf_file: bool, tmp_path: Path) -> None:
+    case = Case("mixtral", "half", {"head_dim": 10}, **HALF)
+    save(case, tmp_path)
+    path = write_gguf(tmp_path, tmp_path / "model.gguf", plain(Type.F16)) if gguf_file else tmp_path
+    source = open_model(path)
+    halves = (("F16", "bf16"),)  # also with int8: the rows of the embedding
+    for dtype, experts, rest in (("bf16", "F16", halves), ("f32", "", ()), ("int8", "", halves)):
+        planned = needs(source, EngineConfig(device="cpu", backbone_dtype=dtype), dtype)
+        assert (planned.rounded, planned.rest_rounded) == (experts, rest)
 
 
 async def test_an_engine_computes_from_a_file(start_engine, tmp_path: Path) -> None:
