@@ -17,10 +17,10 @@ SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
     "protocol": 2_342,
     "shm": 4_510,
-    "workers": 10_130,
+    "workers": 10_140,
     "pipeline": 36_990,
     "launch": 12_190,
-    "benchmarks": 6_400,
+    "benchmarks": 6_620,
     "tests": 60_710,
 }
 ROOMS = 298  # Python files of the program, without those that only mark a package
