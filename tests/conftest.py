@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fork_server import SERVER, SETTINGS
+from hypothesis import settings
 from leaks import leaks, segments
 from safetensors.numpy import save_file
 
@@ -35,6 +36,9 @@ from pipeline.config import EngineConfig
 from protocol.client import Client
 from shm.locks import build_folder
 from shm.store import STORE_SPACE
+
+settings.register_profile("machines of any speed", deadline=None)
+settings.load_profile("machines of any speed")
 
 TESTS = Path(__file__).parent
 SHARE = 0.02  # of the time of all tests; a file that takes more belongs into LONGEST
@@ -136,6 +140,17 @@ def tiny_model() -> Iterator[Path]:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(model_dir() / name, folder / name)
     write_mixtral(folder, layers=2, hidden=64, intermediate=96, experts=4, vocabulary=4096, context=256)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def three_tiles(tiny_model: Path) -> Iterator[Path]:
+    """A model like the tiny one whose experts have three tiles of 128 channels, the last of which is
+    padded."""
+    folder = PLACE / "three"
+    shutil.copytree(tiny_model, folder)
+    write_mixtral(folder, layers=2, hidden=128, intermediate=360, experts=4, vocabulary=4096, context=256)
     yield folder
     shutil.rmtree(folder)
 

@@ -15,15 +15,15 @@ ROOT = Path(__file__).parents[1]
 PROGRAM = ("protocol", "shm", "workers", "pipeline", "launch")
 SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
-    "protocol": 2_342,
-    "shm": 4_490,
-    "workers": 10_130,
-    "pipeline": 36_900,
-    "launch": 12_190,
-    "benchmarks": 6_400,
-    "tests": 60_620,
+    "protocol": 2_540,
+    "shm": 4_610,
+    "workers": 10_140,
+    "pipeline": 38_950,
+    "launch": 12_200,
+    "benchmarks": 6_620,
+    "tests": 61_480,
 }
-ROOMS = 298  # Python files of the program, without those that only mark a package
+ROOMS = 306  # Python files of the program, without those that only mark a package
 
 
 @pytest.mark.parametrize("folder", LINES)

@@ -25,6 +25,7 @@ from pipeline.cluster import place
 from pipeline.cluster.place import HostPlace
 from pipeline.config import LanePlan
 from pipeline.errors import PeerLost
+from shm.locks import sweep
 from workers.lifetime import PYTHON, environment
 
 START_LIMIT = 30.0  # seconds for a host to have an endpoint
@@ -145,6 +146,7 @@ class HostKeeper:
             place.wait_exit(name, limit)
         if (claimed := place.claim(name)) is not None:
             place.remove(*claimed)
+        sweep()  # the store of one that was killed
 
     def _wait_place(self, limit: float) -> HostPlace:
         def said() -> HostPlace | None:

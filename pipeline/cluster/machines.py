@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from pipeline.arrays import FloatArray
 from pipeline.cluster.lanes import Pieces
@@ -53,6 +54,13 @@ SLICE_MS = 10  # of a wait
 SAY_SECONDS, SAY_AGAIN_SECONDS = 2.0, 30.0  # of a wait, until a line says for what; and again
 WAIT_LIMIT = 3600.0  # seconds for a lane that nobody holds: the step fails
 COPY_BELOW = 65536  # bytes; copying less is cheaper than tracking the buffer
+WRONG_KEY = "it is reached, and one of the two does not have the key that the other was told"
+_REFUSALS = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+)
+_FAILED = sum(_REFUSALS) | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECTED
 AWAY = "away"  # state: there is no connection
 SILENT = "silent"
 
@@ -101,7 +109,9 @@ class Link:
     def __init__(self, machine: Machine, socket: zmq.Socket[bytes]) -> None:
         self.machine = machine
         self.socket = socket
-        self.state, self.why = AWAY, "not connected yet"
+        self._events = socket.get_monitor_socket(_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._shaken = False  # hands, on the present connection
+        self.state, self.why = AWAY, "there is no connection"
         self.incarnation = ""
         self.pings = self.works = self.asked_again = 0
         self.heard_at = self.pinged_at = self.helloed_at = 0.0  # monotonic seconds
@@ -117,6 +127,21 @@ class Link:
     def silent(self) -> bool:
         """It has not answered for a while."""
         return self.unheard_since > 0 and time.monotonic() - self.unheard_since > HEDGE_SECONDS
+
+    def look(self) -> None:
+        """Notice why there is no connection."""
+        while self._events.poll(0):
+            event = recv_monitor_message(self._events, zmq.NOBLOCK)["event"]
+            if event != zmq.EVENT_DISCONNECTED:
+                self._shaken = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if event in _REFUSALS or (event == zmq.EVENT_DISCONNECTED and not self._shaken):
+                self.why = WRONG_KEY
+
+    def close(self) -> None:
+        """Close the socket without waiting for what was not sent."""
+        self.socket.disable_monitor()
+        self._events.close(linger=0)
+        self.socket.close(linger=0)
 
     def send(self, message: object) -> bool:
         """Send a message; returns False where there is no connection, or its queue is full."""
@@ -266,7 +291,7 @@ class Machines:
 
     def close(self) -> None:
         for link in self._links.values():
-            link.socket.close(linger=0)
+            link.close()
         self._context.term()
 
     # --- machines ----------------------------------------------------------------------------------------
@@ -282,7 +307,7 @@ class Machines:
             link.lost(AWAY, "it is no longer one of the machines")
             del self._links[socket]
             self._poller.unregister(socket)
-            socket.close(linger=0)
+            link.close()
         for machine in kept.values():
             keys = machine.key, self._given.public_key, self._given.secret_key
             try:
@@ -343,10 +368,11 @@ class Machines:
         owing = {asked.link for q in self._open.values() for every in q.asked.values() for asked in every}
         for link in list(self._links.values()):
             if not link.able:
+                link.look()
                 if now - link.helloed_at >= HELLO_SECONDS:
                     link.helloed_at = now
-                    if not link.send(self._hello) and link.state != REFUSED:
-                        link.lost(AWAY, "there is no connection")
+                    if not link.send(self._hello) and link.state == LOADING:
+                        link.lost(AWAY, "the connection has ended")
             elif now - link.pinged_at >= (PING_SECONDS if link in owing else IDLE_PING_SECONDS):
                 self._ping(link, now)
         for question in list(self._open.values()):

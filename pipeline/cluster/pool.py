@@ -23,6 +23,11 @@ from shm.mask import NOTHING, Tally
 from workers.kernels.c_types import BF16_BITS, Geometry
 from workers.kernels.native import best
 
+LEAST, MOST = (
+    1e-30,
+    1e38,
+)  # of a group's largest magnitude; beyond these a product of float32 would not be exact
+
 
 @dataclass
 class Rows:
@@ -135,11 +140,11 @@ class Encoder:
         self._no_codes, self._nothing = np.zeros((0, 0), np.int8), np.zeros((0, 0), np.float32)
 
     def __call__(self, x: FloatArray) -> WireX:
-        """x float32 [R, H]: as codes, where the kernels make such and all numbers are finite."""
+        """x float32 [R, H]: as codes, where the kernels make such, and the same of what is made of them."""
         if self._kernel is not None:
             codes = self._kernel.quantize(x).codes
             largest = self._largest(x, codes.shape[1])
-            if np.isfinite(largest).all():
+            if (((largest >= LEAST) & (largest <= MOST)) | (largest == 0)).all():
                 return WireX(codes.view(np.int8), largest, self._nothing)
         return WireX(self._no_codes, self._nothing, x)
 

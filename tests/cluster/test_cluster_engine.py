@@ -1,0 +1,47 @@
+"""An engine whose experts lie on three machines on loopback: the tokens are those of one machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cluster_heads import KEYS, PLAN, TILE, host_config, hosts, machine, pid_of, restart
+
+from launch.processes.supervisor import Supervisor
+from pipeline.config import EngineConfig, MachineList
+from protocol.client import Client
+
+CONFIG = EngineConfig(policy="all-host", device="cpu", tile=TILE, workers=2, chunk=64)
+
+
+async def tokens_of(client: Client) -> tuple[int, ...]:
+    """Three answers that are decoded together."""
+    answers = [client.generate(token_ids=[5, 6, seed], max_tokens=40, ignore_eos=True) for seed in range(3)]
+    results = [await answer.result() for answer in answers]
+    return tuple(token for result in results for token in result.tokens)
+
+
+@pytest.mark.parametrize("format", ["int4", "int8"])
+async def test_tokens_of_three_machines_are_those_of_one(three_tiles: Path, format: str) -> None:
+    config = replace(CONFIG, model=three_tiles, format=format, name=f"t{os.getpid()}-cluster")
+    async with Supervisor(config, log_level="WARNING") as one, Client.connect(one.endpoint) as client:
+        expected = await tokens_of(client)
+    with hosts(*(host_config(three_tiles, lane, format=format) for lane in (1, 2))) as keepers:
+        machines = MachineList(tuple(machine(k.place()) for k in keepers), *KEYS)
+        config = replace(config, lanes=PLAN)
+        async with (
+            Supervisor(config, log_level="WARNING", machines=machines) as several,
+            Client.connect(several.endpoint) as client,
+        ):
+            assert await tokens_of(client) == expected
+            asked = client.generate(token_ids=[5, 6, 0], max_tokens=40, ignore_eos=True)
+            pid = pid_of(keepers[0])
+            os.kill(pid, signal.SIGKILL)
+            again = machine(restart(keepers[0], pid))
+            await several.set_machines((again, machines.machines[1]))
+            assert (await asked.result()).tokens == expected[:40]
+            stats = await client.stats()
+    assert [known["state"] for known in stats["machines"]] == ["ready", "ready"]

@@ -1,0 +1,150 @@
+"""Expert hosts on loopback: a layer has the bits that one machine computes, whatever becomes of the hosts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster_heads import BOUNDS, Head, head, host_config, hosts, machine, pid_of, restart
+
+from pipeline.cluster import place
+from pipeline.cluster.keeper import HostKeeper, new_keys
+from pipeline.errors import PeerLost
+from workers.kernels.native import best
+
+EVERY = tuple(range(len(BOUNDS) - 1))
+
+
+@pytest.fixture(scope="module")
+def alone(three_tiles: Path) -> Iterator[Head]:
+    """One machine with all lanes."""
+    with head(three_tiles, held=EVERY) as whole:
+        yield whole
+
+
+@pytest.fixture(scope="module")
+def pair(three_tiles: Path) -> Iterator[list[HostKeeper]]:
+    """Two hosts, one of which has a replica of the other's lane."""
+    with hosts(host_config(three_tiles, 1), host_config(three_tiles, 1, 2)) as keepers:
+        yield keepers
+
+
+@pytest.mark.parametrize(
+    ("format", "lanes"), [("int4", [(1,), (2,)]), ("int8", [(1, 2)]), ("bf16", [(1, 2)])]
+)
+def test_sums_of_several_machines_are_those_of_one(
+    three_tiles: Path, format: str, lanes: list[tuple[int, ...]]
+) -> None:
+    with (
+        hosts(*(host_config(three_tiles, *held, format=format) for held in lanes)) as keepers,
+        head(three_tiles, *(machine(k.place()) for k in keepers), format=format) as several,
+        head(three_tiles, format=format, held=EVERY) as one,
+    ):
+        for seed, rows in enumerate((1, 1, 3, 40, 64, 65, 200)):
+            assert several.sums(seed, rows) == one.sums(seed, rows)
+
+
+def test_a_killed_host_and_its_worker_change_no_sum(
+    three_tiles: Path, pair: list[HostKeeper], alone: Head
+) -> None:
+    with head(three_tiles, *(machine(k.place()) for k in pair)) as several:
+        assert several.sums(0) == alone.sums(0)
+        later = [several.ask(seed, 64) for seed in range(8)]
+        psutil.Process(pid_of(pair[1])).children()[0].kill()  # a worker
+        assert [wait() for wait in later] == [alone.sums(seed, 64) for seed in range(8)]
+        later = [several.ask(seed, 64) for seed in range(8)]
+        os.kill(first := pid_of(pair[0]), signal.SIGKILL)  # the other one has its lane, too
+        assert [wait() for wait in later] == [alone.sums(seed, 64) for seed in range(8)]
+        several.update_until(lambda: several.state(0)[0] == "away")
+        later = [several.ask(seed, 2) for seed in range(4)]
+        os.kill(second := pid_of(pair[1]), signal.SIGKILL)  # nobody has its lanes: what is asked waits
+        several.tell(*(machine(restart(k, pid)) for k, pid in zip(pair, (first, second), strict=True)))
+        assert [wait() for wait in later] == [alone.sums(seed, 2) for seed in range(4)]
+
+
+def test_a_silent_host_is_not_waited_for(three_tiles: Path, pair: list[HostKeeper], alone: Head) -> None:
+    with head(three_tiles, *(machine(k.place()) for k in pair)) as several:
+        assert several.sums(1) == alone.sums(1)
+        first = pair[0].place()
+        assert first is not None
+        os.kill(first.pid, signal.SIGSTOP)
+        try:
+            assert several.sums(2) == alone.sums(2)
+        finally:
+            os.kill(first.pid, signal.SIGCONT)
+        several.update_until(lambda: several.state(0)[0] == "ready")
+        assert [several.sums(seed) for seed in range(4)] == [alone.sums(seed) for seed in range(4)]
+
+
+def test_a_host_is_adopted_with_the_same_configuration_and_ended_with_another(
+    three_tiles: Path, pair: list[HostKeeper]
+) -> None:
+    running = pair[0].place()
+    assert HostKeeper(pair[0].config).start() == running
+    assert HostKeeper(replace(pair[0].config, lease=50.0)).start() == running
+    assert running is not None
+    other = HostKeeper(replace(pair[0].config, coordinator_key=new_keys()[0])).start()
+    assert other.pid != running.pid
+    assert pair[0].start().pid not in (running.pid, other.pid)
+
+
+def test_another_key_is_not_answered(three_tiles: Path, pair: list[HostKeeper]) -> None:
+    running = machine(pair[0].place())
+    with head(three_tiles, replace(running, key=new_keys()[0])) as several:
+        several.update_until(lambda: "key" in several.state()[1])
+    with hosts(replace(host_config(three_tiles, 2), coordinator_key=new_keys()[0])) as (keeper,):
+        other = machine(keeper.place())
+        with head(three_tiles, other) as several:
+            several.update_until(lambda: "key" in several.state()[1])
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"kernels": 1}, "kernels have version"),
+        ({"variant": "portable"}, "for portable"),
+        ({"fingerprint": "0" * 64}, "copy of the model"),
+        ({"format": "int8"}, "in int4, the coordinator's in int8"),
+        ({"bounds": (0, 2, 3)}, "other lanes"),
+    ],
+)
+def test_a_host_refuses_what_would_change_bits(
+    three_tiles: Path, pair: list[HostKeeper], said: dict[str, object], why: str
+) -> None:
+    with head(three_tiles, *(machine(k.place()) for k in pair), **said) as several:
+        assert several.machines is not None
+        with pytest.raises(PeerLost, match=why):
+            several.machines.wait_ready([1, 2], 60)
+
+
+def test_unequal_variants_are_refused_where_they_differ(three_tiles: Path) -> None:
+    other = {"variant": "avx2" if best().variant != "avx2" else "avx512"}
+    with hosts(host_config(three_tiles, 1, 2, format="bf16")) as (keeper,):
+        running = machine(keeper.place())
+        with head(three_tiles, running, format="bf16", **other) as several:
+            several.update_until(lambda: several.state()[0] == "refused")
+
+
+def test_a_host_ends_after_its_lease(three_tiles: Path, alone: Head) -> None:
+    with hosts(host_config(three_tiles, 1, 2, name="host-of-a-lease", lease=1.0)) as (keeper,):
+        with head(three_tiles, machine(keeper.place())) as several:
+            several.update_until(lambda: several.state()[0] == "ready")
+            assert several.sums(5) == alone.sums(5)
+        assert keeper.wait_exit(60)
+        assert not place.folder_of(keeper.config.name).exists()
+        ended = keeper.check()
+        assert ended is not None
+        assert ended.state == "ended"
+
+
+def test_a_host_that_cannot_load_says_why(three_tiles: Path, tmp_path: Path) -> None:
+    with hosts(host_config(tmp_path / "none", 1)) as (keeper,):
+        assert keeper.wait_exit(60)
+        said = place.read(keeper.config.name)
+        assert said is not None
+        assert (said.state, "does not exist" in said.error) == ("failed", True)
