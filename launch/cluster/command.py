@@ -115,13 +115,13 @@ def _table(rows: list[Row]) -> Table[Row]:
     return Table(
         [
             Column[Row]("machine", lambda row: row[0], text=True, style="bold"),
-            Column("address", lambda row: row[1]["address"], text=True),
+            Column("address", lambda row: row[1]["address"]),
             Column("cores", lambda row: row[1].get("cores", "-")),
-            Column("free memory", lambda row: _bytes(row[1].get("memory"))),
-            Column("free /dev/shm", lambda row: _bytes(row[1].get("shm"))),
+            Column("memory\nfree", lambda row: _bytes(row[1].get("memory"))),
+            Column("/dev/shm\nfree", lambda row: _bytes(row[1].get("shm"))),
             Column("reads", lambda row: rate(row[1]["rate"]) if row[1].get("rate") else "-"),
             Column("kernels", lambda row: row[1].get("variant", "-"), text=True),
-            Column("takes part", lambda row: "yes" if row[1]["part"] else "no", text=True),
+            Column("takes\npart", lambda row: "yes" if row[1]["part"] else "no", text=True),
         ],
         rows,
     )
@@ -168,7 +168,7 @@ async def _stay(options: Options, interrupts: Interrupts, config: NodeConfig) ->
 
 def _named(options: Options) -> list[str]:
     """Returns the machine of --name, or the only one here. Raises WrongUsage."""
-    found = [place.config.name for place in node.local_nodes()]
+    found = node.names()
     if name := options.written.get("name"):
         return [name]
     if not found:

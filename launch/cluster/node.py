@@ -203,6 +203,11 @@ def local_nodes(cluster: str = "") -> list[NodePlace]:
     return sorted(found, key=lambda place: place.config.head)
 
 
+def names() -> list[str]:
+    """Returns the machines that were started here, also those whose watching process was killed."""
+    return [path.name.removeprefix("machine-") for path in sorted(runtime_root().glob("machine-*"))]
+
+
 def read_place(name: str) -> NodePlace | None:
     """Returns what this machine's process has said last; None of none."""
     try:

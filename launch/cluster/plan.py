@@ -40,9 +40,12 @@ def divide(tiles: int, tile_bytes: int, rooms: ArrayLike, rates: ArrayLike) -> I
 def replicate(
     lanes: ArrayLike, held: Sequence[int | None], tile_bytes: int, rooms: ArrayLike, copies: int
 ) -> list[list[int]]:
-    """Returns the lanes that each machine holds, its own one first, with up to `copies` of each lane beside
-    the first one: of all lanes where there is room, else of as many as possible, each once before any twice.
-    `lanes`: tiles of each; `held`: the machines' own lanes; None: a machine without one."""
+    """Returns the lanes that each machine holds, its own one first, with up to `copies` of each beside the
+    first: of all lanes where there is room, else of as many as possible, each once before any twice. `lanes`:
+    tiles of each; `held`: the machines' own lanes; None: a machine without one.
+
+    The first machine, the coordinator's, neither has nor needs copies: it computes what it holds itself, so a
+    copy there would leave nothing to the other machine; and without it there is no engine."""
     size = np.asarray(lanes, np.int64) * tile_bytes
     free = np.asarray(rooms, np.int64).copy()
     parts = [[] if own is None else [own] for own in held]
@@ -51,9 +54,9 @@ def replicate(
     for _ in range(copies):
         # Small ones first: more of them fit.
         for lane in np.argsort(size, kind="stable"):
-            roomy = [m for m, part in enumerate(parts) if int(lane) not in part and free[m] >= size[lane]]
-            if roomy:
-                machine = max(roomy, key=lambda m: int(free[m]))
+            able = [m for m in range(1, len(parts)) if lane not in parts[m] and free[m] >= size[lane]]
+            if able and lane not in parts[0]:
+                machine = max(able, key=lambda m: int(free[m]))
                 parts[machine].append(int(lane))
                 free[machine] -= size[lane]
     return parts

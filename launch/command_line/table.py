@@ -119,7 +119,7 @@ REPLAYED = (
     f" locality of a known model: {PREFIX}NAME, or {PREFIX}NAME/N"
 )
 CLUSTER = "divide the experts among the machines of this cluster (docs/cluster.md)"
-REPLICAS = "copies of each part of the experts on other machines, as many as memory allows (default 0)"
+REPLICAS = "copies of each other machine's experts on further ones, as many as memory allows (default 0)"
 TOKEN = "file with the cluster's token (default: where `cluster start` makes it)"
 ADDRESS = "this machine's IP address, at which the others reach it (default: the one that leads there)"
 PORT = f"the first of {PORTS} ports that Ray takes on this machine (default {DEFAULT_PORT})"

@@ -83,9 +83,9 @@ def only(word: str, other: bool = False) -> psutil.Process | None:
 
 
 def test_an_answer_of_two_machines_has_the_tokens_of_one(head: str, tiny_model: Path) -> None:
-    options = ("--model", str(tiny_model), "--tile", "32", "--format", "int8", "--chunk", "64", *REQUEST)
+    options = ("--model", str(tiny_model), "--tile", "32", "--format", "bf16", "--chunk", "64", *REQUEST)
     alone = json.loads(launch("generate", *options).stdout)
-    several = launch("generate", *options, "--cluster", head, "--replicas", "1", limit=300)
+    several = launch("generate", *options, "--cluster", head, limit=300)
     assert several.returncode == 0, several.stderr
     assert json.loads(several.stdout)["token_ids"] == alone["token_ids"]
     assert only(HOST) is None, "the hosts end with their engine"
@@ -106,7 +106,7 @@ def test_wrong_token_and_missing_head_are_one_line(head: str, tmp_path: Path) ->
 
 
 def test_requests_go_on_while_processes_of_ray_are_killed(head: str, tiny_model: Path) -> None:
-    options = ("--model", str(tiny_model), "--tile", "32", "--format", "int8", "--chunk", "64")
+    options = ("--model", str(tiny_model), "--tile", "32", "--format", "bf16", "--chunk", "64")
     with Launched("serve", "--name", "several", *options, "--cluster", head) as engine:
         assert engine.line().startswith("several "), engine.stderr
         asyncio.run(_kill_all())
