@@ -50,7 +50,8 @@ SERVICES = (
 PROCESSES = PORTS - 1 - len(SERVICES)
 RESOURCE, LABEL = "tandem", "tandem-machine"  # of nodes that take part
 OBJECT_STORE = 80_000_000  # bytes, the least that Ray takes: no data goes through it
-START_LIMIT = 120.0  # seconds for Ray to start
+START_LIMIT = 180.0  # seconds for Ray to start
+RAY_PATIENCE, TRIES = 25.0, 3  # seconds, a little less than those after which Ray gives up its own start
 STOP_LIMIT = 15.0  # seconds for Ray to end
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds before another start
 POLL_SECONDS = 0.1
@@ -296,16 +297,19 @@ class _Node:
         self.stopped = False
 
     def run(self) -> None:
-        """Start Ray until SIGTERM; one that never ran is not started again."""
-        pause, ran = FIRST_PAUSE, False
+        """Start Ray until SIGTERM. One that has never run is started again only where it gave up waiting for
+        itself, as it does on a busy machine."""
+        pause, ran, tries = FIRST_PAUSE, False, 0
         while not self.stopped:
+            tries += 1
             self._say("again" if ran else "starting", self._place.error)
             began = time.monotonic()
             error, was_up = self._run_ray()
             if self.stopped:
                 return
             ran = ran or was_up
-            if not ran:
+            slow = time.monotonic() - began > RAY_PATIENCE
+            if not ran and (not slow or tries == TRIES):
                 self._say("failed", error)
                 return
             self._say("again", error)
@@ -362,7 +366,10 @@ def main(config: NodeConfig) -> None:
         node.stopped = True
 
     signal.signal(signal.SIGTERM, end)
-    node.run()
+    try:
+        node.run()
+    finally:  # also where the runtime directory is gone, as after a logout
+        _end_ray(ray_folder(config.name))
     if node.stopped:
         runtime.remove()
 

@@ -60,8 +60,8 @@ def head() -> Iterator[str]:
         assert joined.returncode == 0, joined.stderr
         yield address
     finally:
-        for name in "ba":
-            launch("cluster", "stop", "--name", name)
+        ended = [launch("cluster", "stop", "--name", name) for name in "ba"]
+    assert [each.returncode for each in ended] == [0, 0], [each.stderr for each in ended]
     assert not [process for process in psutil.process_iter() if is_ours(process, "ray")]
 
 
