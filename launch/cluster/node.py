@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -34,6 +35,7 @@ from protocol.sockets import runtime_root
 from shm.atomic_file import atomic_file
 from workers.lifetime import PYTHON, environment
 
+ENTRY = "launch.cluster.node"
 INFO, LOG = "machine.json", "ray.log"
 MAX_INFO = 1 << 16  # bytes
 STARTED = b"Ray runtime started"
@@ -199,7 +201,7 @@ def local_nodes(cluster: str = "") -> list[NodePlace]:
     for path in sorted(runtime_root().glob("machine-*")):
         with suppress(OSError, msgspec.DecodeError):
             place = msgspec.json.decode(read_small(path / INFO, MAX_INFO), type=NodePlace)
-            if psutil.pid_exists(place.pid) and cluster in ("", place.config.cluster):
+            if _watcher(place) is not None and cluster in ("", place.config.cluster):
                 found.append(place)
     return sorted(found, key=lambda place: place.config.head)
 
@@ -219,8 +221,15 @@ def read_place(name: str) -> NodePlace | None:
 
 def runs(name: str) -> bool:
     """Returns whether this machine's process runs."""
-    place = read_place(name)
-    return place is not None and psutil.pid_exists(place.pid)
+    return _watcher(read_place(name)) is not None
+
+
+def _watcher(place: NodePlace | None) -> psutil.Process | None:
+    """Returns the process that has written this, if it runs: another one may have its id by now."""
+    with suppress(psutil.Error):
+        if place is not None and ENTRY in (process := psutil.Process(place.pid)).cmdline():
+            return process
+    return None
 
 
 def start(config: NodeConfig, limit: float = START_LIMIT) -> None:
@@ -233,7 +242,7 @@ def start(config: NodeConfig, limit: float = START_LIMIT) -> None:
         ) from None
     check_ports(config)
     subprocess.run(
-        [*PYTHON, "-m", "launch.cluster.node"],
+        [*PYTHON, "-m", ENTRY],
         input=msgspec.json.encode(asdict(config)),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -256,12 +265,10 @@ def start(config: NodeConfig, limit: float = START_LIMIT) -> None:
 
 def stop(name: str) -> None:
     """End Ray on this machine, and the process that watches it; with nothing left of them."""
-    place = read_place(name)
-    if place is not None:
-        with suppress(psutil.NoSuchProcess):
-            watcher = psutil.Process(place.pid)
+    if (watcher := _watcher(read_place(name))) is not None:
+        with suppress(psutil.Error):
             watcher.terminate()
-            psutil.wait_procs([watcher], STOP_LIMIT)
+        psutil.wait_procs([watcher], STOP_LIMIT)
     _end_ray(ray_folder(name))
     with suppress(WrongUsage):
         RuntimeDir.claim(f"machine-{name}").remove()
@@ -275,7 +282,7 @@ def _end_ray(folder: Path) -> None:
         with suppress(psutil.Error):
             process.kill()
     psutil.wait_procs(ours, STOP_LIMIT)
-    subprocess.run(["rm", "-rf", "--one-file-system", str(folder)], check=False)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _uses(process: psutil.Process, folder: Path) -> bool:
