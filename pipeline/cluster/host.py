@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ from pipeline.config import WorkerCores
 from pipeline.errors import PipelineError
 from pipeline.experts.carriers import ArenaCarrier
 from pipeline.experts.division import Divider, largest
-from pipeline.experts.peers import ChildServerSocket, ExitEvents
-from pipeline.experts.pool import HostPool
+from pipeline.experts.peers import COPY_BELOW, ChildServerSocket, ExitEvents
+from pipeline.experts.pool import HostPool, computing
 from pipeline.fairness import SparseLog
 from pipeline.loader import Loading
 from protocol.codec import decode, encode
@@ -69,21 +70,15 @@ from shm.locks import StoreLease
 from shm.segment import engine_prefix
 from shm.store import Store
 from workers.kernels.native import VERSION as KERNELS
-from workers.kernels.native import best
+from workers.kernels.native import best, store_kernel
 
 NARROW_ROWS = 32  # of the slots of a lane of which there are several
+FEW_ROWS = 4  # of a Work of which this process computes a share itself: it is deaf meanwhile
 LOOK_MS = 100  # of a wait for messages, between two looks at the workers
 WORKER_LIMIT = 60.0  # seconds for the workers to announce themselves
 SAME_VARIANT = ("f32", "bf16", "fp8")  # formats whose products are added in each variant's own order
 
 log = logging.getLogger(__name__)
-
-
-class Coordinator:
-    """A ROUTER's peer: the coordinator's present process, or an earlier one."""
-
-    def __init__(self) -> None:
-        self.works: dict[int, LaneWork] = {}  # that have no answer, in the order in which they came
 
 
 class ExpertHost:
@@ -103,7 +98,7 @@ class ExpertHost:
         self._socket = host_router(context, config.address, config.port, self._public, secret)
         closing.callback(self._socket.close)
         self._endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._peers: dict[bytes, Coordinator] = {}
+        self._works: dict[tuple[bytes, int], LaneWork] = {}  # without an answer, by sender and seq
         self._loading = _LoadingThread(config)
         self._store: Store | None = None
         self._lanes: HeldLanes | None = None  # once it is ready
@@ -137,11 +132,11 @@ class ExpertHost:
 
     def _turn(self) -> None:
         """Answer the next Work, or wait for messages."""
-        for sender, peer in list(self._peers.items()):
-            if peer.works and self._lanes is not None:
-                self._answer(sender, next(iter(peer.works.values())))
-                return
-        self._look(LOOK_MS)
+        if self._works and self._lanes is not None:
+            (sender, _), work = next(iter(self._works.items()))
+            self._answer(sender, work)
+        else:
+            self._look(LOOK_MS)
 
     def _publish(self, state: str, error: str = "") -> None:
         config = self._config
@@ -187,7 +182,10 @@ class ExpertHost:
         carrier = ArenaCarrier(socket, library(), prefix, lanes)
         self._closing.callback(carrier.close)
         divider = Divider(cores, shape.experts, shape.tiles)
-        pool = HostPool(divider, cores, None, socket, carrier, control)
+        compute = None
+        if config.host_slowdown == 1:
+            compute = computing(store_kernel(store, guarded=True))
+        pool = HostPool(divider, cores, compute, socket, carrier, control)
         pool.wait_ready(WORKER_LIMIT)
         self._lanes = HeldLanes(pool, config.lanes.part)
 
@@ -200,17 +198,20 @@ class ExpertHost:
     def _answer(self, sender: bytes, work: LaneWork) -> None:
         assert self._lanes is not None
         started = time.perf_counter()
+        if few := max(len(work.codes), len(work.x)) <= FEW_ROWS:
+            self._lanes.pool.announce()  # workers wake while x is made
         try:
             x = self._x_of(work)
-            pieces = np.split(work.descriptors, np.cumsum(work.lengths)[:-1]) if work.lengths else []
-            ticket = self._lanes.begin({lane: pieces for lane in work.lanes}, x)
+            ends = list(accumulate(work.lengths, initial=0))
+            pieces = [work.descriptors[begin:end] for begin, end in pairwise(ends)]
+            ticket = self._lanes.begin({lane: pieces for lane in work.lanes}, x, few)
             sums = ticket.sums()
         except (PipelineError, ValueError, IndexError) as e:
-            self._done(sender, work.seq)
+            self._works.pop((sender, work.seq), None)
             self._send(sender, LaneFailed(work.seq, str(e)))
             return
         y = np.concatenate([sums[lane] for lane in work.lanes])
-        self._done(sender, work.seq)
+        self._works.pop((sender, work.seq), None)
         self._send(sender, LaneSums(work.seq, work.lanes, time.perf_counter() - started, y))
 
     def _x_of(self, work: LaneWork) -> FloatArray:
@@ -259,20 +260,15 @@ class ExpertHost:
             case HostHello():
                 self._send(sender, self._welcome(message))
             case Ping(number=number):
-                works = tuple(self._peers[sender].works) if sender in self._peers else ()
+                works = tuple(seq for other, seq in self._works if other == sender)
                 self._send(sender, Pong(number, self.incarnation, works))
             case LaneWork():
-                self._peers.setdefault(sender, Coordinator()).works.setdefault(message.seq, message)
+                self._works.setdefault((sender, message.seq), message)
             case LaneAbandon(seqs=seqs):
                 for seq in seqs:
-                    self._done(sender, seq)
+                    self._works.pop((sender, seq), None)
             case _:
                 self._log.warning(f"an unexpected {type(message).__name__} of the coordinator")
-
-    def _done(self, sender: bytes, seq: int) -> None:
-        peer = self._peers.get(sender)
-        if peer is not None:
-            peer.works.pop(seq, None)
 
     def _welcome(self, hello: HostHello) -> HostWelcome:
         config, loading = self._config, self._loading
@@ -305,8 +301,10 @@ class ExpertHost:
         return ""
 
     def _send(self, sender: bytes, message: object) -> None:
+        frames = encode(message)
+        small = sum(map(len, frames)) < COPY_BELOW
         try:
-            self._socket.send_multipart([sender, *encode(message)], zmq.NOBLOCK, copy=False)
+            self._socket.send_multipart([sender, *frames], zmq.NOBLOCK, copy=small)
         except zmq.ZMQError as e:  # the coordinator asks again for what it needs
             self._log.warning(f"an answer did not reach the coordinator: {e}")
 

@@ -27,7 +27,7 @@ from pipeline.arrays import FloatArray
 from pipeline.cluster.lanes import Pieces
 from pipeline.config import Machine, MachineList
 from pipeline.errors import PeerLost, ShardFailed
-from pipeline.experts.peers import ExitEvents
+from pipeline.experts.peers import COPY_BELOW, ExitEvents
 from pipeline.fairness import SparseLog
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage, ProtocolError
@@ -53,7 +53,6 @@ LOOK_SECONDS = 0.02  # between two looks for what is late
 SLICE_MS = 10  # of a wait
 SAY_SECONDS, SAY_AGAIN_SECONDS = 2.0, 30.0  # of a wait, until a line says for what; and again
 WAIT_LIMIT = 3600.0  # seconds for a lane that nobody holds: the step fails
-COPY_BELOW = 65536  # bytes; copying less is cheaper than tracking the buffer
 WRONG_KEY = "it is reached, and one of the two does not have the key that the other was told"
 _REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
