@@ -114,18 +114,9 @@ async def _wait_for_shutdown(supervisor: zmq.asyncio.Socket) -> None:
             return
 
 
-def _give_way() -> None:
-    """Let threads that compute come before this process's, also where Linux divides cores by sessions first:
-    there a niceness counts within one, and the session has one of its own."""
-    os.nice(NICENESS)
-    if os.getsid(0) == os.getpid():
-        with suppress(OSError):  # there is none, or it is not ours to write
-            Path("/proc/self/autogroup").write_text(str(NICENESS))
-
-
 def main(config: dict[str, Any]) -> int:
     """Serve until Shutdown. Returns the exit code."""
-    _give_way()
+    os.nice(NICENESS)
     if (set_option := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # glibc's
         set_option(M_MMAP_THRESHOLD, LEAST_MAPPED)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # a connection is one
