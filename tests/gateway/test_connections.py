@@ -408,6 +408,27 @@ async def test_requests_without_a_key_begin_apart_while_keys_requests_are_comput
         await asyncio.gather(*others, return_exceptions=True)
 
 
+async def test_a_request_that_waits_to_begin_ends_with_its_connection() -> None:
+    begins, ends = asyncio.Event(), asyncio.Event()
+    places = Places()
+    places.take("anna")
+    starts = Starts(places, 1000.0)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begins.set()
+        with pytest.raises(ConnectionResetError):
+            await starts.wait("", scope["state"]["gone"])
+        ends.set()
+
+    await starts.wait("", asyncio.get_running_loop().create_future())
+    async with asyncio.timeout(AMPLE), a_server(app, Connections()) as (_, url):
+        with connected(url) as connection:
+            connection.sendall(GET)
+            await begins.wait()
+            assert not ends.is_set()
+        await ends.wait()
+
+
 async def test_after_a_costly_body_its_keys_next_waits_while_others_are_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
