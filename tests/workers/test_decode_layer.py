@@ -20,7 +20,7 @@ from workers.kernels.layer import KV_BLOCK
 from workers.kernels.matrix import HostMatrix, quantized
 from workers.kernels.native import Library, Team
 
-FEW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 ROUNDED = {"f32": 2e-4, "fp8": 2e-4, "bf16": 0.03}  # activations' rounding; of other formats 0.06
 
 
