@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster.machine import versions
-from launch.cluster.node import NodePlace, check_token, local_nodes, ray_environment, token_path
-from launch.command_line.checks import check_packages
+from launch.cluster.node import NodePlace, check_ray, check_token, local_nodes, ray_environment, token_path
 from launch.command_line.options import Options
 from launch.errors import LaunchError, WrongUsage
 from launch.processes.trials import Trial, TrialFailed, trial
@@ -46,7 +45,7 @@ class Cluster:
     def of(cls, options: Options, address: str) -> Cluster:
         """Returns the cluster at this address. Raises WrongUsage where its packages or its token are
         missing."""
-        check_packages("a cluster of machines", "ray")
+        check_ray()
         token = options.written.get("token") or token_path()
         check_token(token)
         nodes = local_nodes(address)

@@ -15,7 +15,6 @@ from typing import Any
 from launch.cluster import node
 from launch.cluster.cluster import Cluster, differing
 from launch.cluster.node import NodeConfig
-from launch.command_line.checks import check_packages
 from launch.command_line.options import Options
 from launch.command_line.table import DEFAULT_PORT, PORTS
 from launch.command_line.values import head_address
@@ -53,7 +52,7 @@ async def cluster(options: Options, interrupts: Interrupts) -> int:
 
 
 async def _start(options: Options, interrupts: Interrupts) -> int:
-    check_packages("cluster start", "ray")
+    node.check_ray()
     token = (options.written.get("token") or node.token_path()).absolute()
     made = await asyncio.to_thread(node.make_token, token)
     address = options.written.get("address") or node.own_address(ANYWHERE)
@@ -120,8 +119,8 @@ def _table(rows: list[Row]) -> Table[Row]:
             Column("memory\nfree", lambda row: _bytes(row[1].get("memory"))),
             Column("/dev/shm\nfree", lambda row: _bytes(row[1].get("shm"))),
             Column("reads", lambda row: rate(row[1]["rate"]) if row[1].get("rate") else "-"),
-            Column("kernels", lambda row: row[1].get("variant", "-"), text=True),
-            Column("takes\npart", lambda row: "yes" if row[1]["part"] else "no", text=True),
+            Column("kernels", lambda row: row[1].get("variant", "-")),
+            Column("takes\npart", lambda row: "yes" if row[1]["part"] else "no"),
         ],
         rows,
     )

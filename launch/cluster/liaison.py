@@ -22,7 +22,7 @@ from importlib import import_module
 from typing import Any
 
 import ray
-from ray.exceptions import AuthenticationError, RayError
+from ray.exceptions import ActorDiedError, AuthenticationError, RayError
 
 from launch.cluster.machine import Echo, HostActor, call_echo, look
 from launch.cluster.node import LABEL, RESOURCE
@@ -169,7 +169,7 @@ class Placing:
             self._begin(name, name, configs)
         threading.Thread(target=self._adopt, daemon=True).start()
         sys.stdin.readline()
-        stops = [actor.stop.remote() for actor in self._actors.values()]
+        stops = [actor.stop.remote() for title, actor in self._actors.items() if title not in self._down]
         if stops:
             ray.wait(stops, num_returns=len(stops), timeout=STOP_LIMIT)
 
@@ -205,12 +205,23 @@ class Placing:
 
     def _follow(self, title: str, name: str, configs: list[dict[str, Any]]) -> None:
         """Keep an actor with these hosts on a machine. `title`: what is said of them."""
-        while (machine := _machines().get(name)) is None:
-            self._say(title, down="it has not joined")
-            time.sleep(LOOK_SECONDS)
         keeps = {"max_restarts": -1, "max_task_retries": 0, "max_concurrency": 4}
-        actor = ray.remote(HostActor).options(**_options(machine), **keeps).remote(configs)
-        self._actors[title] = actor
+        while True:
+            try:
+                machine = _machines().get(name)
+                if machine is not None:
+                    actor = ray.remote(HostActor).options(**_options(machine), **keeps).remote(configs)
+                    self._actors[title] = actor
+                    self._listen(title, name, actor)
+                else:
+                    self._say(title, down="it has not joined")
+            except RayError as e:
+                self._say(title, down=type(e).__name__)
+            time.sleep(LOOK_SECONDS)
+
+    def _listen(self, title: str, name: str, actor: Any) -> None:
+        """Pass on what an actor says, until Ray gives it up: it does not restart one whose machine left in
+        order."""
         known: dict[str, Any] = {}
         heard_at = time.monotonic()
         while True:
@@ -224,6 +235,8 @@ class Placing:
                 known = {}
                 time.sleep(PAUSE_SECONDS)
                 self._check_head(name, time.monotonic() - heard_at)
+                if isinstance(e, ActorDiedError):
+                    return
 
     def _check_head(self, name: str, seconds: float) -> None:
         """End this process, for another to begin again, where it follows nothing any more: Ray's head has

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -30,11 +31,12 @@ from launch.command_line.table import PORTS
 from launch.errors import LaunchError, WrongUsage
 from launch.runtime import RuntimeDir
 from protocol.files import private_directory, read_small
-from protocol.program import COMMAND, user_folder
+from protocol.program import COMMAND, installed, user_folder
 from protocol.sockets import runtime_root
 from shm.atomic_file import atomic_file
 from workers.lifetime import PYTHON, environment
 
+RAY = "2.60"  # the minor version of the extra `cluster`
 ENTRY = "launch.cluster.node"
 INFO, LOG = "machine.json", "ray.log"
 MAX_INFO = 1 << 16  # bytes
@@ -114,6 +116,14 @@ def make_token(path: Path) -> bool:
         return True
     check_token(path)
     return False
+
+
+def check_ray() -> None:
+    """Raises WrongUsage unless the extra `cluster` is installed."""
+    found = installed("ray")
+    if not found.startswith(f"{RAY}."):
+        command = shlex.join((sys.executable, "-m", "pip", "install", f"ray=={RAY}.*"))
+        raise WrongUsage(f"several machines need Ray {RAY}, and it is {found}: run {command}")
 
 
 def check_token(path: Path) -> None:

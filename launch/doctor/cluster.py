@@ -50,8 +50,7 @@ def _table(rows: list[Row]) -> Table[Row]:
     return Table(
         [
             Column[Row]("machine", lambda row: row[0], text=True, style="bold"),
-            Column("version", lambda row: _of(row, "versions", lambda each: each["tandem"]), text=True),
-            Column("kernels", lambda row: row[1].get("variant", "-"), text=True),
+            Column("kernels", lambda row: row[1].get("variant", "-")),
             Column("cores", lambda row: row[1].get("cores", "-")),
             Column("memory\nfree", lambda row: _of(row, "memory", byte_size)),
             Column("/dev/shm\nfree", lambda row: _of(row, "shm", byte_size)),

@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from engines import launch
+from engines import ROOT, launch
 
 from launch.cluster import node
 from launch.cluster.cluster import differing
@@ -26,6 +26,14 @@ def test_token_is_readable_by_its_user_alone(tmp_path: Path) -> None:
         node.check_token(token)
     with pytest.raises(WrongUsage, match="copy the head's file"):
         node.check_token(tmp_path / "missing")
+
+
+def test_other_or_missing_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f'"ray>={node.RAY},<' in (ROOT / "pyproject.toml").read_text()
+    for found in ("(not installed)", "1.2.3"):
+        monkeypatch.setattr(node, "installed", lambda package, found=found: found)
+        with pytest.raises(WrongUsage, match=rf"need Ray {node.RAY}, and it is .* pip install 'ray=="):
+            node.check_ray()
 
 
 def test_port_that_is_in_use_is_named() -> None:
