@@ -15,8 +15,8 @@ A conversation
 4. A Pong of another `incarnation` comes from another process: the coordinator begins again with 1.
 
 x travels as the int8 codes that kernels of the integer formats make of it anyway, a quarter of its bytes: for
-each group the largest magnitude m, and codes round(x / (m / 127)). The receiver's kernels make the same codes
-again of `restored`, so that the result has the bits of x itself."""
+each group a number m whose 127th part is the step, and codes round(x / step). The receiver's kernels make the
+same codes again of `restored`, so that the result has the bits of x itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from protocol.messages import ARRAY_LIMIT, F32Matrix, Float, I8Matrix, I32Vector
 from protocol.sockets import HANDSHAKE_MS, LINGER_MS, Socket, random_identity
 
 LOADING, READY, REFUSED = "loading", "ready", "refused"  # states of a host
-LARGEST_CODE = 127
+LARGEST_CODE = np.float32(127)
 QUEUED = 1000  # messages, each way
 BEAT_MS, SILENT_MS = (
     500,
@@ -68,7 +68,7 @@ class HostWelcome(Record, frozen=True):
 class LaneWork(Record, frozen=True, eq=False):
     """Compute these lanes, which have equally many tiles, for the rows of x. `descriptors`: those of a lane's
     pieces, with tiles counted from the lane's first, one after the other, of `lengths` numbers each. x comes
-    as `codes` with the `largest` of each group, or else as `x`."""
+    as `codes` with the `largest` m of each group, or else as `x`."""
 
     seq: Int
     lanes: Ints
@@ -124,7 +124,7 @@ def restored(codes: I8Matrix, largest: F32Matrix, hidden: int) -> F32Matrix:
     """Returns an x float32 [R, hidden] of which the kernels make these codes."""
     rows, groups = largest.shape
     grouped = codes.reshape(rows, groups, -1)
-    x = grouped * (largest / np.float32(LARGEST_CODE))[:, :, None]
+    x = grouped * (largest / LARGEST_CODE)[:, :, None]
     # Not the product, which may be a rounding away from the number whose 127th part is the group's step.
     edges = np.abs(grouped) == LARGEST_CODE
     np.copyto(x, np.copysign(largest[:, :, None], x), where=edges)

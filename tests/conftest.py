@@ -48,6 +48,8 @@ LONGEST = (
     "parity/test_families.py",
     "parity/test_parity.py",
     "launch/test_engine_lifecycle.py",
+    "cluster/test_cluster_engine.py",
+    "cluster/test_hosts.py",
     "faults/test_coordinator_restart.py",
     "launch/test_calibrate.py",
     "launch/test_stress.py",

@@ -200,9 +200,7 @@ class Transposed:
 class SomeChannels:
     """An expert of which only some channels are there: rows of its wide matrices, columns of the others."""
 
-    def __init__(
-        self, rows: Rows, wide: Sequence[TensorRows], channels: Sequence[tuple[int, int]]
-    ) -> None:
+    def __init__(self, rows: Rows, wide: Sequence[TensorRows], channels: Sequence[tuple[int, int]]) -> None:
         """`channels`: ranges [begin, end), ascending."""
         self._rows, self._wide, self._channels = rows, frozenset(wide), channels
 

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from pipeline.cluster.keeper import HostConfig, new_keys
 from pipeline.cluster.lanes import HeldLanes
 from pipeline.cluster.workers import ROLE, HostWorkers
 from pipeline.config import WorkerCores
-from pipeline.errors import PipelineError
+from pipeline.errors import PeerLost, PipelineError
 from pipeline.experts.carriers import ArenaCarrier
 from pipeline.experts.division import Divider, largest
 from pipeline.experts.peers import COPY_BELOW, ChildServerSocket, ExitEvents
@@ -64,7 +64,7 @@ from protocol.program import LineFormatter
 from protocol.sockets import runtime_root
 from shm.control import ControlSegment
 from shm.descriptor import numbers
-from shm.errors import ShmError
+from shm.errors import SegmentMissing, ShmError
 from shm.lane import LaneShape, library
 from shm.locks import StoreLease
 from shm.segment import engine_prefix
@@ -74,6 +74,7 @@ from workers.kernels.native import best, store_kernel
 
 NARROW_ROWS = 32  # of the slots of a lane of which there are several
 FEW_ROWS = 4  # of a Work of which this process computes a share itself: it is deaf meanwhile
+LOAD_TRIES = 10  # another engine's start may remove a store that nobody has leased yet
 LOOK_MS = 100  # of a wait for messages, between two looks at the workers
 WORKER_LIMIT = 60.0  # seconds for the workers to announce themselves
 SAME_VARIANT = ("f32", "bf16", "fp8")  # formats whose products are added in each variant's own order
@@ -150,8 +151,8 @@ class ExpertHost:
         """Attach the store and start the workers."""
         config, loading = self._config, self._loading.loading
         assert loading is not None
-        lease = StoreLease.acquire(loading.fingerprint)
-        self._closing.callback(lease.release, keep=False)
+        assert self._loading.lease is not None
+        self._closing.callback(self._loading.lease.release, keep=False)
         self._store = store = Store.attach(loading.name, loading.fingerprint)
         self._closing.callback(store.close)
         runtime, prefix = self._path, engine_prefix(self._path)
@@ -326,6 +327,7 @@ class _LoadingThread(threading.Thread):
         super().__init__(name="loading", daemon=True)
         self._config = config
         self.loading: Loading | None = None
+        self.lease: StoreLease | None = None  # of its store
         self.failure = ""
         self.done = self.total = 0
 
@@ -344,12 +346,20 @@ class _LoadingThread(threading.Thread):
             loading = Loading(told, self)
             if loading.manifest.layout.head_bytes:
                 raise ValueError(f"experts in {config.format} are for one machine alone")
-            loading.load()
+            self.lease = self._leased(loading)
             log.info(f"lanes {config.lanes.held}: {loading.origin}")
             self.loading = loading
         except Exception as e:  # it is told to whoever asks; this thread has no caller
             log.warning(f"loading failed: {e}")
             self.failure = str(e) or type(e).__name__
+
+    def _leased(self, loading: Loading) -> StoreLease:
+        """Load, and lease the store; again, where the start of another engine has removed it in between."""
+        for _ in range(LOAD_TRIES):
+            loading.load()
+            with suppress(SegmentMissing):
+                return StoreLease.acquire(loading.fingerprint)
+        raise PeerLost("other engines removed the store each time it had been loaded")
 
     def stage(self, name: str, total: int) -> Callable[[int], None]:
         """As of the loader's control."""

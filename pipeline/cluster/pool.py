@@ -18,6 +18,7 @@ from pipeline.config import LanePlan
 from pipeline.experts.division import Split
 from pipeline.experts.pool import HostPool, Ticket
 from pipeline.policies.view import Routing
+from protocol.machines import LARGEST_CODE
 from shm.layout import StoreLayout
 from shm.mask import NOTHING, Tally
 from workers.kernels.c_types import BF16_BITS, Geometry
@@ -136,21 +137,25 @@ class Encoder:
     def __init__(self, layout: StoreLayout) -> None:
         geometry = Geometry.of_tiles(layout)
         self._kernel = best().kernel(geometry) if geometry.bits < BF16_BITS else None
-        self._group = geometry.group
         self._no_codes, self._nothing = np.zeros((0, 0), np.int8), np.zeros((0, 0), np.float32)
 
     def __call__(self, x: FloatArray) -> WireX:
         """x float32 [R, H]: as codes, where the kernels make such, and the same of what is made of them."""
         if self._kernel is not None:
-            codes = self._kernel.quantize(x).codes
-            largest = self._largest(x, codes.shape[1])
+            quantized = self._kernel.quantize(x)
+            largest = largest_of(quantized.factors[:, :, 0])
             if (((largest >= LEAST) & (largest <= MOST)) | (largest == 0)).all():
-                return WireX(codes.view(np.int8), largest, self._nothing)
+                return WireX(quantized.codes.view(np.int8), largest, self._nothing)
         return WireX(self._no_codes, self._nothing, x)
 
-    def _largest(self, x: FloatArray, padded: int) -> FloatArray:
-        """Returns the largest magnitude of each group: float32 [R, groups]."""
-        if padded != x.shape[1]:
-            x = np.pad(x, ((0, 0), (0, padded - x.shape[1])))
-        largest: FloatArray = np.abs(x.reshape(len(x), -1, self._group)).max(axis=2)
-        return largest
+
+def largest_of(steps: FloatArray) -> FloatArray:
+    """Returns numbers whose 127th parts are these steps: the groups' largest magnitudes, or their neighbours,
+    which are found sooner."""
+    with np.errstate(over="ignore"):
+        largest = steps * LARGEST_CODE
+    wrong = largest / LARGEST_CODE != steps
+    if wrong.any():
+        above, below = (np.nextafter(largest, np.float32(end)) for end in (np.inf, 0))
+        largest = np.where(wrong, np.where(above / LARGEST_CODE == steps, above, below), largest)
+    return largest

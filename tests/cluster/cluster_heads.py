@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from pipeline.loader import Loading
 from pipeline.policies.view import Routing
 from protocol.machines import HostHello
 from protocol.messages import MachineRecord, SetMachines
+from shm.errors import SegmentMissing
 from shm.locks import StoreLease
 from shm.store import Store
 from workers.kernels.native import VERSION as KERNELS
@@ -117,6 +118,14 @@ class Head:
         return lambda: np.stack(ticket.parts()).tobytes()
 
 
+def _leased(loading: Loading) -> StoreLease:
+    """Load, also where the start of a host removes the store that nobody has leased yet."""
+    while True:
+        loading.load()
+        with suppress(SegmentMissing):
+            return StoreLease.acquire(loading.fingerprint)
+
+
 class _Quiet:
     def stage(self, name: str, total: int) -> Callable[[int], None]:
         return lambda done: None
@@ -132,8 +141,7 @@ def head(
     told |= {"reserve_bytes": 0, "cache_dir": str(Path(os.environ["XDG_CACHE_HOME"]) / "tandem")}
     with ExitStack() as closing:
         loading = Loading(told, _Quiet())
-        loading.load()
-        closing.callback(StoreLease.acquire(loading.fingerprint).release, keep=False)
+        closing.callback(_leased(loading).release, keep=False)
         store = closing.enter_context(Store.attach(loading.name, loading.fingerprint))
         shape, exits = store.layout.shape, ExitEvents()
         others = None
