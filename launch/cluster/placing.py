@@ -101,7 +101,7 @@ class _Placing:
             for name, host in hosts.items():
                 if host["state"] in ("loading", "ready"):
                     self._machines[name] = Machine(
-                        machine, host["endpoint"], host["key"], tuple(host["lanes"])
+                        machine, host["endpoint"], host["key"], self._order(machine, host["lanes"])
                     )
                 words = f"machine {machine}: its expert host is {host['state']}"
                 self._log(machine, words + (f": {host['error']}" if host.get("error") else ""))
@@ -112,6 +112,12 @@ class _Placing:
             )
         for key in [k for k in self._states if k.startswith("ray ") and k[4:] not in said["down"]]:
             self._log(key, "")
+
+    def _order(self, machine: str, lanes: list[int]) -> tuple[int, ...]:
+        """Returns the lanes of a machine's host in the order of the plan; a host for a lost machine has its
+        own."""
+        parts = dict(zip(self._share.names, self._share.division.parts, strict=True))
+        return parts.get(machine, tuple(lanes))
 
     def _log(self, key: str, text: str) -> None:
         if text and self._states.get(key) != text:

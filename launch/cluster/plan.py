@@ -82,7 +82,7 @@ class Division:
     """Who holds what. The first machine is the coordinator's."""
 
     bounds: tuple[int, ...]  # of the lanes, in tiles
-    parts: tuple[tuple[int, ...], ...]  # lanes of each machine, ascending
+    parts: tuple[tuple[int, ...], ...]  # lanes of each machine, its own first, then replicas
     tile_bytes: int
 
     @property
@@ -118,4 +118,4 @@ def plan(tiles: int, tile_bytes: int, rooms: Sequence[Room], replicas: int) -> D
     own = [None if not count else int(np.count_nonzero(held[:m])) for m, count in enumerate(held)]
     parts = replicate(lanes, own, tile_bytes, memory, replicas)
     bounds = (0, *accumulate(lanes))
-    return Division(bounds, tuple(tuple(sorted(part)) for part in parts), tile_bytes)
+    return Division(bounds, tuple(map(tuple, parts)), tile_bytes)

@@ -57,7 +57,7 @@ class Share:
                         "model": None if config.model is None else str(config.model),
                         "format": config.format,
                         "tile": config.tile,
-                        "lanes": asdict(replace(lanes, held=part)),
+                        "lanes": asdict(replace(lanes, held=tuple(sorted(part)))),
                         "address": self.looks[name]["address"],
                         "coordinator_key": self.machines.public_key,
                         "workers": None,

@@ -30,7 +30,7 @@ def test_every_tile_has_a_holder_and_nobody_more_than_it_has_room_for(
     assert all(low < high for low, high in pairwise(division.bounds))
     assert division.parts[0], "the coordinator's machine takes part"
     for each, part in zip(rooms, division.parts, strict=True):
-        assert list(part) == sorted(set(part))
+        assert len(part) == len(set(part))
         assert division.bytes_of(part) <= each.memory
     holders = [len(division.holders(lane)) for lane in range(division.lanes)]
     assert all(1 <= number <= 1 + copies for number in holders)
@@ -52,7 +52,7 @@ def test_replicas_are_of_all_lanes_where_they_fit_and_else_of_some() -> None:
 
     whole = plan(6, 1, machines(12, 12, 12), 1)
     assert whole is not None
-    assert whole.parts == ((0,), (1, 2), (1, 2))
+    assert whole.parts == ((0,), (1, 2), (2, 1))
     some = plan(6, 1, machines(2, 4, 2), 1)
     assert some is not None
     assert some.parts == ((0,), (1, 2), (2,))
