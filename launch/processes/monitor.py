@@ -75,6 +75,10 @@ class Kills:
             self.count, self.since, self.progress = 0, time.monotonic(), progress
         self.count += 1
 
+    def go_on(self, progress: int) -> bool:
+        """Returns whether the engine has made no progress since the last one."""
+        return self.count > 0 and progress == self.progress
+
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.since if self.count else 0.0
@@ -313,7 +317,9 @@ class ProcessMonitor:
             exited_at = time.monotonic()
             if exited_at - ready_at > self._limits.early:
                 early_exits, kills = 0, Kills()
-            if outside := child.killed_from_outside(code):
+            # It may have waited in vain for processes that somebody kills each time.
+            waited = child.failed.done() and self._others_are_killed()
+            if outside := child.killed_from_outside(code) or waited:
                 # Not by what the workers do: they compute while it starts.
                 kills.add(self._answered())
             else:
@@ -338,6 +344,12 @@ class ProcessMonitor:
             else:
                 all_ready.result()
                 log.warning(f"the engine is up again after {ready_at - exited_at:.1f} s")
+
+    def _others_are_killed(self) -> bool:
+        """Returns whether processes of the engine were killed from outside in their start, and it has done
+        nothing since."""
+        others = (slot for slot in self._slots.values() if slot.role not in ALONE)
+        return any(slot.kills.go_on(self._progress()) for slot in others)
 
     def _suspect(self) -> None:
         """Note which requests the coordinator was computing when it crashed, or hung."""

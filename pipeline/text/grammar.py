@@ -8,6 +8,7 @@ and is ready when the mask is there. The engine's thread never waits for one."""
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -54,10 +55,12 @@ def check_grammar(grammar: str) -> None:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """An answer's grammar, which takes the more memory the more `characters` it has."""
+    """An answer's grammar, which takes the more memory the more `characters` it has: about a hundred bytes
+    for each."""
 
     matcher: Any
     characters: int
+    client: bytes
 
 
 class Grammars:
@@ -85,7 +88,7 @@ class Grammars:
             raise
         except BaseException as e:  # as in `process.encoded`
             return _refused(asked, f"the grammar cannot be followed further: {one_line(e)}")
-        self._compiled[asked.answer] = _Compiled(matcher, len(asked.grammar))
+        self._compiled[asked.answer] = _Compiled(matcher, len(asked.grammar), asked.client)
         if self._ended == asked.answer:
             self.drop(asked.answer)
         return answer
@@ -94,7 +97,7 @@ class Grammars:
         """Advance an answer's grammar, which has been compiled, and say what may come next."""
         compiled = self._compiled.get(asked.answer)
         if compiled is None:
-            reason = f"all grammars take more than {GRAMMAR_MEMORY >> 30} GB, and it was the largest"
+            reason = f"all grammars take more than {GRAMMAR_MEMORY >> 30} GB, and this client's most of it"
             return _refused(asked, f"the grammar cannot be followed further: {reason}")
         try:
             return _advanced(compiled.matcher, asked)
@@ -109,8 +112,13 @@ class Grammars:
         self._compiled.pop(answer, None)
 
     def drop_largest(self) -> None:
-        """Free the largest grammar; its answer ends with an error."""
-        self.drop(max(self._compiled, key=lambda answer: self._compiled[answer].characters))
+        """Free the largest grammar of the client that holds most; its answer ends with an error."""
+        held: Counter[bytes] = Counter()
+        for compiled in self._compiled.values():
+            held[compiled.client] += compiled.characters
+        heaviest = max(held, key=lambda client: held[client])
+        own = [answer for answer, compiled in self._compiled.items() if compiled.client == heaviest]
+        self.drop(max(own, key=lambda answer: self._compiled[answer].characters))
 
 
 def _advanced(matcher: Any, asked: Follow) -> Allowed:

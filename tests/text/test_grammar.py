@@ -231,16 +231,19 @@ def test_what_is_no_grammar_is_refused(tokenizer: Tokenizer, grammar: str) -> No
         check_grammar(grammar)
 
 
-def test_the_largest_grammar_is_dropped_and_one_whose_answer_ended_is_not_kept(
-    tokenizer: Tokenizer, schema: str
-) -> None:
+def test_the_client_with_most_loses_its_largest_grammar(tokenizer: Tokenizer, schema: str) -> None:
+    """Not the one with the largest; and a grammar whose answer has ended is not kept."""
     grammars = Grammars(tokenizer)
-    for answer, grammar in enumerate((schema, schema + " " * 99, schema)):
-        assert not grammars.compile(Follow(answer, VOCABULARY, (), grammar)).error
+    sizes = [(b"a", 300), (b"b", 600), (b"a", 400), (b"c", 0)]
+    for answer, (client, more) in enumerate(sizes):
+        grammar = schema + " " * more
+        assert not grammars.compile(Follow(answer, VOCABULARY, (), grammar, client)).error
     grammars.drop_largest()
-    errors = [grammars.follow(Follow(answer, VOCABULARY)).error for answer in range(3)]
-    assert errors[0] == errors[2] == ""
-    assert errors[1].startswith("the grammar cannot be followed further: all grammars take more than 2 GB")
-    grammars.drop(3)  # before its compilation has ended
-    grammars.compile(Follow(3, VOCABULARY, (), schema))
+    errors = [grammars.follow(Follow(answer, VOCABULARY)).error for answer in range(4)]
+    assert [bool(error) for error in errors] == [False, False, True, False]
+    assert errors[2].startswith("the grammar cannot be followed further: all grammars take more than 2 GB")
+    grammars.drop_largest()
+    assert [bool(grammars.follow(Follow(answer, VOCABULARY)).error) for answer in (0, 1)] == [False, True]
+    grammars.drop(4)  # before its compilation has ended
+    grammars.compile(Follow(4, VOCABULARY, (), schema))
     assert len(grammars) == 2
