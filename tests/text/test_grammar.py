@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -225,10 +226,35 @@ def test_a_grammar_that_nothing_can_follow_ends_with_a_line(
     assert unknown.error.startswith("the grammar cannot be followed further")
 
 
-@pytest.mark.parametrize("grammar", ['{"grammars": 1}', "start: nowhere", 'start: "a', "start: /(/"])
-def test_what_is_no_grammar_is_refused(tokenizer: Tokenizer, grammar: str) -> None:
-    with pytest.raises(RequestError, match="grammar"):
+DIGITS = "\n".join(f"r{n}: /[a-{chr(98 + n % 20)}]+{n}/" for n in range(1900))
+TOO_MANY = "start: " + " | ".join(f"r{n}" for n in range(1900)) + "\n" + DIGITS
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        ('{"grammars": 1}', "invalid type: integer `1`, expected a sequence at line 1 column 14"),
+        ("start: nowhere", 'at 1(8): unknown name: "nowhere"'),
+        ('start: "a', "1(10): lexer error"),
+        ("start: " + '"x" ' * 5000 + "/(/", 'at 1(8): invalid regex "(" (in regex): regex parse error: ( ^'),
+        (TOO_MANY, "lexer error: too many expressions constructed"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_by_one_short_line(
+    tokenizer: Tokenizer, grammar: str, reason: str
+) -> None:
+    """Without what the library shows of itself, or of the grammar."""
+    try:
         check_grammar(grammar)
+        line = Grammars(tokenizer).compile(Follow(0, VOCABULARY, (), grammar)).error
+    except RequestError as e:
+        line = str(e)
+    assert re.match(r"the grammar (or schema cannot be used|cannot be followed further): ", line)
+    assert line.partition("further: ")[2].startswith(reason) or line.partition("used: ")[2].startswith(reason)
+    assert "<state>" not in line
+    assert "|" not in line
+    assert len(line) <= 140
+    assert "\n" not in line
 
 
 def test_the_client_with_most_loses_its_largest_grammar(tokenizer: Tokenizer, schema: str) -> None:
