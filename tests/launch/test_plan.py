@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from waiting import until
 
@@ -51,7 +51,6 @@ def size(text: str) -> float:
     return float(number) * {"GB": 1e9, "MB": 1e6}[unit]
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(
     st.sampled_from(("mixtral-8x7b", "deepseek-v2-lite")),
     st.sampled_from((None, "f32", *AUTOMATIC)),

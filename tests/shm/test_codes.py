@@ -136,7 +136,7 @@ def number(fmt: FileFormat, data: bytes, k: int, output: int, column: int) -> fl
     return struct.unpack_from("<e", record, 2 * lane)[0] * (code - zero)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(formats, st.integers(1, 35), st.integers(1, 150), seeds)
 def test_every_code_is_at_its_documented_place(fmt: FileFormat, n: int, k: int, seed: int) -> None:
     codes = drawn(fmt.name, n, k, seed)
@@ -150,7 +150,7 @@ def test_every_code_is_at_its_documented_place(fmt: FileFormat, n: int, k: int, 
     assert not padded[n:].any()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from([*CODE_FORMATS]), st.integers(1, 40), st.integers(1, 300), seeds, st.data())
 def test_slices_are_those_of_the_values(format: str, n: int, k: int, seed: int, data: st.DataObject) -> None:
     codes = drawn(format, n, k, seed)
@@ -181,7 +181,7 @@ def test_numbers_are_rounded_as_by_llama_cpp(format: str) -> None:
     np.testing.assert_array_equal(found.codes, wanted.codes)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(formats, st.integers(1, 40), st.integers(1, 300), seeds, st.sampled_from([1e-3, 0.02, 30.0]))
 def test_rounded_numbers_are_near(fmt: FileFormat, n: int, k: int, seed: int, scale: float) -> None:
     """Each within half of its group's widest step, but for scales that are rounded themselves: 127 steps of
