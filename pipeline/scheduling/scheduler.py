@@ -26,7 +26,7 @@ from pipeline.config import KV_BLOCK
 from pipeline.counters import difference, fidelity
 from pipeline.engine.engine import Engine
 from pipeline.errors import DOUBTFUL, NumberInUse, OutOfDeviceMemory, PipelineError, RequestError, StepFailed
-from pipeline.fairness import Held, Turns
+from pipeline.fairness import Debts, Held, Turns
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.jobs import Job
 from pipeline.scheduling.prefix_cache import PrefixCache
@@ -71,8 +71,7 @@ class Scheduler:
         self.prefixes = PrefixCache(kv)
         self._admissions = itertools.count()
         self._prefill_turns = Turns()
-        self._clock = clock
-        self._owed: dict[bytes, float] = {}  # seconds of others' decode steps before a client's next chunk
+        self._debts = Debts(clock)  # for prefill chunks, paid by others' decode steps
         self._held = Held()  # by waiting and running requests
         self._preemptions = 0
         self._ended = 0  # requests
@@ -105,7 +104,7 @@ class Scheduler:
             if job.client == client:
                 self._end(job, "cancelled")
         self.prefixes.forget(client)
-        self._owed.pop(client, None)
+        self._debts.forget(client)
 
     def cancel_all(self) -> None:
         """End every request as cancelled: the engine shuts down."""
@@ -121,10 +120,12 @@ class Scheduler:
             self._resume(job)
         ready = [job for job in self._running if job.ready and not self._congested(job.client)]
         for job in self._with_capacity(self._next_prefill(ready)):
-            self._owed[job.client] = self._timed([job], "prefill")
+            with self._debts.owing(job.client):
+                self._step([job], "prefill")
         decoding = [job for job in ready if job.ready and not job.prefilling and job.reason is None]
         for jobs in self._suspects.apart(self._with_capacity(decoding)):
-            self._pay({job.client for job in jobs}, self._timed(jobs, "decode"))
+            with self._debts.paying({job.client for job in jobs}):
+                self._step(jobs, "decode")
         return bool(ready)
 
     def _next_prefill(self, ready: list[Job]) -> list[Job]:
@@ -132,23 +133,9 @@ class Scheduler:
         decoding = {job.client for job in ready if not job.prefilling}
         first: dict[bytes, Job] = {}
         for job in ready:
-            if job.prefilling and (job.client not in self._owed or decoding <= {job.client}):
+            if job.prefilling and self._debts.may(job.client, decoding):
                 first.setdefault(job.client, job)
         return [first[self._prefill_turns.next(first)]] if first else []
-
-    def _timed(self, jobs: list[Job], phase: Phase) -> float:
-        """Run a step; returns the seconds that it took."""
-        began = self._clock()
-        self._step(jobs, phase)
-        return self._clock() - began
-
-    def _pay(self, decoding: set[bytes], seconds: float) -> None:
-        """Count a decode step of these clients for the others' next chunks."""
-        for client in list(self._owed):
-            if decoding - {client}:
-                self._owed[client] -= seconds
-                if self._owed[client] <= 0:
-                    del self._owed[client]
 
     def stats(self) -> dict[str, Any]:
         return {
