@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shm.blocks import FILE_FORMATS, FileFormat
-from shm.codes import CODE_FORMATS, E4M3, E8M0, Codes, rounded
+from shm.codes import CODE_FORMATS, E4M3, E8M0, Codes, format_of_all, rounded
 from shm.errors import WeightsUnusable
 from shm.formats import Bytes
 from shm.layout import format_named
@@ -168,6 +168,18 @@ def test_slices_are_those_of_the_values(format: str, n: int, k: int, seed: int, 
         wide = codes.padded(n + 3, k + group + 5).values()
         np.testing.assert_array_equal(wide[:n, :k], values)
         assert not wide[n:].any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from([*CODE_FORMATS]), st.integers(1, 40), st.integers(1, 300), seeds)
+def test_codes_of_integers_are_codes_of_q8_0(format: str, n: int, k: int, seed: int) -> None:
+    codes = drawn(format, n, k, seed)
+    assert codes.kept_in(format) is codes
+    kept = codes.kept_in("q8_0")
+    assert (kept is not None) == (format_of_all({format, "q8_0"}) == "q8_0")
+    if kept is not None:
+        assert kept.format == "q8_0"
+        np.testing.assert_array_equal(kept.values(), codes.values())
 
 
 @pytest.mark.parametrize("format", ["q4_0", "q8_0", "mxfp4"])
