@@ -8,10 +8,10 @@ import json
 import logging
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from pipeline.gateway.engine_links import EngineLinks, model_name
 from pipeline.gateway.errors import ApiError, of_engine
 from pipeline.gateway.health import Health
 from pipeline.gateway.metrics import Meter
-from pipeline.gateway.shares import BUSY, Bodies, Places, Starts
+from pipeline.gateway.shares import BUSY, Bodies, Decoding, Places, Starts
 from pipeline.gateway.shares import Body as HeldBody
 from pipeline.text.chat_format import TemplateKind
 from pipeline.text.detokenizer import Detokenizer
@@ -117,13 +117,14 @@ class Service:
     meter: Meter = field(default_factory=Meter)
     bodies: Bodies = field(default_factory=Bodies)
     places: Places = field(default_factory=Places)
-    starts: Starts = field(default_factory=Starts)
     openings: dict[str, bool] = field(default_factory=dict)  # does such a prompt open reasoning
-    decoding: dict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))  # by key
+    starts: Starts = field(init=False)
+    decoding: Decoding = field(init=False)
     health: Health = field(init=False)
     _detokenizer: Detokenizer | None = None
 
     def __post_init__(self) -> None:
+        self.starts, self.decoding = Starts(self.places), Decoding(self.places)
         self.health = Health(self.links)
 
     def model_name(self, welcome: Welcome) -> str:
@@ -179,8 +180,8 @@ class Call:
         return await self.service.links.client(self.key_name)
 
     async def body(self, kind: type[Body], make: Callable[[Body], T]) -> T:
-        """Returns what `make` makes of the body. It is decoded and made in a thread, one body of each key at
-        a time. Raises ApiError, and ConnectionError where the client has gone."""
+        """Returns what `make` makes of the body. It is decoded and made in a thread, in its key's
+        turn. Raises ApiError, and ConnectionError where the client has gone."""
         media = header_of(self.scope, b"content-type").partition(";")[0].strip().lower()
         if (
             media != "application/json"
@@ -191,12 +192,13 @@ class Call:
             raw = await self._read(held)
             self.service.places.take(self.key_name)
             self.placed = True
-            async with self.service.decoding[self.key_name]:
-                coding = header_of(self.scope, b"content-encoding").strip().lower()
-                if coding not in ("", "identity"):
-                    raw = await asyncio.to_thread(inflated, raw, coding, MOST_BYTES)
-                    self.service.bodies.grow(held, len(raw))
-                return await asyncio.to_thread(self._made, raw, kind, make)
+            decoding = self.service.decoding
+            coding = header_of(self.scope, b"content-encoding").strip().lower()
+            if coding not in ("", "identity"):
+                work = partial(inflated, raw, coding, MOST_BYTES)
+                raw = await decoding.run(self.key_name, work, self.gone)
+                self.service.bodies.grow(held, len(raw))
+            return await decoding.run(self.key_name, partial(self._made, raw, kind, make), self.gone)
 
     def hold(self, size: int) -> None:
         """Count bytes of an answer that is kept until its end. Raises ApiError where there is no memory for
@@ -328,6 +330,12 @@ class Call:
     async def _wait_gone(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
             pass
+
+    @property
+    def gone(self) -> asyncio.Future[None]:
+        """Returns what is done once the client has disconnected."""
+        future: asyncio.Future[None] = self.scope["state"]["gone"]
+        return future
 
     @property
     def anthropic(self) -> bool:
