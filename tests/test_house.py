@@ -17,13 +17,13 @@ SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
     "protocol": 2_342,
     "shm": 4_490,
-    "workers": 10_130,
-    "pipeline": 36_900,
-    "launch": 12_190,
+    "workers": 10_140,
+    "pipeline": 37_600,
+    "launch": 12_230,
     "benchmarks": 6_400,
     "tests": 60_620,
 }
-ROOMS = 298  # Python files of the program, without those that only mark a package
+ROOMS = 299  # Python files of the program, without those that only mark a package
 
 
 @pytest.mark.parametrize("folder", LINES)

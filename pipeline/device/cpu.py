@@ -31,7 +31,7 @@ from shm.layout import StoreLayout
 from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes, unlink
 from shm.slab import Slab
 from shm.store import Store
-from workers.copiers import EmulatedLink, HostCopier
+from workers.copiers import Copier, EmulatedLink, HostCopier
 from workers.kernels.c_types import Geometry, Quantized
 from workers.kernels.channels import ChannelInputs, ChannelKernel
 from workers.kernels.matrix import HostMatrix
@@ -66,7 +66,7 @@ class CpuSlab(SlabMemory):
     def address(self) -> AttachSlab:
         return AttachSlab("shm", self._name.encode(), 0, self.slots, self.slot_bytes)
 
-    def copier(self, store: Store, link: EmulatedLink | None) -> HostCopier:
+    def copier(self, store: Store, link: EmulatedLink | None, beside: Copier | None = None) -> HostCopier:
         return HostCopier(store, self._slab, link)
 
     def close(self) -> None:

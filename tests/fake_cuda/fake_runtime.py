@@ -115,7 +115,8 @@ class Status(int):
 class FakeRuntime:
     """The functions return their status and results as cuda-bindings do."""
 
-    cudaStreamNonBlocking, cudaHostRegisterDefault, cudaIpcMemLazyEnablePeerAccess = 1, 0, 1
+    cudaStreamNonBlocking, cudaHostRegisterDefault, cudaHostRegisterPortable = 1, 0, 1
+    cudaIpcMemLazyEnablePeerAccess = 1
     cudaEventDisableTiming, cudaEventBlockingSync = 2, 1
     cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2)
     cudaIpcMemHandle_t = Handle

@@ -210,14 +210,14 @@ def test_device_is_the_gpu_where_one_is_usable(
     node = tmp_path / "nvidiactl"
     monkeypatch.setattr(planning, "DRIVER_NODES", (tmp_path / "dxg", node))
     for probe, driver, asked, expected in (
-        ("print('warning'); print(7)", True, "auto", ("cuda", 7)),
-        ("print(7)", True, "cpu", ("cpu", None)),
-        ("print(7)", False, "auto", ("cpu", None)),
-        ("print(7)", False, "cuda", None),
-        ("print('')", True, "auto", ("cpu", None)),
-        ("print(7); raise SystemExit(1)", True, "auto", ("cpu", None)),
-        ("print('')", True, "cuda", None),
-        ("import time; time.sleep(60)", True, "auto", ("cpu", None)),
+        ("print('warning'); print(1, 7)", True, "auto", ("cuda", (7,))),
+        ("print(1, 7)", True, "cpu", ("cpu", ())),
+        ("print(1, 7)", False, "auto", ("cpu", ())),
+        ("print(1, 7)", False, "cuda", None),
+        ("print(0)", True, "auto", ("cpu", ())),
+        ("print(1, 7); raise SystemExit(1)", True, "auto", ("cpu", ())),
+        ("print(0)", True, "cuda", None),
+        ("import time; time.sleep(60)", True, "auto", ("cpu", ())),
     ):
         monkeypatch.setattr(planning, "PROBE", probe)
         monkeypatch.setattr(planning, "PROBE_LIMIT", 0.2 if "sleep" in probe else 60)
@@ -228,7 +228,7 @@ def test_device_is_the_gpu_where_one_is_usable(
                 planning.usable_device(asked)  # type: ignore[arg-type]
         else:
             assert planning.usable_device(asked) == expected  # type: ignore[arg-type]
-        warned = driver and asked == "auto" and expected == ("cpu", None)
+        warned = driver and asked == "auto" and expected == ("cpu", ())
         assert bool(caplog.messages) is warned
 
 

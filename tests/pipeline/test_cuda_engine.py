@@ -75,7 +75,7 @@ def test_no_token_is_wrong_while_copies_land_late_and_prefetchers_exit(tiny_mode
         expected = texts(engine, "all-host")
         for preset in ("on-demand", "mixtral-offloading", "layerwise", "fiddler", "hybrimoe", "random"):
             agree(texts(engine, preset), expected)
-            engine.memory.mover.wait_idle()
+            engine.first.memory.mover.wait_idle()
         random = np.random.default_rng(seed)
 
         def exits(number: int) -> None:
@@ -85,8 +85,8 @@ def test_no_token_is_wrong_while_copies_land_late_and_prefetchers_exit(tiny_mode
 
         agree(texts(engine, "on-demand", exits), expected)
         prefetcher.start()
-        engine.memory.mover.wait_idle()
-        engine.memory.audit()
+        engine.first.memory.mover.wait_idle()
+        engine.first.memory.audit()
 
 
 def test_a_step_waits_once_a_layer_and_allocates_nothing(tiny_model, tmp_path) -> None:
@@ -133,7 +133,11 @@ def test_step_without_memory_for_it_fails_alone(tiny_model, tmp_path, monkeypatc
     """Wherever in a step the device's memory is full, the sequence is as it was, and the next step right."""
     with cuda_engine(tiny_model, tmp_path) as (engine, _, _runtime):
         expected = texts(engine, "on-demand")
-        places = ((engine.device, "from_host"), (engine.memory.kernel, "begin"), (engine.backbone, "head"))
+        places = (
+            (engine.device, "from_host"),
+            (engine.first.memory.kernel, "begin"),
+            (engine.backbone, "head"),
+        )
         places += ((engine.device, "to_host"), (engine.backbone, "embed"), (engine.backbone, "attend"))
         for owner, name in places:
             preset = "all-host" if name == "from_host" else "on-demand"
@@ -152,8 +156,8 @@ def test_step_without_memory_for_it_fails_alone(tiny_model, tmp_path, monkeypatc
                         engine.step([prompt], "prefill")
                 assert sequence.length == 0, name
             agree(engine.step([StepInput(TokenSpan(sequence, PROMPT), "last")], "prefill"), expected[:1])
-            engine.memory.mover.wait_idle()
-            engine.memory.audit()
+            engine.first.memory.mover.wait_idle()
+            engine.first.memory.audit()
 
 
 def test_a_call_that_fails_ends_one_step_and_a_lost_context_the_engine(
@@ -172,7 +176,7 @@ def test_a_call_that_fails_ends_one_step_and_a_lost_context_the_engine(
                 raise error
 
             with monkeypatch.context() as patch:
-                patch.setattr(engine.memory.kernel, "begin", fails)
+                patch.setattr(engine.first.memory.kernel, "begin", fails)
                 if sticky:
                     patch.setitem(runtime.failures, "cudaDeviceSynchronize", 0)
                 with pytest.raises(CudaError if sticky else DeviceFailed, match="error") as raised:
@@ -181,8 +185,8 @@ def test_a_call_that_fails_ends_one_step_and_a_lost_context_the_engine(
             assert ("computes nothing any more" in str(raised.value)) == sticky
             assert sequence.length == 0
         agree(engine.step([prompt], "prefill"), expected[:1])
-        engine.memory.mover.wait_idle()
-        engine.memory.audit()
+        engine.first.memory.mover.wait_idle()
+        engine.first.memory.audit()
 
 
 def test_costs_are_measured(tiny_model, tmp_path, monkeypatch) -> None:
@@ -191,5 +195,5 @@ def test_costs_are_measured(tiny_model, tmp_path, monkeypatch) -> None:
         for _ in range(2):
             costs = cost_probe.measure_costs(engine)
             assert 0 < costs.link < 1
-            engine.memory.mover.wait_idle()
-            engine.memory.audit()
+            engine.first.memory.mover.wait_idle()
+            engine.first.memory.audit()
