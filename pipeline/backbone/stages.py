@@ -54,8 +54,12 @@ class StagedBackbone:
 
     def step(self, spans: Sequence[TokenSpan], probe: Probe, layers: range | None = None) -> OwnStep:
         """Begin a step, of these layers alone or of all."""
-        stages = [Stage(p.device, p.layers, partial(EagerLayers, p, spans, probe)) for p in self.parts]
-        return OwnStep(StagedLayers(stages), layers or range(len(self.facts.moe_layers)))
+        every = range(len(self.facts.moe_layers))
+        return OwnStep(StagedLayers(self.stages(spans, probe)), layers or every)
+
+    def stages(self, spans: Sequence[TokenSpan], probe: Probe) -> list[Stage]:
+        """Each device's part of a step."""
+        return [Stage(p.device, p.layers, partial(EagerLayers, p, spans, probe)) for p in self.parts]
 
     def router(self, layer: int, x: Tensor) -> Tensor:
         return next(part for part in self.parts if layer in part.layers).router(layer, x)
