@@ -53,7 +53,7 @@ def cuda_engine(model: Path, folder: Path, seed: int = 0) -> Iterator[tuple[Engi
 def texts(engine: Engine, preset: str, each: Any = lambda number: None, **options: str) -> list[np.ndarray]:
     """The logits of TOKENS, decoded after a prompt under a preset; `each` is called before each step."""
     engine.set_policy(make_policy(PolicyRequest(preset, options), 0), COSTS)
-    kv = KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), CONTEXT)
+    kv = KVCache(engine.backbone.facts, torch.float32, torch.device("cpu"), CONTEXT)
     sequence = kv.allocate(64)
     found = engine.step([StepInput(TokenSpan(sequence, PROMPT), "last")], "prefill")
     for number, token in enumerate(TOKENS):
@@ -142,7 +142,7 @@ def test_step_without_memory_for_it_fails_alone(tiny_model, tmp_path, monkeypatc
         for owner, name in places:
             preset = "all-host" if name == "from_host" else "on-demand"
             engine.set_policy(make_policy(PolicyRequest(preset), 0), COSTS)
-            kv = KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), CONTEXT)
+            kv = KVCache(engine.backbone.facts, torch.float32, torch.device("cpu"), CONTEXT)
             sequence = kv.allocate(64)
 
             def full(*_: Any, **__: Any) -> Any:
@@ -166,7 +166,7 @@ def test_a_call_that_fails_ends_one_step_and_a_lost_context_the_engine(
     """The engine's error is one line, with which the coordinator ends and is started again."""
     with cuda_engine(tiny_model, tmp_path) as (engine, _, runtime):
         expected = texts(engine, "on-demand")
-        kv = KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), CONTEXT)
+        kv = KVCache(engine.backbone.facts, torch.float32, torch.device("cpu"), CONTEXT)
         sequence = kv.allocate(64)
         prompt = StepInput(TokenSpan(sequence, PROMPT), "last")
         errors = CudaError("cuLaunchKernel: error 1"), torch.AcceleratorError("CUDA error: 1\nCompile with")

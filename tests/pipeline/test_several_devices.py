@@ -23,7 +23,8 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.backbone.stages import StagedBackbone, StagedLayers, devices_of
-from pipeline.calibration.file import calibration_path, save as save_calibration
+from pipeline.calibration.file import calibration_path
+from pipeline.calibration.file import save as save_calibration
 from pipeline.checkpoint.open import open_model
 from pipeline.device.cpu import CpuDevice
 from pipeline.models.registry import model_spec
