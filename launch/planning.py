@@ -140,6 +140,15 @@ def situation(asked: EngineConfig, workers: int) -> Situation:
     return Situation(config, policy, machine)
 
 
+def check_divides(source: ModelSource, config: EngineConfig) -> None:
+    """Raises UsageError for several devices and a model whose layers are not ours to divide."""
+    if len(config.cards) > 1 and not is_own(source.config):
+        raise UsageError(
+            f"--device {','.join(map(str, config.cards))}: {source.name} runs on modules of transformers,"
+            " whose layers are not divided: give one device"
+        )
+
+
 def check_rates(config: EngineConfig) -> None:
     """Raises WrongUsage for other than one rate of --link-gbps, or one for each device."""
     rates, devices = config.link_gbps, max(1, len(config.cards))
@@ -172,11 +181,7 @@ def every_format(source: ModelSource, asked: EngineConfig, names: Sequence[Forma
 def make_plan(model: Path, now: Situation) -> tuple[Plan, list[str]]:
     """The plan to start with, and log lines about it. Raises UsageError where nothing fits, ModelError."""
     source = open_model(model)
-    if len(now.config.cards) > 1 and not is_own(source.config):
-        raise UsageError(
-            f"--device {','.join(map(str, now.config.cards))}: {source.name} runs on modules of"
-            " transformers, whose layers are not divided: give one device"
-        )
+    check_divides(source, now.config)
     every = every_format(source, now.config, formats(now.config, source))
     plan = now.plan(now.config, every)
     if plan is None:

@@ -20,6 +20,7 @@ from launch.forecast import CONTEXT, Expected, Speeds, by_rates, sizes_of
 from launch.planning import (
     OPTIONS,
     Situation,
+    check_divides,
     every_format,
     formats,
     reasons,
@@ -56,6 +57,7 @@ class ModelPlan:
 
     @classmethod
     def of(cls, source: ModelSource, now: Situation) -> ModelPlan:
+        check_divides(source, now.config)
         asked = formats(now.config, source)
         names = AUTOMATIC if asked[0] in AUTOMATIC else (asked[0], *AUTOMATIC)
         each = every_format(source, now.config, names)

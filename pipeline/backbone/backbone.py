@@ -83,12 +83,11 @@ class Backbone:
             weights = [Weights(layer_specs, tensors, precision) for layer_specs in specs]
             loading = pool.map(self._load_layer, ours, weights)
             outer = Weights(architecture.outer(spec), tensors, precision)
-            self._norm, self._embedding, self._head = self._load_outer(
-                outer, layers.start, every - layers.stop
-            )
-            loaded = []
-            for layer in loading:
-                loaded.append(layer)
+            place = layers.start == 0, layers.stop == every
+            self._embedding, self._norm, self._head = self._load_outer(outer, *place)
+            self._loaded = {}  # by layer of the decoder
+            for index, layer in zip(ours, loading, strict=True):
+                self._loaded[index] = layer
                 progress(sum(part.bytes for part in (outer, *weights)))
             self._rope = rope.result()
             self.router_math = _complete(spec.router, [weights[i - ours.start] for i in moe_layers])
@@ -96,33 +95,29 @@ class Backbone:
         matrices = [t for layer_specs in specs for t in layer_specs.values() if t.kind == "matrix"]
         self._largest_matrix = max(t.shape[0] * t.shape[1] for t in matrices)  # in numbers
         self.kernels = precision.device.decode_attention(spec.attention.kv_streams, self.dtype, context)
-        # By layer of the decoder.
-        self._loaded = dict(zip(ours, loaded, strict=True))
         # The dense layers before each layer with experts, and those after the last one.
         starts = [ours.start, *(i + 1 for i in moe_layers)]
         ends = [*moe_layers, ours.stop]
-        self._dense_runs = [
-            [self._loaded[i] for i in range(start, end)] for start, end in zip(starts, ends, strict=True)
-        ]
+        runs = zip(starts, ends, strict=True)
+        self._dense_runs = [[self._loaded[i] for i in range(*run)] for run in runs]
 
     def _load_outer(
-        self, outer: Weights, before: int, after: int
-    ) -> tuple[Norm | None, Tensor | None, Linear | None]:
-        """Returns the last norm, the embedding and the head; None for what another part has. `before`,
-        `after`: layers with experts that others have."""
-        embedding = None if before else outer.dense("embedding")
-        if after:
-            return None, embedding, None
-        norm = Norm("norm", outer, self.spec.norm_eps, self._precision.device)
+        self, outer: Weights, first: bool, last: bool
+    ) -> tuple[Tensor | None, Norm | None, Linear | None]:
+        """The embedding where this is the first part, the last norm and the head where it is the last."""
+        embedding, device = outer.dense("embedding") if first else None, self._precision.device
+        if not last:
+            return embedding, None, None
+        norm = Norm("norm", outer, self.spec.norm_eps, device)
         if "head" in outer:
-            return norm, embedding, outer.linear("head")
+            return embedding, norm, outer.linear("head")
         # Tied: a dense matrix serves as both, a quantized head needs dense rows beside it.
-        if embedding is None or outer.format_of("embedding") is not None:
-            head = outer.linear("embedding")
-        else:
-            head = DenseLinear(embedding, self._precision.device)
-        bias = "head_bias" in outer
-        return norm, embedding, BiasedLinear(head, outer.vector("head_bias")) if bias else head
+        dense = embedding is not None and outer.format_of("embedding") is None
+        head = (
+            DenseLinear(embedding, device) if dense and embedding is not None else outer.linear("embedding")
+        )
+        bias = outer.vector("head_bias") if "head_bias" in outer else None
+        return embedding, norm, head if bias is None else BiasedLinear(head, bias)
 
     def _load_layer(self, index: int, weights: Weights) -> DecoderLayer:
         spec, device = self.spec, self._precision.device
@@ -251,8 +246,7 @@ class Backbone:
 
     def head(self, h: Tensor) -> Tensor:
         """Logits float32 [R, vocabulary]."""
-        assert self._head is not None
-        assert self._norm is not None
+        assert self._head is not None and self._norm is not None  # noqa: PT018 - of the last part
         return self._head(self._norm(h))
 
     def _dense_layers(self, layers: Sequence[DecoderLayer], h: Tensor, batch: Batch) -> Tensor:

@@ -153,12 +153,14 @@ class Device(ABC):
 
     @abstractmethod
     def heads_bytes(self, layout: StoreLayout) -> int:
-        """Device memory that `load_heads` takes."""
+        """Device memory that `load_heads` takes for a layer."""
 
     @abstractmethod
-    def load_heads(self, store: Store, tick: Callable[[], None] = lambda: None) -> list[Tensor]:
-        """The heads of each layer, where the device reads them: uint8 [experts, head_stride]. They must not
-        be used once the store is closed. `tick` is called after each layer."""
+    def load_heads(
+        self, store: Store, layers: range, tick: Callable[[], None] = lambda: None
+    ) -> dict[int, Tensor]:
+        """The heads of each of these layers, where the device reads them: uint8 [experts, head_stride]. They
+        must not be used once the store is closed. `tick` is called after each layer."""
 
     @abstractmethod
     def check_quantized(self, format: MatrixFormat) -> None:

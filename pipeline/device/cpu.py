@@ -132,11 +132,13 @@ class CpuDevice(Device):
         """Returns 0: heads are read in the store."""
         return 0
 
-    def load_heads(self, store: Store, tick: Callable[[], None] = lambda: None) -> list[Tensor]:
+    def load_heads(
+        self, store: Store, layers: range, tick: Callable[[], None] = lambda: None
+    ) -> dict[int, Tensor]:
         with warnings.catch_warnings():
             # The store is read-only on purpose, and no kernel writes to it.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return [torch.from_numpy(heads_of(store, layer)) for layer in range(store.layout.shape.layers)]
+            return {layer: torch.from_numpy(heads_of(store, layer)) for layer in layers}
 
     def check_quantized(self, format: MatrixFormat) -> None:
         """The host's kernels compute quantized backbones."""

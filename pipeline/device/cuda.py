@@ -99,15 +99,17 @@ class CudaDevice(KernelDevice):
         self._shared: dict[int, tuple[int, int]] = {}  # memory by its start: end, and distance on the device
 
     def heads_bytes(self, layout: StoreLayout) -> int:
-        return layout.head_stride * layout.shape.experts * layout.shape.layers
+        return layout.head_stride * layout.shape.experts
 
-    def load_heads(self, store: Store, tick: Callable[[], None] = lambda: None) -> list[Tensor]:
-        every = []
-        for layer in range(store.layout.shape.layers):
+    def load_heads(
+        self, store: Store, layers: range, tick: Callable[[], None] = lambda: None
+    ) -> dict[int, Tensor]:
+        every = {}
+        for layer in layers:
             heads = heads_of(store, layer)
             on_device = torch.empty(heads.shape, dtype=torch.uint8, device=self.torch_device)
             # Copied once more, because torch takes no read-only array; a layer's heads are small.
-            every.append(on_device.copy_(torch.from_numpy(heads.copy())))
+            every[layer] = on_device.copy_(torch.from_numpy(heads.copy()))
             tick()
         return every
 

@@ -15,17 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.arrays import Counts, FloatArray, IntArray, Phase
-from pipeline.backbone.batch import StepInput, TokenSpan
-from pipeline.backbone.protocol import AnyBackbone, BackboneStep, LayerCall
-from pipeline.backbone.stages import Stage, StagedBackbone, StagedLayers
-from pipeline.backbone.step import OwnStep
+from pipeline.arrays import Counts, FloatArray, Phase
+from pipeline.backbone.batch import StepInput
+from pipeline.backbone.protocol import AnyBackbone, LayerCall
+from pipeline.backbone.stages import StagedBackbone
 from pipeline.config import GraphsName
 from pipeline.counters import Counters, PhaseCounters, StepClock
 from pipeline.device.base import Added, Device
 from pipeline.engine.driver import LayerDecision, LayerExecutor
 from pipeline.engine.observer import Observer, with_observers
-from pipeline.engine.stage import EngineStage, Shifted
+from pipeline.engine.stage import EngineStage, Shifted, begin_step, copied
 from pipeline.errors import DeviceFailed, OutOfDeviceMemory, StepFailed
 from pipeline.experts.device_share import DeviceWork
 from pipeline.experts.division import Split, split_layer
@@ -88,17 +87,6 @@ class Engine:
         return self.first.driver.policy
 
     @property
-    def residency(self) -> IntArray:
-        """[L, E]: leading tiles of each expert that are on the device of its layer."""
-        found: IntArray = np.add.reduce([stage.memory.residency for stage in self.stages])
-        return found
-
-    @property
-    def idle(self) -> bool:
-        """Nothing is being fetched in the background."""
-        return all(stage.memory.idle for stage in self.stages)
-
-    @property
     def kv_cache(self) -> str:
         """Return the format of the KV cache where it is an approximation; else nothing."""
         return "int8" if self.backbone.dtype == torch.int8 else ""
@@ -147,11 +135,6 @@ class Engine:
         for stage in self.stages:
             stage.poll()
 
-    def _copied(self) -> tuple[int, float]:
-        """As DeviceMemory.copied, of all devices."""
-        tiles, seconds = zip(*(stage.memory.copied() for stage in self.stages), strict=True)
-        return sum(tiles), sum(seconds)
-
     def step(self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int] = ()) -> list[FloatArray]:
         """Run the tokens of `inputs` through the model, and advance their KV. `live`: the sequences that have
         begun and not ended, without which those of `inputs` are taken to be all. Returns the wanted logits of
@@ -181,7 +164,7 @@ class Engine:
         for stage in stages:
             stage.memory.count_in(counters)
         self.poll_children()
-        clock = StepClock(counters, self._copied)
+        clock = StepClock(counters, partial(copied, stages))
         sequences = tuple(item.span.kv.id for item in inputs for _ in item.span.tokens)
         live = tuple(live)
         for stage in stages:
@@ -191,7 +174,7 @@ class Engine:
             stage.device.prepare(self.backbone.largest_product(len(sequences)))
         for observer in observers:
             observer.begin(phase, sequences)
-        step = self._begin([item.span for item in inputs], phase)
+        step = begin_step(self.backbone, stages, [item.span for item in inputs], phase)
         executors = {stage: TensorExecutor(self, stage, phase, clock, observers) for stage in stages}
         shifted = {stage: executor.shifted for stage, executor in executors.items()}
 
@@ -224,20 +207,6 @@ class Engine:
         for observer in observers:
             observer.end()
         return answered
-
-    def _begin(self, spans: Sequence[TokenSpan], phase: Phase) -> BackboneStep:
-        """Begin a step of the backbone."""
-        decodes, numbers, first = phase == "decode", range(self.shape.layers), self.first
-        if len(self.stages) > 1:
-            return OwnStep(
-                StagedLayers(
-                    [Stage(s.device, s.layers, partial(s.step_layers, spans, decodes)) for s in self.stages]
-                ),
-                numbers,
-            )
-        if (layers := first.by_graphs(spans, decodes)) is not None:
-            return OwnStep(layers, numbers)
-        return self.backbone.step(spans, first.probing.logits)
 
 
 class TensorExecutor:

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
-from pipeline.arrays import Counts
+from pipeline.arrays import Counts, Phase
 from pipeline.backbone.backbone import Backbone, EagerLayers
 from pipeline.backbone.batch import TokenSpan
-from pipeline.backbone.protocol import AnyBackbone
-from pipeline.backbone.step import StepLayers
+from pipeline.backbone.protocol import AnyBackbone, BackboneStep
+from pipeline.backbone.stages import Stage, StagedLayers
+from pipeline.backbone.step import OwnStep, StepLayers
 from pipeline.config import GraphsName
 from pipeline.counters import PhaseCounters
 from pipeline.device.base import Device
@@ -115,14 +117,34 @@ class EngineStage:
         self.device.use()
         self.memory.poll()
 
-    def by_graphs(self, spans: Sequence[TokenSpan], decodes: bool) -> StepLayers | None:
-        """Begin a step here by graphs; None where it has none."""
-        return self.graphs.layers(spans, self.probing, self.memory) if decodes else None
 
-    def step_layers(self, spans: Sequence[TokenSpan], decodes: bool) -> StepLayers:
-        """Begin a step here, of one of our backbones."""
-        assert isinstance(self.backbone, Backbone)
-        return self.by_graphs(spans, decodes) or EagerLayers(self.backbone, spans, self.probing.logits)
+def begin_step(
+    backbone: AnyBackbone, stages: Sequence[EngineStage], spans: Sequence[TokenSpan], phase: Phase
+) -> BackboneStep:
+    """Begin a step through all stages; of single tokens by graphs, where a device makes them."""
+    numbers = range(stages[-1].layers.stop)
+    if len(stages) > 1:
+        each = [Stage(s.device, s.layers, partial(_layers, s, spans, phase)) for s in stages]
+        return OwnStep(StagedLayers(each), numbers)
+    if (layers := _by_graphs(stages[0], spans, phase)) is not None:
+        return OwnStep(layers, numbers)
+    return backbone.step(spans, stages[0].probing.logits)
+
+
+def _by_graphs(stage: EngineStage, spans: Sequence[TokenSpan], phase: Phase) -> StepLayers | None:
+    return stage.graphs.layers(spans, stage.probing, stage.memory) if phase == "decode" else None
+
+
+def _layers(stage: EngineStage, spans: Sequence[TokenSpan], phase: Phase) -> StepLayers:
+    """A stage's part of a step."""
+    assert isinstance(stage.backbone, Backbone)
+    return _by_graphs(stage, spans, phase) or EagerLayers(stage.backbone, spans, stage.probing.logits)
+
+
+def copied(stages: Sequence[EngineStage]) -> tuple[int, float]:
+    """As DeviceMemory.copied, of all devices."""
+    tiles, seconds = zip(*(stage.memory.copied() for stage in stages), strict=True)
+    return sum(tiles), sum(seconds)
 
 
 class Shifted:

@@ -178,10 +178,10 @@ class EngineService:
         engine = self._parts.engine
         engine.poll_children()
         self._policies.keep_heat()
-        if engine.idle:
-            for stage in engine.stages:
-                stage.memory.audit()
-        return not engine.idle or any(socket.behind for socket in self._parts.sockets.values())
+        idle = all(stage.memory.idle for stage in engine.stages)
+        for stage in engine.stages if idle else ():
+            stage.memory.audit()
+        return not idle or any(socket.behind for socket in self._parts.sockets.values())
 
     def _send(self, client: bytes, message: object) -> None:
         self._post(ToClients([(client, message)]))

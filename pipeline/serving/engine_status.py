@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from pipeline.arrays import IntArray
 from pipeline.engine.observer import ActivityObserver
 from pipeline.engine.stage import EngineStage
 from pipeline.memory.needs import kv_dtype
@@ -58,7 +61,8 @@ class EngineStatus:
         """Returns what happened to each expert. It is recorded for some seconds from now on."""
         seen = self._activity
         seen.look()
-        resident = self._parts.engine.residency
+        stages = self._parts.engine.stages
+        resident: IntArray = np.add.reduce([stage.memory.residency for stage in stages])
         sums = (seen.used.copy(), seen.device.copy(), seen.demanded.copy())  # sent while they change
         return ExpertActivityReply(request, seen.tiles, resident, *sums)
 

@@ -149,7 +149,7 @@ class DeviceMemoryOpener:
         parts.notes.append(f"slab{of}: {slab.capacity} tiles and {staging} for streaming")
         if not layout.head_bytes:
             return DeviceMemory(engine.shape, device, slab, device.expert_kernel(layout))
-        heads = device.load_heads(parts.store, parts.tick)
+        heads = device.load_heads(parts.store, stage.layers, parts.tick)
         parts.closing.callback(heads.clear)
         resident = byte_size(layout.head_stride * len(heads) * layout.shape.experts)
         parts.notes.append(f"up matrices: {resident} resident")
@@ -162,7 +162,7 @@ def _open(parts: EngineParts, index: int) -> Slab:
     capacity = cache_tiles(config.options.expert_cache, stage.tiles)
     fewest = staging_tiles(layout.shape.tiles, engine.shape.top_k, layout.head_bytes > 0)
     slots = capacity + (config.options.staging or fewest)
-    beside = device.heads_bytes(layout) + device.process_bytes
+    beside = len(stage.layers) * device.heads_bytes(layout) + device.process_bytes
     beside += stage.graphs.planned_bytes
 
     def check() -> None:

@@ -120,7 +120,7 @@ class PresetRuns:
         engine.observers.append(self)
 
     def patch(self, patch: pytest.MonkeyPatch) -> None:
-        memory = self._engine.memory
+        memory = self._engine.first.memory
         prefetch, mover = memory.prefetch, memory.mover
         collect = mover.collect_landings
 

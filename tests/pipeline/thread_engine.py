@@ -138,7 +138,7 @@ def device_memory(parts: MoverParts, shape: ModelShape, capacity: int) -> Device
     slab = Slab(parts.slab, capacity, parts.link, parts.copier)
     if not layout.head_bytes:
         return DeviceMemory(shape, device, slab, device.expert_kernel(layout))
-    heads, kernel = device.load_heads(parts.store), device.channel_kernel(layout)
+    heads, kernel = device.load_heads(parts.store, range(shape.layers)), device.channel_kernel(layout)
     return ChannelMemory(shape, device, slab, kernel, heads, layout)
 
 
