@@ -16,12 +16,12 @@ PROGRAM = ("protocol", "shm", "workers", "pipeline", "launch")
 SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
     "protocol": 2_342,
-    "shm": 4_490,
-    "workers": 10_140,
-    "pipeline": 37_600,
-    "launch": 12_230,
-    "benchmarks": 6_400,
-    "tests": 60_620,
+    "shm": 4_520,
+    "workers": 10_150,
+    "pipeline": 37_690,
+    "launch": 12_250,
+    "benchmarks": 6_620,
+    "tests": 61_160,
 }
 ROOMS = 299  # Python files of the program, without those that only mark a package
 
