@@ -112,10 +112,11 @@ class Backbone:
         if "head" in outer:
             return embedding, norm, outer.linear("head")
         # Tied: a dense matrix serves as both, a quantized head needs dense rows beside it.
-        dense = embedding is not None and outer.format_of("embedding") is None
-        head = (
-            DenseLinear(embedding, device) if dense and embedding is not None else outer.linear("embedding")
-        )
+        head: Linear
+        if embedding is not None and outer.format_of("embedding") is None:
+            head = DenseLinear(embedding, device)
+        else:
+            head = outer.linear("embedding")
         bias = outer.vector("head_bias") if "head_bias" in outer else None
         return embedding, norm, head if bias is None else BiasedLinear(head, bias)
 

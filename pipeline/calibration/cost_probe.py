@@ -131,6 +131,7 @@ class _Probe:
     def device(self, rows: int, seconds: float) -> float:
         """One tile at `rows` rows from the slab, while the pool computes."""
         memory, slab, shape = self._memory, self._slab, self._engine.shape
+        first = self._stage.layers.start
         x = self._activations(rows).to(self._device.torch_device)
         experts = min(-(-min(8, slab.slots) // shape.tiles), shape.experts)
         count = min(8, slab.slots, experts * shape.tiles)
@@ -143,7 +144,8 @@ class _Probe:
         def once() -> float:
             ticket = self._submit(rows)
             clock = StepClock(PhaseCounters(shape.layers))
-            layer = memory.begin_sum(0, share, x, memory.begin(0, share, x, DENSE, clock).masked)
+            masked = memory.begin(first, share, x, DENSE, clock).masked
+            layer = memory.begin_sum(first, share, x, masked)
             slots = itertools.islice(every, count)
             tiles = [(at // shape.tiles, at % shape.tiles, slab.slot(slot)) for at, slot in enumerate(slots)]
             started = time.perf_counter()
@@ -176,7 +178,7 @@ class _Probe:
             ticket = self._submit(1)
             started = time.perf_counter()
             landing = iter([[Landed(expert, 0, next(every)) for expert in range(count)]])
-            work = memory.begin(0, nothing_missing, x, DENSE, clock)
+            work = memory.begin(self._stage.layers.start, nothing_missing, x, DENSE, clock)
             y = memory.compute(work._replace(share=share, landing=landing), x, clock)
             self._device.total([y], (), x.shape)
             self._device.wait(self._device.fence())
@@ -220,7 +222,7 @@ class _Probe:
     def other(self, context: int, seconds: float) -> tuple[float, ...]:
         """Seconds of a layer outside its routed experts at each of ROWS: attention, router, copy to the host,
         shared experts. The rows follow the other tokens of the longest chunk. A few layers are measured."""
-        model, device = self._engine.backbone, self._device
+        model = self._engine.backbone
         longest = min(ROWS[-1], context)
         # A separate cache, because requests may have filled the engine's.
         sequence = KVCache(model.facts, model.dtype, devices_of(model), longest).allocate(longest)
@@ -229,7 +231,8 @@ class _Probe:
             sequence.truncate(0)
             sequence.grow(longest)
             sequence.advance(longest - rows)
-            device.prepare(model.largest_product(rows))
+            for stage in self._engine.stages:
+                stage.device.prepare(model.largest_product(rows))
             by_rows[rows] = self._without_experts(TokenSpan(sequence, [0] * rows), seconds)
         return tuple(by_rows[min(rows, longest)] for rows in ROWS)
 

@@ -195,13 +195,13 @@ def _backbone(needs: Needs, layers: range) -> int:
         return needs.backbone
     tied = facts.tied_embeddings and needs.head == needs.embedding
     middle = needs.backbone - needs.embedding - (0 if tied else needs.head)
-    share = ceil(middle * len(facts.decoder_layers(layers)) / facts.layers)
+    share = -(-middle * len(facts.decoder_layers(layers)) // facts.layers)
     return share + needs.embedding * (not layers.start) + needs.head * (layers.stop == every)
 
 
 def _share(size: int, weights: Sequence[int], of: range) -> int:
     """The part of a size that these layers have, by the weights of all."""
-    return ceil(size * sum(weights[of.start : of.stop]) / (sum(weights) or 1))
+    return -(-size * sum(weights[of.start : of.stop]) // (sum(weights) or 1))
 
 
 def automatic(source: ModelSource) -> tuple[FormatName, ...]:

@@ -102,6 +102,7 @@ class EngineParts:
         self.device = device = self.devices[0]
         for opened in dict.fromkeys(self.devices):
             closing.callback(opened.close)
+        device.use()
         self.control = ControlSegment.attach(config.control)
         closing.callback(self.control.close)
         self.tick = self.control.line("coordinator", 0).tick
