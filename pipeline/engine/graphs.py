@@ -250,6 +250,24 @@ class Bucket:
         self._run(("embed",), work, self._h, *factors)
         return self._h[: self._rows]
 
+    def enter(self, h: Tensor) -> Tensor:
+        factors = self._batch.cos_sin
+
+        def work() -> None:
+            for kept, new in zip(factors, self._batch.found_cos_sin(), strict=True):
+                kept.copy_(new)
+
+        self._run(("enter",), work, *factors)
+        return self._h[: self._rows].copy_(h)
+
+    def leave(self, h: Tensor) -> Tensor:
+        def work() -> None:
+            self._add_told()
+            self._h.copy_(self._backbone.finish(self._h, self._batch))
+
+        self._run(("leave",), work, self._h)
+        return self._h[: self._rows]
+
     def attend(self, layer: int, h: Tensor, own: bool, probes: Sequence[int]) -> Attended:
         probing, probes = self._probing, tuple(probes)
         self._number = number = own + len(probes)

@@ -127,9 +127,11 @@ class FailingPrefetcher:
         line: ControlLine,
         link: EmulatedLink | None = None,
         slab: SlabMemory | None = None,
+        index: int = 0,
     ) -> None:
-        """Without `slab`, the prefetcher maps the slab that the coordinator names, and never exits early."""
-        self._line, self._link, self._slab = line, link, slab
+        """Without `slab`, the prefetcher maps the slab that the coordinator names, and never exits early.
+        `index`: of its device."""
+        self._line, self._link, self._slab, self._index = line, link, slab, index
         self._runtime, self._store, self._socket, self._exits = runtime, store, socket, exits
         self._lock = threading.Lock()
         self._next = 0
@@ -157,7 +159,7 @@ class FailingPrefetcher:
                 return
             present.restarted = False
             present.kill()
-        self._socket.send(0, CancelFetch(NEVER))  # so that its loop wakes up
+        self._socket.send(self._index, CancelFetch(NEVER))  # so that its loop wakes up
         present.thread.join(LIMIT)
         assert not present.thread.is_alive()
 
@@ -168,9 +170,10 @@ class FailingPrefetcher:
             assert self.present is not None
             present = self.present
             present.tiles, present.restarted = NEVER, False
-        while present.number not in [p["generation"] for p in self._socket.stats()]:
+        there = self._index, present.number
+        while there not in [(p["index"], p["generation"]) for p in self._socket.stats()]:
             self._socket.receive(50)
-        self._socket.send(0, Shutdown())
+        self._socket.send(self._index, Shutdown())
         present.thread.join(LIMIT)
         assert not present.thread.is_alive()
 
@@ -182,7 +185,7 @@ class FailingPrefetcher:
 
     def _run(self, generation: Generation) -> None:
         number, print_ = generation.number, self._store.fingerprint
-        endpoint = child_endpoint(self._runtime, "prefetcher", "fetch.sock", print_, 0, number)
+        endpoint = child_endpoint(self._runtime, "prefetcher", "fetch.sock", print_, self._index, number)
         line: Any = _FailingLine(self._line, generation)
         line.end()
         loop = _FailingLoop(endpoint, self._store, line, self._link)
@@ -194,7 +197,7 @@ class FailingPrefetcher:
             loop.close()
             with self._lock:
                 self.present = None
-                self._exits.put(WorkerDied("prefetcher", 0, number, False, -1))
+                self._exits.put(WorkerDied("prefetcher", self._index, number, False, -1))
                 if generation.restarted:
                     self._start()
         finally:
@@ -202,9 +205,14 @@ class FailingPrefetcher:
 
 
 def start_prefetcher(
-    runtime: Path, store: Store, socket: ChildServerSocket, line: ControlLine
+    runtime: Path,
+    store: Store,
+    socket: ChildServerSocket,
+    line: ControlLine,
+    link: EmulatedLink | None = None,
+    index: int = 0,
 ) -> Callable[[], None]:
     """Start one that does not fail, in a thread. Returns the function that stops it."""
-    prefetcher = FailingPrefetcher(runtime, store, socket, ExitEvents(), line)
+    prefetcher = FailingPrefetcher(runtime, store, socket, ExitEvents(), line, link, index=index)
     prefetcher.start()
     return prefetcher.shut_down

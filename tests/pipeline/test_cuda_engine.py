@@ -53,7 +53,7 @@ def cuda_engine(model: Path, folder: Path, seed: int = 0) -> Iterator[tuple[Engi
 def texts(engine: Engine, preset: str, each: Any = lambda number: None, **options: str) -> list[np.ndarray]:
     """The logits of TOKENS, decoded after a prompt under a preset; `each` is called before each step."""
     engine.set_policy(make_policy(PolicyRequest(preset, options), 0), COSTS)
-    kv = KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), CONTEXT)
+    kv = KVCache(engine.backbone.facts, torch.float32, torch.device("cpu"), CONTEXT)
     sequence = kv.allocate(64)
     found = engine.step([StepInput(TokenSpan(sequence, PROMPT), "last")], "prefill")
     for number, token in enumerate(TOKENS):
@@ -75,7 +75,7 @@ def test_no_token_is_wrong_while_copies_land_late_and_prefetchers_exit(tiny_mode
         expected = texts(engine, "all-host")
         for preset in ("on-demand", "mixtral-offloading", "layerwise", "fiddler", "hybrimoe", "random"):
             agree(texts(engine, preset), expected)
-            engine.memory.mover.wait_idle()
+            engine.first.memory.mover.wait_idle()
         random = np.random.default_rng(seed)
 
         def exits(number: int) -> None:
@@ -85,8 +85,8 @@ def test_no_token_is_wrong_while_copies_land_late_and_prefetchers_exit(tiny_mode
 
         agree(texts(engine, "on-demand", exits), expected)
         prefetcher.start()
-        engine.memory.mover.wait_idle()
-        engine.memory.audit()
+        engine.first.memory.mover.wait_idle()
+        engine.first.memory.audit()
 
 
 def test_a_step_waits_once_a_layer_and_allocates_nothing(tiny_model, tmp_path) -> None:
@@ -133,12 +133,16 @@ def test_step_without_memory_for_it_fails_alone(tiny_model, tmp_path, monkeypatc
     """Wherever in a step the device's memory is full, the sequence is as it was, and the next step right."""
     with cuda_engine(tiny_model, tmp_path) as (engine, _, _runtime):
         expected = texts(engine, "on-demand")
-        places = ((engine.device, "from_host"), (engine.memory.kernel, "begin"), (engine.backbone, "head"))
+        places = (
+            (engine.device, "from_host"),
+            (engine.first.memory.kernel, "begin"),
+            (engine.backbone, "head"),
+        )
         places += ((engine.device, "to_host"), (engine.backbone, "embed"), (engine.backbone, "attend"))
         for owner, name in places:
             preset = "all-host" if name == "from_host" else "on-demand"
             engine.set_policy(make_policy(PolicyRequest(preset), 0), COSTS)
-            kv = KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), CONTEXT)
+            kv = KVCache(engine.backbone.facts, torch.float32, torch.device("cpu"), CONTEXT)
             sequence = kv.allocate(64)
 
             def full(*_: Any, **__: Any) -> Any:
@@ -152,8 +156,8 @@ def test_step_without_memory_for_it_fails_alone(tiny_model, tmp_path, monkeypatc
                         engine.step([prompt], "prefill")
                 assert sequence.length == 0, name
             agree(engine.step([StepInput(TokenSpan(sequence, PROMPT), "last")], "prefill"), expected[:1])
-            engine.memory.mover.wait_idle()
-            engine.memory.audit()
+            engine.first.memory.mover.wait_idle()
+            engine.first.memory.audit()
 
 
 def test_a_call_that_fails_ends_one_step_and_a_lost_context_the_engine(
@@ -162,7 +166,7 @@ def test_a_call_that_fails_ends_one_step_and_a_lost_context_the_engine(
     """The engine's error is one line, with which the coordinator ends and is started again."""
     with cuda_engine(tiny_model, tmp_path) as (engine, _, runtime):
         expected = texts(engine, "on-demand")
-        kv = KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), CONTEXT)
+        kv = KVCache(engine.backbone.facts, torch.float32, torch.device("cpu"), CONTEXT)
         sequence = kv.allocate(64)
         prompt = StepInput(TokenSpan(sequence, PROMPT), "last")
         errors = CudaError("cuLaunchKernel: error 1"), torch.AcceleratorError("CUDA error: 1\nCompile with")
@@ -172,7 +176,7 @@ def test_a_call_that_fails_ends_one_step_and_a_lost_context_the_engine(
                 raise error
 
             with monkeypatch.context() as patch:
-                patch.setattr(engine.memory.kernel, "begin", fails)
+                patch.setattr(engine.first.memory.kernel, "begin", fails)
                 if sticky:
                     patch.setitem(runtime.failures, "cudaDeviceSynchronize", 0)
                 with pytest.raises(CudaError if sticky else DeviceFailed, match="error") as raised:
@@ -181,8 +185,8 @@ def test_a_call_that_fails_ends_one_step_and_a_lost_context_the_engine(
             assert ("computes nothing any more" in str(raised.value)) == sticky
             assert sequence.length == 0
         agree(engine.step([prompt], "prefill"), expected[:1])
-        engine.memory.mover.wait_idle()
-        engine.memory.audit()
+        engine.first.memory.mover.wait_idle()
+        engine.first.memory.audit()
 
 
 def test_costs_are_measured(tiny_model, tmp_path, monkeypatch) -> None:
@@ -191,5 +195,5 @@ def test_costs_are_measured(tiny_model, tmp_path, monkeypatch) -> None:
         for _ in range(2):
             costs = cost_probe.measure_costs(engine)
             assert 0 < costs.link < 1
-            engine.memory.mover.wait_idle()
-            engine.memory.audit()
+            engine.first.memory.mover.wait_idle()
+            engine.first.memory.audit()

@@ -199,12 +199,12 @@ def test_an_engine_answers_as_without_graphs(tiny_model, tmp_path, gpu) -> None:
         engine_in_threads(tiny_model, tmp_path, store=store, device=device) as (engine, _),
     ):
         for preset in ("all-host", "on-demand", "mixtral-offloading", "fiddler", "tandem"):
-            engine.graphs = StepGraphs(engine.backbone, device, "off")
+            engine.first.graphs = StepGraphs(engine.backbone, device, "off")
             expected = texts(engine, preset)
-            engine.graphs = StepGraphs(engine.backbone, device, "auto")
+            engine.first.graphs = StepGraphs(engine.backbone, device, "auto")
             for ours, theirs in zip(texts(engine, preset), expected, strict=True):
                 np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
-            assert engine.graphs.captured > 0, preset
+            assert engine.first.graphs.captured > 0, preset
         assert runtime.calls["graph launches"] > 0
 
 
@@ -241,7 +241,7 @@ def test_a_layer_is_three_calls_and_a_wait(family: str, tmp_path: Path, gpu, mon
         kv = KVCache(engine.backbone.spec, torch.float32, CPU, CONTEXT)
         found, layers, early = list[list[np.ndarray]](), list[Counter[str]](), Counter[int]()
         for mode in ("off", "auto"):
-            engine.graphs, sequence = StepGraphs(engine.backbone, device, mode), kv.allocate(60)
+            engine.first.graphs, sequence = StepGraphs(engine.backbone, device, mode), kv.allocate(60)
             engine.step([StepInput(TokenSpan(sequence, PROMPT), "none")], "prefill")
             found.append([])
             for token in range(30):
