@@ -13,7 +13,8 @@ __all__ = ["Device", "Fence", "SlabMemory", "open_device"]
 
 def open_device(name: str, cache: Path | None = None) -> Device:
     """Returns the device `cpu`, or `cuda`, which keeps compiled kernels in the `cache` folder; `auto`: cuda
-    where torch sees such a device. Raises UsageError for a cuda that torch does not see."""
+    where torch sees such a device. Raises UsageError for a cuda that torch does not see, or for which no
+    kernels can be compiled."""
     # Before CUDA starts: streams that share a hardware queue wait for each other.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     import torch
@@ -25,7 +26,9 @@ def open_device(name: str, cache: Path | None = None) -> Device:
             raise UsageError("--device cuda: torch sees no CUDA device here; use --device cpu")
         from pipeline.device.cuda import CudaDevice
 
-        return CudaDevice(cache)
+        device = CudaDevice(cache)
+        device.check_kernels()
+        return device
     from pipeline.device.cpu import CpuDevice
 
     return CpuDevice()

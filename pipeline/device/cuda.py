@@ -78,9 +78,9 @@ class CudaDevice(KernelDevice):
     on_host = False
     process_bytes = CONTEXT_BYTES
 
-    def __init__(self, cache: Path | None = None, *, in_torch: bool = False) -> None:
+    def __init__(self, cache: Path | None = None) -> None:
         """Take arguments as KernelDevice."""
-        super().__init__(cache, in_torch)
+        super().__init__(cache)
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.flash = torch.cuda.get_device_capability(self.torch_device) >= FLASH
         # cuDNN's attention makes a plan for each length of a sequence: 40 to 400 ms a token.
@@ -167,8 +167,6 @@ class CudaDevice(KernelDevice):
     def share_memory(self, memory: NDArray[np.uint8]) -> str:
         start = memory.ctypes.data
         try:
-            if self.sums is None:
-                return "it has no kernels of ours"
             call("cudaHostRegister", start, memory.nbytes, constant("cudaHostRegisterDefault"))
             try:
                 there = int(call("cudaHostGetDevicePointer", start, 0))
@@ -185,8 +183,6 @@ class CudaDevice(KernelDevice):
             call("cudaHostUnregister", memory.ctypes.data)
 
     def total(self, added: Sequence[Added], parts: Sequence[FloatArray], shape: tuple[int, ...]) -> Tensor:
-        if self.sums is None:
-            return super().total(added, parts, shape)
         y = torch.empty(shape, dtype=torch.float32, device=self.torch_device)
         self.sums.total(y, added, self.places(parts, shape))
         return y

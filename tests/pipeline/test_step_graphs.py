@@ -230,7 +230,7 @@ def test_a_layer_is_three_calls_and_a_wait(family: str, tmp_path: Path, gpu, mon
     not for them. Resident experts begin before the host plans its share. Nothing is allocated, and no x is
     copied on the host."""
     device, runtime = gpu
-    device._in_torch = False
+    device.experts = True
     save(Case(family, "plain"), tmp_path)
     shape = expert_shape(open_model(tmp_path).config, 64, format_named("int4"))
     with (
