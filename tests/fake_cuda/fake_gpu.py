@@ -145,7 +145,7 @@ def cuda_device(make: Callable[[], Made], runtime: FakeRuntime) -> Iterator[Made
             device.close()
             left = {"registered"}  # the process's exit unlocks pages, and frees memory that others may map
             left |= {"device"} if runtime.calls["cudaIpcGetMemHandle"] else set()
-            assert runtime.leftovers().keys() <= left
+            assert runtime.leftovers().keys() <= left, runtime.leftovers()
         finally:
             flags.enable_cudnn_sdp(before[0])
             flags.matmul.allow_bf16_reduced_precision_reduction = before[1]

@@ -172,13 +172,16 @@ template <int ROWS, bool WHOLE> DEVICE void down_in(float *parts, DOWN_ARGUMENTS
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, last = (int)units - 1;
     int64_t first = blockIdx.x % wide * COLUMNS, column = first + EACH * lane;
     const uint8_t *tile = tiles[it.tile];
-    const stored *down = (const stored *)(tile + skipped) + column;
+    const stored *down = (const stored *)tile + WIDE_MATRICES * units * outputs + column; /* `skipped` bytes on */
     const float *of_down = (const float *)(tile + scales);
+    const code *of[ROWS];
     uint32_t next[AHEAD];
     float sums[ROWS][EACH];
 #pragma unroll
-    for (int r = 0; r < ROWS; r++)
+    for (int r = 0; r < ROWS; r++) {
+        of[r] = inner + (int64_t)(it.entry + (r < it.rows ? r : 0)) * units;
         for (int c = 0; c < EACH; c++) sums[r][c] = 0.0f;
+    }
 #pragma unroll
     for (int a = 0; a < AHEAD; a++) next[a] = column_words<WHOLE>(down, warp + a * DOWN_WARPS, last, outputs, column);
 #pragma unroll 1
@@ -192,7 +195,7 @@ template <int ROWS, bool WHOLE> DEVICE void down_in(float *parts, DOWN_ARGUMENTS
             const float scale = scale_at(scales_of(of_down, t, outputs), first);
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
-                float x = as_float(__ldg(inner + (int64_t)(it.entry + (r < it.rows ? r : 0)) * units + t));
+                float x = as_float(__ldg(of[r] + t));
                 if (FP8) x = __fmul_rn(x, scale);
 #pragma unroll
                 for (int c = 0; c < EACH; c++) sums[r][c] = __fmaf_rn(weight_of(word, c), x, sums[r][c]);
@@ -214,10 +217,10 @@ template <int ROWS, bool WHOLE> DEVICE void down_in(float *parts, DOWN_ARGUMENTS
 
 template <int ROWS> DEVICE void down_of(DOWN_ARGUMENTS) {
     SHARED(float, parts, DOWN_WARPS *ROWS *COLUMNS);
-    if (outputs % COLUMNS)
-        down_in<ROWS, false>(parts, items, tiles, inner, of_inner, units, outputs, wide, skipped, scales, out);
-    else
+    if (outputs % COLUMNS == 0)
         down_in<ROWS, true>(parts, items, tiles, inner, of_inner, units, outputs, wide, skipped, scales, out);
+    else
+        down_in<ROWS, false>(parts, items, tiles, inner, of_inner, units, outputs, wide, skipped, scales, out);
 }
 
 EXPERT_KERNELS(1, 1)

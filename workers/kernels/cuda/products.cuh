@@ -110,8 +110,7 @@ template <int UNITS> struct activations {
     /* y, as of add_records, of all records. AHEAD of them are under way or multiplied; those behind the last one are loaded
      * from it, so that no branch waits for a load. */
     METHOD void multiply_blocks(const uint8_t *const *blocks, int records, float (*y)[UNITS][4]) const {
-        const int MOST = SCALES == SCALES_E4M3 ? 16 : E2M1 ? 24 : 32; /* words under way of a block: no more fit */
-        const int AHEAD = UNITS > 1 ? 1 : WORDS <= 16 ? MOST / WORDS : 2;
+        const int AHEAD = UNITS > 1 ? 1 : E2M1 ? 4 : WORDS <= 16 ? 32 / WORDS : 2; /* more would not fit */
         const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
 #pragma unroll
         for (int m = 0; m < 2; m++)
