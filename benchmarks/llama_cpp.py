@@ -85,6 +85,25 @@ def write(model: str, path: Path) -> None:
     if config["model_type"] not in NAMES or not isinstance(attention, GroupedQuery):
         raise SystemExit(f"{model}: only {' and '.join(NAMES)} are written")
     writer = gguf.GGUFWriter(path, NAMES[config["model_type"]])
+    write_settings(writer, spec, attention)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
+    found = list(tensors(spec, attention))
+    for name, shape in found:
+        plain = len(shape) == 1 or "gate_inp" in name
+        size = int(np.prod(shape)) * 4 if plain else int(np.prod(shape)) // BLOCK * BLOCK_BYTES
+        kind = gguf.GGMLQuantizationType.F32 if plain else gguf.GGMLQuantizationType.Q4_0
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), size, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    random = np.random.default_rng(0)
+    for name, shape in found:
+        writer.write_tensor_data(numbers(name, shape, random))
+    writer.close()
+
+
+def write_settings(writer: gguf.GGUFWriter, spec: ModelSpec, attention: GroupedQuery) -> None:
+    """Those of the model, without a tokenizer."""
     writer.add_block_count(spec.layers)
     writer.add_context_length(spec.max_positions)
     writer.add_embedding_length(spec.hidden)
@@ -101,20 +120,6 @@ def write(model: str, path: Path) -> None:
     writer.add_expert_used_count(spec.top_k)
     writer.add_vocab_size(spec.vocabulary)
     writer.add_tokenizer_model("no_vocab")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
-    found = list(tensors(spec, attention))
-    for name, shape in found:
-        plain = len(shape) == 1 or "gate_inp" in name
-        size = int(np.prod(shape)) * 4 if plain else int(np.prod(shape)) // BLOCK * BLOCK_BYTES
-        kind = gguf.GGMLQuantizationType.F32 if plain else gguf.GGMLQuantizationType.Q4_0
-        writer.add_tensor_info(name, shape, np.dtype(np.float32), size, kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    random = np.random.default_rng(0)
-    for name, shape in found:
-        writer.write_tensor_data(numbers(name, shape, random))
-    writer.close()
 
 
 def ours(file: Path, prompt: int, threads: int) -> dict[str, float]:

@@ -45,6 +45,7 @@ PROBE_LIMIT = 120.0  # seconds; a cold import of a CUDA build from a slow disk t
 SMALLER = {"backbone_dtype": "--backbone-dtype", "kv_dtype": "--kv-dtype"}
 # What a second rounding adds to the embedded model's perplexity: docs/checkpoints.md has the measurement.
 SECOND = {"int8": "about 0.1 %", "int4": "about 1 %"}
+SECOND_REST = dict.fromkeys(("int8", "bf16"), "less than 0.1 %")
 OPTIONS = {
     "format": "--format",
     "context": "--context",
@@ -155,8 +156,8 @@ def start_line(model: Path, plan: Plan, machine: Machine, backbone_dtype: str) -
             size = byte_size(sum(size for part, size in pool.parts.items() if part != LEFT_FREE))
             needs.append(f"{pool.name} {size} of {byte_size(pool.free)}")
     again = f" (a second rounding, of {plan.needs.rounded})" if plan.needs.rounded else ""
-    int8 = f" (int8 of {plan.needs.rest_rounded})" if plan.needs.rest_rounded else ""
-    formats = f"experts {plan.needs.format}{again}, rest {backbone_dtype}{int8}"
+    rest = ", ".join(f"{target} of {kinds}" for kinds, target in plan.needs.rest_rounded)
+    formats = f"experts {plan.needs.format}{again}, rest {backbone_dtype}{f' ({rest})' if rest else ''}"
     if plan.needs.kv_dtype == "int8":
         formats += ", KV cache int8 (an approximation)"
     return f"{model_name(str(model), article='')}: {formats}; {', '.join(needs)}"
@@ -172,8 +173,8 @@ def memory_lines(plan: Plan, machine: Machine) -> list[str]:
 
 
 def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
-    """A line for each choice that differs from the default: what was chosen, and why; and one where quantized
-    experts are quantized again."""
+    """A line for each choice that differs from the default: what was chosen, and why; and one for weights
+    that are rounded a second time."""
     asked, lines = now.config, []
     names = [needs.format for needs in every]
     if position := names.index(plan.needs.format):
@@ -182,8 +183,7 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
         if not pool.short:
             why = f"with {names[position - 1]} fewer than {GOOD_CONTEXT} tokens of context would fit"
         lines.append(f"--format {plan.needs.format}: {why}")
-    if again := second_rounding(plan.needs):
-        lines.append(again)
+    lines += second_roundings(plan.needs)
     if plan.needs.kv_dtype == "int8":
         lines.append("--kv-dtype int8: keys and values are rounded, so answers are approximate")
     if asked.context is None and plan.context < choose_context(None, plan.needs.facts, asked.chunk):
@@ -202,16 +202,17 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
     return lines
 
 
-def second_rounding(needs: Needs) -> str:
-    """A line for experts that are quantized again; empty for others."""
-    if not needs.rounded:
-        return ""
-    cost = (
-        f", which adds {SECOND[needs.format]} to the embedded model's perplexity"
-        if needs.format in SECOND
-        else ""
-    )
-    return f"the experts are {needs.rounded} in the file, kept as {needs.format}: a second rounding{cost}"
+def second_roundings(needs: Needs) -> list[str]:
+    """A line for experts that are rounded a second time, and for other matrices in each format."""
+    rounded: list[tuple[str, str, str, dict[str, str]]] = []
+    if needs.rounded:
+        rounded.append(("the experts", needs.rounded, needs.format, SECOND))
+    rounded += [("other matrices", kinds, target, SECOND_REST) for kinds, target in needs.rest_rounded]
+    lines = []
+    for what, kinds, target, costs in rounded:
+        cost = f", which adds {costs[target]} to the embedded model's perplexity" if target in costs else ""
+        lines.append(f"{what} are {kinds} in the file, kept as {target}: a second rounding{cost}")
+    return lines
 
 
 def _smaller(asked: EngineConfig, name: str) -> Iterator[EngineConfig]:

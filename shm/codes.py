@@ -16,6 +16,7 @@ is a power of two (OCP Microscaling Formats, 1.0). `shm/blocks.py` says how a st
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -68,7 +69,16 @@ CODE_FORMATS = {
     "fp8": CodeFormat(128, E4M3, bits=np.float32),
 }
 AT_ONCE = 1 << 16  # numbers whose codes become indices of 8 bytes: those of a whole table take gigabytes
+# Formats whose codes, less the one that means 0, q8_0 has too; their groups are one of its own or several.
+IN_Q8_0 = frozenset(("q4_0", "q8_0", "int4-f16-g32", "int4-f16", "int4-f16-g128"))
 LARGEST_CODES = {name: float(np.nanmax(np.abs(kind.values))) for name, kind in CODE_FORMATS.items()}
+
+
+def format_of_all(formats: Collection[str]) -> str | None:
+    """The format that keeps codes of each of these formats without loss; None where there is none."""
+    if len(formats) == 1:
+        return next(iter(formats))
+    return "q8_0" if formats and IN_Q8_0.issuperset(formats) else None
 
 
 @dataclass(frozen=True)
@@ -105,6 +115,20 @@ class Codes:
         """The rows of a slice, or of an array of indices."""
         zeros = None if self.zeros is None else self.zeros[rows]
         return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
+
+    def kept_in(self, format: str) -> Codes | None:
+        """The same numbers as codes of this format; None where it does not keep them without loss."""
+        if self.format == format:
+            return self
+        if format != "q8_0" or self.format not in IN_Q8_0:
+            return None
+        k, group = self.codes.shape[1], CODE_FORMATS["q8_0"].group
+        if self.zeros is None:
+            codes = self.codes + np.uint8(128 - self.kind.zero)
+        else:
+            codes = self.codes + (np.uint8(128) - self.zeros).repeat(self.kind.group, axis=1)[:, :k]
+        scales = self.scales.repeat(self.kind.group // group, axis=1)[:, : -(-k // group)]
+        return Codes("q8_0", codes, scales)
 
     def rows(self, lo: int, hi: int) -> Codes:
         """Rows [lo, hi), views; those past the last are left out."""

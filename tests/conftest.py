@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fork_server import SERVER, SETTINGS
+from hypothesis import settings
 from leaks import leaks, segments
 from safetensors.numpy import save_file
 
@@ -35,6 +36,9 @@ from pipeline.config import EngineConfig
 from protocol.client import Client
 from shm.locks import build_folder
 from shm.store import STORE_SPACE
+
+settings.register_profile("machines of any speed", deadline=None)
+settings.load_profile("machines of any speed")
 
 TESTS = Path(__file__).parent
 SHARE = 0.02  # of the time of all tests; a file that takes more belongs into LONGEST

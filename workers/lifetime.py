@@ -14,6 +14,7 @@ import ctypes
 import io
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -45,6 +46,15 @@ def environment(threads: int) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",  # numpy starts them when it is imported, before a worker is bound
         "PYTHONPATH": os.pathsep.join(filter(None, folders)),
     }
+
+
+def limit_memory(more: int) -> None:
+    """Let the process allocate so many more bytes from now on: beyond them an allocation fails."""
+    fields = Path("/proc/self/status").read_text().partition("VmData:")[2].split()
+    wanted = int(fields[0]) * 1024 + more
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 PR_SET_PDEATHSIG = 1

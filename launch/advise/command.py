@@ -17,7 +17,7 @@ from launch.bench.plan import requested_policies
 from launch.command_line.checks import check_engine
 from launch.command_line.options import Options
 from launch.forecast import Estimate, Sizes, sizes_of
-from launch.planning import every_format, second_rounding
+from launch.planning import every_format, second_roundings
 from launch.profile import shown_hits
 from launch.terminal.format import alike, merged_notes, model_name, percent, three_digits
 from launch.terminal.interrupts import Interrupts
@@ -116,7 +116,8 @@ def _report(model: str, search: Search, best: Estimate | None) -> Iterator[Rende
     yield ""
     notes = merged_notes((estimate.setting.policy.name, estimate.notes) for estimate in estimates)
     notes += [f"{name} left out: {reason}" for name, reason in search.left_out.items()]
-    notes += filter(None, (second_rounding(of.plan.needs) for of in search.formats if of.fits))
+    again = (line for of in search.formats if of.fits for line in second_roundings(of.plan.needs))
+    notes += dict.fromkeys(again)  # of other matrices than experts the same for each format
     yield from dim(f"note: {note}" for note in notes)
 
 

@@ -13,12 +13,11 @@ from torch.nn import functional
 
 from pipeline.backbone.disk_cache import BackboneCache
 from pipeline.checkpoint.model_source import OwnMatrix
-from pipeline.checkpoint.reader import RawTensor, numbers_of
 from pipeline.config import KvDType
 from pipeline.device.base import Device
 from pipeline.errors import ModelError
 from shm.blocks import Int8
-from shm.codes import Codes
+from shm.codes import Codes, format_of_all
 from shm.errors import WeightsUnusable
 from shm.fp8 import FP8, in_blocks
 from shm.layout import FORMATS, Float32, MatrixFormat
@@ -132,7 +131,8 @@ class Precision:
         kept = {self._own[name].format if name in self._own else "" for name in names}
         if "" in kept:
             return None
-        format = FORMATS[kept.pop()] if len(kept) == 1 else MIXED
+        of_all = format_of_all(kept)
+        format = FORMATS[of_all] if of_all else MIXED
         assert isinstance(format, MatrixFormat)
         return format
 
@@ -165,8 +165,3 @@ class Precision:
 def _is_kept(format: MatrixFormat, w: Float32 | Codes) -> bool:
     """Returns whether a format keeps what a file has without loss."""
     return isinstance(w, Codes) and w.format == format.name and (not isinstance(format, FP8) or in_blocks(w))
-
-
-def codes_or_numbers(rows: RawTensor | Codes, format: MatrixFormat) -> Float32 | Codes:
-    """Codes of this format as they are, and all else as numbers."""
-    return rows if isinstance(rows, Codes) and rows.format == format.name else numbers_of(rows)

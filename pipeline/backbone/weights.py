@@ -16,10 +16,9 @@ from pipeline.backbone.linear import (
     Linear,
     Precision,
     QuantizedLinear,
-    codes_or_numbers,
 )
 from pipeline.checkpoint.model_source import Tensors
-from pipeline.checkpoint.reader import RawTensor, to_float32
+from pipeline.checkpoint.reader import RawTensor, codes_or_numbers, to_float32
 from pipeline.errors import ModelError
 from pipeline.models.architecture import TensorSpec
 from shm.codes import Codes

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.checkpoint.reader import RawTensor, numbers_of, raw_tensor
+from pipeline.checkpoint.reader import RawTensor, codes_or_numbers, numbers_of, raw_tensor
 from pipeline.errors import ModelError
 from pipeline.models.architecture import ExpertRows, TensorRows
 from shm.codes import Codes
@@ -223,11 +223,11 @@ def _encode_blocks(
     wide = matrix < shape.math.matrices - 1
     columns, tile_columns = (shape.hidden, shape.hidden) if wide else (shape.padded, shape.tile)
     raw = _rows(reader, part, lo, hi)
-    numbers: Float32 | Codes
-    if isinstance(raw, Codes) and raw.format == blocks.name:
-        numbers = raw.padded(hi - lo, columns)
+    numbers = codes_or_numbers(raw, blocks)
+    if isinstance(numbers, Codes):
+        numbers = numbers.padded(hi - lo, columns)
     else:
-        numbers = _padded(numbers_of(raw), hi - lo, columns)
+        numbers = _padded(numbers, hi - lo, columns)
     scale = 1.0 if factor is None else factor.result()
     for tile in range(lo // shape.tile, -(-hi // shape.tile)) if wide else range(shape.tiles):
         begin, end = tile * shape.tile, (tile + 1) * shape.tile

@@ -38,7 +38,7 @@ ALIGNMENT = 32  # bytes, where the file does not say
 MAX_ALIGNMENT = 1 << 20
 MAX_HEADER = 1 << 28  # bytes; the largest known one has a tenth
 MAX_SETTINGS = 1 << 16  # the most known are a hundred
-MAX_VALUES = 1 << 23  # of a list; the largest known one has a tenth
+MAX_VALUES = 1 << 22  # of all lists; those of the largest known vocabularies have a third
 MAX_DIMENSIONS = 4
 LONG = 256  # values of a list
 FIRST_READ = 1 << 16  # bytes; doubled until they hold the header
@@ -188,6 +188,7 @@ class _Header:
         self._status = os.fstat(descriptor)
         self._bytes = bytearray()
         self._at = 0
+        self._values = 0  # of lists
 
     def read(self, long_arrays: bool) -> GgufFile:
         self._check_kind()
@@ -247,8 +248,10 @@ class _Header:
         if inner is GGUFValueType.ARRAY:
             self._damaged(f"{key[:MAX_NAME]!r} is a list of lists")
         # What the values take at least is in the file before a list of them is made.
-        if count > MAX_VALUES or count > self._status.st_size - self._at:
-            self._damaged(f"{key[:MAX_NAME]!r} would be a list of {count} values")
+        self._values += count
+        if self._values > MAX_VALUES or count > self._status.st_size - self._at:
+            all_lists = f", and all lists would have {self._values}" if self._values > count else ""
+            self._damaged(f"{key[:MAX_NAME]!r} would be a list of {count} values{all_lists}")
         wanted = long_arrays or count <= LONG
         if inner is GGUFValueType.STRING:
             texts = [self._bytes[a:b].decode(errors="replace") for a, b in self._texts(count) if wanted]

@@ -49,6 +49,7 @@ class GgufCheckpoint(ModelSource):
         if self._types - BITS.keys():
             self.quantized = ", ".join(sorted(self._types))
         self.own_format = format_of(self._types)
+        self.half, self.kinds = "F16" in self._types, self._kinds()
         self.own_matrices = self._own_matrices()
 
     def fingerprint(self, format_name: str, tile: int) -> str:
@@ -84,6 +85,14 @@ class GgufCheckpoint(ModelSource):
             raise ModelError(f"{self.name} has no tensor {name} of shape {list(shape)}")
         return self._names.source(role, tensor)
 
+    def _kinds(self) -> dict[str, str]:
+        kinds: dict[str, str] = {}
+        for name, (role, tensor) in self._tensors.items():
+            types = {self._index.tensors[part].dtype for part, _ in self._names.source(role, tensor).parts}
+            if tensor.kind != "float32" and types - {"BF16", "F32"}:
+                kinds[name] = ", ".join(sorted(types))
+        return kinds
+
     def _own_matrices(self) -> dict[str, OwnMatrix]:
         """The backbone's matrices that the file has quantized, by name; those of types that are read as
         numbers would be kept in int8."""
@@ -92,9 +101,7 @@ class GgufCheckpoint(ModelSource):
             parts = self._names.source(role, tensor).parts
             types = {self._index.tensors[part].dtype for part, _ in parts}
             if len(tensor.shape) == 2 and not types & BITS.keys():
-                format_name, shape = format_of(types), (tensor.shape[0], tensor.shape[1])
-                rounded = "" if format_name else ", ".join(sorted(types))
-                own[name] = OwnMatrix(format_name or "int8", shape, rounded)
+                own[name] = OwnMatrix(format_of(types) or "int8", (tensor.shape[0], tensor.shape[1]))
         return own
 
     def _experts(self) -> list[str]:

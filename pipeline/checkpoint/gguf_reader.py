@@ -18,7 +18,7 @@ from pipeline.checkpoint.gguf_names import Source
 from pipeline.checkpoint.index import BITS, CheckpointIndex
 from pipeline.checkpoint.reader import Bits, RawTensor, TensorReader, numbers_of, raw_tensor, together
 from pipeline.models.architecture import TensorRows
-from shm.codes import Codes
+from shm.codes import Codes, format_of_all
 from shm.huge import private
 from shm.layout import Bytes, Float32
 
@@ -96,10 +96,11 @@ TYPES = (*BITS, *CODED, *DEQUANTIZED)
 
 
 def format_of(types: Collection[str]) -> str | None:
-    """The format that keeps matrices of all these types as they are; None where there is none, or where it
+    """The format that keeps matrices of all these types without loss; None where there is none, or where it
     is not one of codes."""
-    formats = {CODED[name].format if name in CODED else None for name in types}
-    return formats.pop() if len(formats) == 1 else None
+    if not CODED.keys() >= set(types):
+        return None
+    return format_of_all({CODED[name].format for name in types})
 
 
 def decode(read: Callable[[int, int], Bytes], dtype: str, columns: int, lo: int, hi: int) -> Codes | Float32:

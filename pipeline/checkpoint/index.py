@@ -37,7 +37,7 @@ QUANTIZED = "quantization_config"  # a key of config.json, and of the text model
 OLD_QUANTIZED = "compression_config"  # another one, of old versions of compressed-tensors
 MODELOPT_FILE = "hf_quant_config.json"  # where modelopt has its settings, or had them in older versions
 # Part of every fingerprint; incremented when the same weights would get other bytes in the store.
-ENCODER_VERSION = 3
+ENCODER_VERSION = 4
 FEW = 10_000  # tensors that are named in no time
 
 

@@ -34,7 +34,6 @@ class OwnMatrix(NamedTuple):
 
     format: str  # the block format that keeps it: without loss, or int8
     shape: tuple[int, int]  # outputs, inputs
-    rounded: str = ""  # how the file has it, where that is rounded a second time
 
 
 class ModelSource(ABC):
@@ -51,6 +50,9 @@ class ModelSource(ABC):
     own_format: str | None = None  # the native format that keeps its experts' codes without loss
     # The matrices beside the routed experts that the file has quantized, by their names in `tensors`.
     own_matrices: Mapping[str, OwnMatrix] = MappingProxyType({})
+    # How the files have the matrices beside the routed experts that are neither BF16 nor F32, by their names.
+    kinds: Mapping[str, str] = MappingProxyType({})
+    half: bool = False  # some experts are in F16
     fused: bool  # the layout of its tensors, see `pipeline/models/architecture.py`
 
     @abstractmethod

@@ -25,6 +25,7 @@ from pipeline.models.architecture import ExpertRows
 from pipeline.models.facts import check_headers, facts_of, is_own
 from pipeline.models.registry import architecture_of, model_spec
 from pipeline.models.shapes import is_gguf, is_shape, short_name
+from shm.codes import format_of_all
 from shm.store import StoreBuilder
 
 if TYPE_CHECKING:
@@ -79,10 +80,13 @@ class Checkpoint(ModelSource):
         packed = [self._index.packed.get(name) for name in (self._experts() if self._index.packed else ())]
         self.quantized, self.own_format = _kinds(packed)
         self._whole = any(matrix is not None and matrix.whole for matrix in packed)
-        backbone = {tensor.name for tensor in self._architecture.backbone(self._spec, self.fused)}
+        specs = list(self._architecture.backbone(self._spec, self.fused))
+        backbone = {tensor.name for tensor in specs}
         self.own_matrices = {
             name: _own_matrix(matrix) for name, matrix in self._index.packed.items() if name in backbone
         }
+        self.kinds = _kinds_of(self._index, {tensor.name for tensor in specs if tensor.kind != "float32"})
+        self.half = any(_is_half(self._index, name) for name in self._experts())
 
     def fingerprint(self, format_name: str, tile: int) -> str:
         return fingerprint(self._index, format_name, tile)
@@ -145,6 +149,8 @@ class ConvertedCheckpoint(ModelSource):
         if matrices and any(EXPERT.search(name) and _is_matrix(name, e) for name, e in index.tensors.items()):
             matrices.append(None)
         self.quantized, self.own_format = _kinds(matrices)
+        self.kinds = _kinds_of(index, {name for name in index.headers if not EXPERT.search(name)})
+        self.half = any(_is_half(index, name) for name in index.tensors if EXPERT.search(name))
         if file is not None:
             others = {name: m for name, m in index.packed.items() if not EXPERT.search(name)}
             self.own_matrices = {name: _own_matrix(matrix) for name, matrix in others.items()}
@@ -180,14 +186,25 @@ def _is_matrix(name: str, entry: TensorEntry) -> bool:
 
 
 def _own_matrix(matrix: Packed) -> OwnMatrix:
-    shape = matrix.outputs, matrix.inputs
-    return OwnMatrix(matrix.format, shape) if matrix.format else OwnMatrix("int8", shape, matrix.kind)
+    return OwnMatrix(matrix.format or "int8", (matrix.outputs, matrix.inputs))
+
+
+def _is_half(index: CheckpointIndex, name: str) -> bool:
+    entry = index.tensors.get(name)
+    return entry is not None and entry.dtype == "F16" and _is_matrix(name, entry)
+
+
+def _kinds_of(index: CheckpointIndex, names: Iterable[str]) -> dict[str, str]:
+    """As `ModelSource.kinds`, of these tensors."""
+    half = {name: "F16" for name in names if _is_half(index, name)}
+    return half | {name: index.packed[name].kind for name in names if name in index.packed}
 
 
 def _kinds(matrices: Iterable[Packed | None]) -> tuple[str, str | None]:
     """What a user calls these matrices of experts, and the native format that keeps them all."""
     kinds = {("", None) if matrix is None else (matrix.kind, matrix.format) for matrix in matrices}
-    names, formats = {name for name, _ in kinds if name}, {format for _, format in kinds}
+    names, formats = {name for name, _ in kinds if name}, {format for _, format in kinds if format}
+    whole = all(format for _, format in kinds)
     if names and ("", None) in kinds:
         names.add("plain")
-    return " and ".join(sorted(names)), formats.pop() if len(formats) == 1 else None
+    return " and ".join(sorted(names)), format_of_all(formats) if whole else None

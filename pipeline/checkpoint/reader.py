@@ -21,9 +21,9 @@ from pipeline.checkpoint.index import BITS, CheckpointIndex
 from pipeline.errors import ModelError
 from pipeline.models.architecture import TensorRows
 from protocol.files import open_regular
-from shm.codes import Codes
+from shm.codes import Codes, format_of_all
 from shm.huge import private
-from shm.layout import Bytes, Float32
+from shm.layout import Bytes, Float32, MatrixFormat
 
 Bits = NDArray[np.uint16 | np.uint32]
 STORED = {  # safetensors' dtype -> that of the array which has its bits
@@ -187,12 +187,21 @@ def numbers_of(rows: RawTensor | Codes) -> Float32:
     return rows.values() if isinstance(rows, Codes) else to_float32(rows.dtype, rows.bits)
 
 
+def codes_or_numbers(rows: RawTensor | Codes, format: MatrixFormat) -> Float32 | Codes:
+    """Codes that this format keeps as its own, and all else as numbers."""
+    kept = rows.kept_in(format.name) if isinstance(rows, Codes) else None
+    return numbers_of(rows) if kept is None else kept
+
+
 def together(parts: Sequence[RawTensor | Codes]) -> RawTensor | Codes:
-    """Stacked by rows: as codes or bits where all have those of one kind, else as numbers."""
+    """Stacked by rows: as codes where one format keeps all, as bits where all have one dtype, else as
+    numbers."""
     if len(parts) == 1:
         return parts[0]
     codes = [part for part in parts if isinstance(part, Codes)]
-    if len(codes) == len(parts) and len({(part.format, part.factor) for part in codes}) == 1:
+    of_all = format_of_all({part.format for part in codes})
+    if len(codes) == len(parts) and of_all is not None and len({part.factor for part in codes}) == 1:
+        codes = [kept for part in codes if (kept := part.kept_in(of_all)) is not None]
         zeros = [part.zeros for part in codes if part.zeros is not None]
         return replace(
             codes[0],

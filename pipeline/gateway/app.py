@@ -66,7 +66,7 @@ class App:
         self._running += 1
         self.idle.clear()
         try:
-            await self._service.starts.wait(self._access.account(scope))
+            await self._service.starts.wait(self._access.account(scope), call.gone)
             await self._serve(call)
         except ConnectionError:
             meter.disconnects.inc()

@@ -8,10 +8,10 @@ import json
 import logging
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from pipeline.gateway.engine_links import EngineLinks, model_name
 from pipeline.gateway.errors import ApiError, of_engine
 from pipeline.gateway.health import Health
 from pipeline.gateway.metrics import Meter
-from pipeline.gateway.shares import BUSY, Bodies, Places, Starts
+from pipeline.gateway.shares import BUSY, Bodies, Decoding, Places, Starts
 from pipeline.gateway.shares import Body as HeldBody
 from pipeline.text.chat_format import TemplateKind
 from pipeline.text.detokenizer import Detokenizer
@@ -80,13 +80,14 @@ class Service:
     meter: Meter = field(default_factory=Meter)
     bodies: Bodies = field(default_factory=Bodies)
     places: Places = field(default_factory=Places)
-    starts: Starts = field(default_factory=Starts)
     openings: dict[str, bool] = field(default_factory=dict)  # does such a prompt open reasoning
-    decoding: dict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))  # by key
+    starts: Starts = field(init=False)
+    decoding: Decoding = field(init=False)
     health: Health = field(init=False)
     _detokenizer: Detokenizer | None = None
 
     def __post_init__(self) -> None:
+        self.starts, self.decoding = Starts(self.places), Decoding(self.places)
         self.health = Health(self.links)
 
     def model_name(self, welcome: Welcome) -> str:
@@ -141,8 +142,8 @@ class Call:
         return await self.service.links.client(self.key_name)
 
     async def body(self, kind: type[Body], make: Callable[[Body], T]) -> T:
-        """Returns what `make` makes of the body. It is decoded and made in a thread, one body of each key at
-        a time. Raises ApiError, and ConnectionError where the client has gone."""
+        """Returns what `make` makes of the body. It is decoded and made in a thread, in its key's
+        turn. Raises ApiError, and ConnectionError where the client has gone."""
         media = header_of(self.scope, b"content-type").partition(";")[0].strip().lower()
         if (
             media != "application/json"
@@ -153,8 +154,8 @@ class Call:
             raw = await self._read(held)
             self.service.places.take(self.key_name)
             self.placed = True
-            async with self.service.decoding[self.key_name]:
-                return await asyncio.to_thread(self._made, raw, kind, make)
+            work = partial(self._made, raw, kind, make)
+            return await self.service.decoding.run(self.key_name, work, self.gone)
 
     def keep(self, value: object) -> None:
         """Count a part of the body as long as the request runs. Raises ApiError where there is no memory for
@@ -274,6 +275,12 @@ class Call:
     async def _wait_gone(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
             pass
+
+    @property
+    def gone(self) -> asyncio.Future[None]:
+        """Returns what is done once the client has disconnected."""
+        future: asyncio.Future[None] = self.scope["state"]["gone"]
+        return future
 
     @property
     def anthropic(self) -> bool:

@@ -118,6 +118,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(**options)
         self._all = connections
         self.address = ""
+        self._gone = self.loop.create_future()  # done once the client is, or has no answer to expect
         self._unanswered: deque[RequestResponseCycle] = deque()  # the first one is being answered
         self._head = 0  # bytes that have come of a head without an end, or of what is ahead of its turn
         self._fields = self._named = 0  # of the head, and behind the body; bytes of their names and values
@@ -216,6 +217,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse("too many requests before an answer")
         self._in_body = True
         self._unwatch_head()
+        self.scope["state"]["gone"] = self._gone
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
         self.flow.resume_reading()
@@ -288,6 +290,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _tell_gone(self) -> None:
         """Uvicorn tells only the request that came last."""
+        if not self._gone.done():
+            self._gone.set_result(None)
         self.pipeline.clear()
         for cycle in self._unanswered:
             cycle.disconnected = True

@@ -22,7 +22,7 @@ EMBEDDED = "tandem-embedded"
 CONNECT_SECONDS = 60.0  # for an engine that is still being started
 RETRY_SECONDS = 600.0  # for a restart: a large model's backbone is read again
 PAUSE_SECONDS = 0.2  # before a connection that failed is made again
-OPENING_SECONDS = 5.0  # that a request waits for its key's first connection
+OPENING_SECONDS = 5.0  # that a request waits for the first connection, as in the first moments of a start
 
 
 @dataclass
@@ -59,7 +59,7 @@ class EngineLinks:
         link = self._links.get(name) or self._open(name)
         if link.client is None:
             with suppress(TimeoutError):
-                async with asyncio.timeout(OPENING_SECONDS if name and self.ready else 0.05):
+                async with asyncio.timeout(OPENING_SECONDS):
                     await link.opened.wait()
         if link.client is None:
             raise ApiError(503, "the engine is not ready: it is being started")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -39,8 +38,9 @@ from pipeline.generic.caches import check_layers, kept_by
 from pipeline.models.config_keys import Config, shown
 from pipeline.models.facts import WHOLE_PROMPTS, Group, ModelFacts, pack
 from shm.expert_math import ExpertMath
+from workers.lifetime import limit_memory
 
-MEMORY = 24 << 30  # bytes of addresses that the process may use: a config can describe any number of modules
+MEMORY = 4 << 30  # bytes that the process may allocate: a config can describe any number of modules
 DEFAULT_POSITIONS = 1 << 17  # of a model whose config gives no limit
 
 
@@ -148,9 +148,7 @@ def _left_aside(model: PreTrainedModel) -> str:
 def main() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # what libraries print is no answer
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    limit_memory(MEMORY)
     torch.set_num_threads(1)
     question = msgspec.json.decode(sys.stdin.buffer.read())
     try:

@@ -20,9 +20,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from pipeline.backbone.linear import DenseLinear, Precision, QuantizedLinear, codes_or_numbers
+from pipeline.backbone.linear import DenseLinear, Precision, QuantizedLinear
 from pipeline.checkpoint.decoder import MATRICES, ROUTERS, experts_of
 from pipeline.checkpoint.model_source import Tensors
+from pipeline.checkpoint.reader import codes_or_numbers
 from pipeline.errors import ModelError
 from pipeline.generic.modules import OwnEmbedding, OwnLinear
 from shm.blocks import FileFormat

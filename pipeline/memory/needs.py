@@ -31,8 +31,11 @@ from pipeline.config import (
 )
 from pipeline.device.base import CONTEXT_BYTES, SLOT_ALIGNMENT
 from pipeline.errors import UsageError
+from pipeline.models.architecture import TensorSpec, stacks
 from pipeline.models.facts import ModelFacts, expert_shape, facts_of, is_own
 from pipeline.models.registry import architecture_of, model_spec
+from shm.codes import CODE_FORMATS, format_of_all
+from shm.fp8 import BLOCK
 from shm.layout import FORMATS, MatrixFormat, format_named
 from shm.manifest import StoreManifest, store_bytes
 from shm.segment import SHM_FOLDER
@@ -61,7 +64,7 @@ class Needs:
     kv_dtype: KvDType
     aside: tuple[str, ...]  # lines about what the model or its files have and is not used
     rounded: str  # how the file has the experts, where this format rounds them a second time; else empty
-    rest_rounded: str  # how it has those other matrices that are rounded to int8
+    rest_rounded: tuple[tuple[str, str], ...]  # the same of the other matrices, and in what they are kept
     store: int  # every expert
     present: int  # of the store, allocated in shared memory already
     heads: int  # of all experts, on a GPU; 0 on the host, which reads them in the store
@@ -87,7 +90,6 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     fingerprint = source.fingerprint(format, shape.tile)
     manifest = StoreManifest(fingerprint, shape, format, source.name)
     store = store_bytes(manifest)
-    stored = source.quantized or source.own_format or ""
     cuda = config.device == "cuda"
     slot, heads = manifest.layout.tile_bytes, manifest.layout.head_stride
     staging = staging_tiles(shape.tiles, facts.top_k, heads > 0)
@@ -116,7 +118,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         backbone_dtype=backbone_dtype(source, config),
         kv_dtype=kv_dtype(config),
         aside=tuple(filter(None, (facts.left_aside, source.note))),
-        rounded="" if format in (source.own_format, "f32") else stored,
+        rounded=_rounded(source, format),
         rest_rounded=_rest_rounded(source, facts, config),
         store=store,
         present=min(store, _allocated(store_name(fingerprint))),
@@ -190,16 +192,43 @@ def _own_bytes(source: ModelSource, facts: ModelFacts, config: EngineConfig) -> 
     return total
 
 
-def _rest_rounded(source: ModelSource, facts: ModelFacts, config: EngineConfig) -> str:
-    if backbone_dtype(source, config) != "own":
+def _rounded(source: ModelSource, format: FormatName) -> str:
+    own, stored = source.own_format, source.quantized or source.own_format or ""
+    if (own is not None and format_of_all({own, format}) == format) or _is_exact(stored, format):
         return ""
-    kinds = {matrix.rounded for matrix in own_matrices(source, facts).values()}
-    return ", ".join(sorted(kinds - {""}))
+    return stored or ("F16" if source.half and format == "bf16" else "")
+
+
+def _is_exact(kind: str, dtype: str) -> bool:
+    """Returns whether numbers are kept exactly that a file has so."""
+    return dtype == "f32" or (dtype == "bf16" and kind in ("MXFP4", "mxfp4"))
+
+
+def _rest_rounded(
+    source: ModelSource, facts: ModelFacts, config: EngineConfig
+) -> tuple[tuple[str, str], ...]:
+    """How the files have matrices beside the routed experts, with the formats that keep these with a loss: a
+    quantized format rounds F16 for the first time, bf16 for the second."""
+    dtype = backbone_dtype(source, config)
+    plain = "f32" if dtype == "f32" else "bf16"
+    own = own_matrices(source, facts) if dtype == "own" else {}
+    found: dict[str, set[str]] = {}
+    for name, kind in source.kinds.items():
+        table = "embed" in name
+        dense = "kv_b_proj" in name or (table and not facts.tied_embeddings)
+        kept = own[name].format if name in own else plain if dense or dtype == "own" else dtype
+        # A table that is the head as well is there twice: as the head, and with rows to read.
+        for target in {kept, plain} if table else {kept}:
+            first = kind == "F16" and target != "bf16"
+            if target not in CODE_FORMATS and not first and not _is_exact(kind, target):
+                found.setdefault(target, set()).update(kind.split(", "))
+    return tuple((", ".join(sorted(kinds)), target) for target, kinds in sorted(found.items()))
 
 
 def own_matrices(source: ModelSource, facts: ModelFacts) -> dict[str, OwnMatrix]:
-    """Of the matrices that the file has quantized those that a backbone keeps so: not an embedding, unless it
-    is the head as well, and none of what is multiplied otherwise or small."""
+    """Of the matrices that the file has quantized those that a backbone keeps so, each in the format of its
+    stack: not an embedding, unless it is the head as well, and none of what is multiplied otherwise or
+    small."""
     if not source.own_matrices:
         return {}
     if is_own(source.config):
@@ -207,7 +236,10 @@ def own_matrices(source: ModelSource, facts: ModelFacts) -> dict[str, OwnMatrix]
         kept = {t.name for t in architecture.backbone(spec, source.fused) if t.kind == "matrix"}
         if facts.tied_embeddings:
             kept.add(architecture.outer(spec)["embedding"].name)
-        return {name: matrix for name, matrix in source.own_matrices.items() if name in kept}
+        own = {name: matrix for name, matrix in source.own_matrices.items() if name in kept}
+        for layer in range(spec.layers):
+            _stack(own, architecture.layer(spec, layer, source.fused))
+        return own
     table = facts.vocabulary, facts.hidden
 
     def is_kept(name: str, matrix: OwnMatrix) -> bool:
@@ -216,6 +248,20 @@ def own_matrices(source: ModelSource, facts: ModelFacts) -> dict[str, OwnMatrix]
         return "kv_b_proj" not in name
 
     return {name: matrix for name, matrix in source.own_matrices.items() if is_kept(name, matrix)}
+
+
+def _stack(own: dict[str, OwnMatrix], layer: dict[str, TensorSpec]) -> None:
+    """Give matrices that are stacked the format that keeps all; none where one of them is not quantized."""
+    for roles in stacks(layer):
+        specs = [layer[role] for role in roles]
+        formats = {own[spec.name].format if spec.name in own else "" for spec in specs}
+        whole = all(spec.shape[0] % BLOCK == 0 for spec in specs[:-1])  # blocks of fp8
+        of_all = format_of_all(formats) if whole or formats != {"fp8"} else None
+        for name in (spec.name for spec in specs if spec.name in own):
+            if "" in formats:
+                del own[name]
+            else:
+                own[name] = own[name]._replace(format=of_all or "int8")
 
 
 def backbone_format(source: ModelSource, config: EngineConfig) -> str:

@@ -201,6 +201,27 @@ def interleaved(gate_up: str, down: str, spec: ModelSpec, expert: int) -> Expert
     )
 
 
+# Roles of a layer whose matrices a backbone stacks by rows.
+STACKED = (
+    ("query", "key", "value"),
+    ("query_down", "latent"),
+    ("query", "latent"),
+    ("qkvz", "ba"),
+    ("qkv", "z", "b", "a"),
+    ("dense_gate_proj", "dense_up_proj"),
+    ("shared_gate_proj", "shared_up_proj"),
+)
+
+
+def stacks(layer: Tensors) -> Iterator[tuple[str, ...]]:
+    """The roles of a layer whose matrices are stacked; each is in one stack at most."""
+    used: set[str] = set()
+    for roles in STACKED:
+        if layer.keys() >= set(roles) and used.isdisjoint(roles):
+            used |= {*roles}
+            yield roles
+
+
 def norm(role: str, name: str, spec: ModelSpec, plus: float = 0.0) -> Tensors:
     """A norm of hidden states, with its bias where it is a LayerNorm."""
     tensors = {role: TensorSpec(f"{name}.weight", (spec.hidden,), plus=plus)}

@@ -28,7 +28,6 @@ that use a few cores, clocks that fall) is why measured costs come first where t
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -42,7 +41,7 @@ import msgspec
 
 from pipeline.assets import costs_dir
 from pipeline.errors import PolicyError
-from protocol.files import read_small
+from protocol.files import read_json
 
 MAX_FILE_BYTES = 1 << 20
 MOST_ROWS = 1 << 31  # more than any batch has
@@ -178,17 +177,15 @@ class Costs:
         if path.name == str(path) and path.name in shipped_costs() and not path.exists():
             path = costs_dir() / f"{path.name}.json"
         try:
-            raw = read_small(path, MAX_FILE_BYTES)
+            return cls.from_json(read_json(path, MAX_FILE_BYTES))
         except OSError as error:
             names = f" ({', '.join(shipped_costs())} can be named)" if path.name == str(path) else ""
             raise PolicyError(
                 f"cannot read the costs file {path}: {error.strerror or error}{names}"
             ) from error
-        try:
-            return cls.from_json(json.loads(raw))
         except PolicyError as error:
             raise PolicyError(f"{path}: {error}") from error
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise PolicyError(f"{path} is not JSON: {' '.join(str(error).split())[:100]}") from error
 
 

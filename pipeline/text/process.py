@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import resource
 import signal
 import sys
 import threading
@@ -33,7 +32,7 @@ from pipeline.text.grammar import GRAMMAR_MEMORY, Grammars, check_grammar
 from pipeline.text.tokenizer import LOAD_SECONDS, MEMORY, Tokenizer, one_line
 from protocol.messages import Allowed, Encode, Encoded, Follow, Unfollow
 from workers.child_endpoint import ChildEndpoint
-from workers.lifetime import visible_stream
+from workers.lifetime import limit_memory, visible_stream
 
 NICENESS = 5  # of the threads that compute steps, each gets three times as much of a core
 ENDING = 64  # characters; the templates that begin an answer write a line or two
@@ -91,7 +90,7 @@ def _load(model: Path, runtime: Path) -> Tokenizer:
     from transformers import PreTrainedTokenizerFast  # noqa: F401 - takes memory, and time on a cold disk
 
     to_own_log()
-    _limit_memory(MEMORY)
+    limit_memory(MEMORY)
     _silence_panics()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, LOAD_SECONDS)
@@ -163,15 +162,6 @@ def give_memory_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def _limit_memory(more: int) -> None:
-    """Let the process allocate so many more bytes from now on: beyond them an allocation fails."""
-    fields = Path("/proc/self/status").read_text().partition("VmData:")[2].split()
-    wanted = int(fields[0]) * 1024 + more
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 def _close_inherited(lifeline: int) -> None:

@@ -61,7 +61,7 @@ def test_trainer_and_transformers_compute_the_same_logits(model: Any) -> None:
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=200))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_tokenizer_round_trip(tokenizer: Any, text: str) -> None:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids) == text

@@ -34,7 +34,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @given(calibration=calibrations(), about=abouts)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_calibration_is_read_back_unchanged(path: Path, calibration: Calibration, about: dict) -> None:
     save(path, calibration, about)
     found, found_about = read(path)
@@ -88,7 +88,7 @@ def test_each_model_has_its_own_folder(tiny_model: Path, tmp_path: Path) -> None
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damaged_file_is_refused(path: Path, data: st.DataObject) -> None:
     save(path, SMALL, {"model": "small"})
     content = bytearray(path.read_bytes())

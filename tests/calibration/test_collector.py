@@ -106,7 +106,7 @@ def texts(steps: list[Step], sequences: int) -> list[list[tuple[Phase, FloatArra
 
 
 @given(world=worlds, sequences=st.integers(1, 3), every=st.integers(1, 3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_train_pass_equals_plain_loops(world: World, sequences: int, every: int) -> None:
     steps, shape = world.steps(sequences), world.shape
     learner = TrainPass(shape, HIDDEN, every)
@@ -128,7 +128,7 @@ def test_train_pass_equals_plain_loops(world: World, sequences: int, every: int)
 
 
 @given(world=worlds, sequences=st.integers(1, 3), gated=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_validation_pass_equals_plain_loops(world: World, sequences: int, gated: bool) -> None:
     steps, shape = world.steps(sequences), world.shape
     residuals = world.random.standard_normal((shape.layers - 1, shape.experts)).astype(np.float32)
@@ -169,7 +169,7 @@ def test_validation_pass_equals_plain_loops(world: World, sequences: int, gated:
 
 
 @given(world=worlds, sequences=st.integers(1, 3), step=st.sampled_from([0, 1, 9, 20, 40, DROPS - 1]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_validation_pass_counts_what_gates_leave(world: World, sequences: int, step: int) -> None:
     """Of decoded tokens alone, whose predictions are gated as they are."""
     steps, shape = world.steps(sequences), world.shape

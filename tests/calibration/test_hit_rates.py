@@ -60,7 +60,7 @@ def simulated(steps: list[Step], layer: int, size: int, experts: int) -> tuple[i
     return hits, uses
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_hit_rates_are_those_of_each_cache(data: st.DataObject) -> None:
     experts, k, layers = data.draw(st.integers(2, 6)), 2, 2

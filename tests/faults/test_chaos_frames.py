@@ -16,7 +16,7 @@ from protocol.messages import TAGS
 
 
 @given(st.integers(0, 2**64))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_frames_decode_or_are_refused_as_malformed(seed: int) -> None:
     for kind, frames in islice(hostile_messages(seed), 100):
         assert frames

@@ -108,7 +108,7 @@ async def test_arbitrary_frames_end_no_process(start_engine, tiny_model: Path) -
             with zmq.Context() as context:
 
                 @given(st.sampled_from(SOCKETS), st.lists(frames | tagged, max_size=40))
-                @settings(max_examples=60, deadline=None, database=None)
+                @settings(max_examples=60, database=None)
                 def send(socket: str, messages: list[list[bytes]]) -> None:
                     with connect_dealer(context, ipc_endpoint(runtime, socket)) as dealer:
                         for message in messages:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from chat_styles import CALLED, KIMI, STYLES, Style
 from chat_styles import SCHEMAS as STYLED_SCHEMAS
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.gateway.answers import AFTER_TOOL, ChatRequest, End
@@ -67,7 +67,6 @@ XML = TemplateKind(thinks=True, tools=True, calls="xml")
 CALL = ("f", '{"a": 1}')
 
 
-@settings(deadline=None)  # the first example imports the parser
 @given(st.lists(st.integers(1, len(TEXT)), max_size=30))
 def test_parts_do_not_depend_on_how_the_text_arrives(places: list[int]) -> None:
     wanted = [("reasoning", f"I wonder. {JSON_CALL}"), ("content", "Hello "), CALL, CALL]

@@ -9,6 +9,7 @@ import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,7 +25,7 @@ from pipeline.gateway.connections import Connections, make_server
 from pipeline.gateway.dashboard import MOST_BROWSERS, Feed
 from pipeline.gateway.engine_links import EngineLinks
 from pipeline.gateway.errors import ApiError
-from pipeline.gateway.shares import Bodies, Places, Starts
+from pipeline.gateway.shares import COSTLY, Bodies, Decoding, Places, Starts
 from protocol.client import Client
 
 ANNA, BERT = "k" * 20, "b" * 20
@@ -305,7 +306,9 @@ def a_call(service: Service, key: str, parts: asyncio.Queue[bytes]) -> Call:
     async def send(message: Any) -> None:
         raise AssertionError(message)
 
-    scope = {"path": "/v1/completions", "headers": [(b"content-type", b"application/json")]}
+    gone = asyncio.get_running_loop().create_future()
+    fields = [(b"content-type", b"application/json")]
+    scope = {"path": "/v1/completions", "headers": fields, "state": {"gone": gone}}
     return Call(service, scope, receive, send, key)
 
 
@@ -358,10 +361,11 @@ def test_lines_about_what_clients_send_have_an_end(
 
 
 async def test_requests_begin_one_in_a_turn_of_the_loop_and_keys_in_turn() -> None:
-    starts, begun, turns = Starts(), [], 0
+    starts, begun, turns = Starts(Places()), [], 0
+    stays = asyncio.get_running_loop().create_future()
 
     async def request(account: str) -> None:
-        await starts.wait(account)
+        await starts.wait(account, stays)
         begun.append((account, turns))
 
     names = ["", "", "", "", "anna", "anna"]
@@ -375,7 +379,86 @@ async def test_requests_begin_one_in_a_turn_of_the_loop_and_keys_in_turn() -> No
     assert len({turn for _, turn in begun}) == len(begun)
     await asyncio.gather(*tasks, return_exceptions=True)
     await asyncio.sleep(0)
-    await starts.wait("")  # none waits: at once
+    await starts.wait("", stays)  # none waits: at once
+
+
+async def test_requests_without_a_key_begin_apart_while_keys_requests_are_computed() -> None:
+    places, begun = Places(), []
+    places.take("anna")
+    stays, goes = (asyncio.get_running_loop().create_future() for _ in range(2))
+
+    async def request(starts: Starts, account: str, gone: asyncio.Future[None]) -> None:
+        await starts.wait(account, gone)
+        begun.append(account or "none")
+
+    for pace in (1000.0, 0.001):
+        starts = Starts(places, pace)
+        first = asyncio.create_task(request(starts, "", stays))
+        others = [asyncio.create_task(request(starts, "", gone)) for gone in (stays, goes)]
+        await asyncio.gather(first, *(request(starts, "bert", stays) for _ in range(3)))
+        if pace == 1000.0:
+            assert begun == ["none", "bert", "bert", "bert"]
+            goes.set_result(None)
+            with pytest.raises(ConnectionResetError):
+                await others[1]
+            assert not others[0].done()
+            others[0].cancel()
+        else:
+            await others[0]  # its turn comes, though a key's request is still computed
+        await asyncio.gather(*others, return_exceptions=True)
+
+
+async def test_a_request_that_waits_to_begin_ends_with_its_connection() -> None:
+    begins, ends = asyncio.Event(), asyncio.Event()
+    places = Places()
+    places.take("anna")
+    starts = Starts(places, 1000.0)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begins.set()
+        with pytest.raises(ConnectionResetError):
+            await starts.wait("", scope["state"]["gone"])
+        ends.set()
+
+    await starts.wait("", asyncio.get_running_loop().create_future())
+    async with asyncio.timeout(AMPLE), a_server(app, Connections()) as (_, url):
+        with connected(url) as connection:
+            connection.sendall(GET)
+            await begins.wait()
+            assert not ends.is_set()
+        await ends.wait()
+
+
+async def test_after_a_costly_body_its_keys_next_waits_while_others_are_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    places, clock, begun = Places(), [0.0], []
+    stays, goes = (asyncio.get_running_loop().create_future() for _ in range(2))
+    decoding = Decoding(places, lambda: clock[0])
+
+    def work(name: str, cost: float) -> None:
+        begun.append(name)
+        clock[0] += cost
+
+    async def decode(name: str, cost: float, gone: asyncio.Future[None] = stays) -> None:
+        await decoding.run(name[:-1], partial(work, name, cost), gone)
+
+    monkeypatch.setattr("pipeline.gateway.shares.MOST_PAUSE", 0.001)
+    places.take("bert")
+    await decode("anna0", 1000.0)
+    await decode("anna1", 0.0)  # the wait has an end
+    places.leave("bert")
+    monkeypatch.setattr("pipeline.gateway.shares.MOST_PAUSE", 1000.0)
+    await decode("anna2", 1000.0)  # only her own requests are computed
+    places.take("bert")
+    await decode("anna3", 1000.0)
+    waiting = asyncio.create_task(decode("anna4", 0.0, goes))
+    for name in ("bert0", "bert1"):
+        await decode(name, COSTLY / 2)
+    assert begun == ["anna0", "anna1", "anna2", "anna3", "bert0", "bert1"]
+    goes.set_result(None)
+    with pytest.raises(ConnectionResetError):
+        await waiting
 
 
 async def test_what_an_answer_keeps_of_its_body_counts_until_its_end() -> None:

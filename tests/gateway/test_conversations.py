@@ -147,7 +147,7 @@ JSON = st.recursive(
 BLOCKS = st.dictionaries(st.sampled_from(WORDS), JSON | st.sampled_from(KINDS), max_size=6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_whatever_is_sent_is_read_or_named(data: st.DataObject) -> None:
     def drawn(blocks: int) -> list[Any]:

@@ -139,7 +139,9 @@ async def test_bodies_are_decoded_in_threads_one_of_each_key_at_a_time(monkeypat
 
     monkeypatch.setattr("pipeline.gateway.call.decoded", slow)
     service = Service(cast(Any, None), Path())
-    scope = {"path": "/", "headers": [(b"content-type", b"application/json")]}
+    gone = asyncio.get_running_loop().create_future()
+    fields = [(b"content-type", b"application/json")]
+    scope = {"path": "/", "headers": fields, "state": {"gone": gone}}
     received = [b"a", b"b", b"a", b"b", b"a", b"b"]
     calls = [Call(service, scope, receive, send, key.decode()) for key in received]
     made = await asyncio.gather(*(call.body(CountBody, lambda body: body.messages) for call in calls))
@@ -190,7 +192,8 @@ async def test_a_refused_body_does_not_stay_in_memory(tmp_path: Path) -> None:
     app = App(Service(EngineLinks("ipc:///x"), tmp_path), Access(None, "127.0.0.1"))
     raw = b'{"prompt":' + b"[" * (4 << 20)
     head = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": head}
+    state = {"gone": asyncio.get_running_loop().create_future()}
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": head, "state": state}
     statuses = []
 
     async def receive() -> dict[str, Any]:

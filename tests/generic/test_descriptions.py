@@ -205,6 +205,15 @@ def test_a_description_is_kept_by_config_and_version(
     assert len(asked) == 3
 
 
+def test_a_config_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever transformers would make of it: beyond its limit the child's allocations fail, in one line."""
+    code = "from pipeline.generic import describe as d; d.decoder_of = lambda _: bytearray(5 << 30); d.main()"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(facts, "PYTHON", (*facts.PYTHON, "-c", code))
+    with pytest.raises(ModelError, match=r"cannot describe this model: MemoryError$"):
+        facts_of({"model_type": "granitemoe"})
+
+
 def test_a_damaged_file_is_asked_for_again(asked: list[Any], tmp_path: Path) -> None:
     config = config_of("granitemoe")
     wanted = facts_of(config)

@@ -92,7 +92,7 @@ CASES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(CASES, st.integers(0, 99))
 def test_rows_attend_to_their_own_sequences(case, seed) -> None:
     """New tokens are written where they belong, and nothing beyond a sequence's end is read."""

@@ -46,7 +46,7 @@ def any_cores(draw: st.DrawFn) -> Cores:
     return Cores(only(whole, usable), draw(st.none() | st.floats(0.1, 64)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(any_cores(), st.integers(1, 80))
 def test_workers_divide_the_cores_among_them(cores: Cores, workers: int) -> None:
     cpu_sets = cores.for_workers(workers)

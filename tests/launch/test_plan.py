@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from waiting import until
 
@@ -51,7 +51,6 @@ def size(text: str) -> float:
     return float(number) * {"GB": 1e9, "MB": 1e6}[unit]
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(
     st.sampled_from(("mixtral-8x7b", "deepseek-v2-lite")),
     st.sampled_from((None, "f32", *AUTOMATIC)),
@@ -273,9 +272,28 @@ def test_a_quantized_model_keeps_its_format_where_it_fits() -> None:
     assert "experts int4 (a second rounding, of Q8_0), rest bf16" in start_line(
         model, plan, less.machine, "bf16"
     )
-    kinds = {"q_proj": OwnMatrix("q4_0", (4096, 4096)), "k_proj": OwnMatrix("int8", (1024, 4096), "Q6_K")}
-    source.own_matrices = {f"model.layers.0.self_attn.{name}.weight": kind for name, kind in kinds.items()}
+    kinds = {"q_proj": ("q4_0", "Q4_0"), "k_proj": ("q8_0", "Q8_0"), "v_proj": ("q4_0", "Q4_0")}
+    source.kinds = {f"model.layers.0.self_attn.{name}.weight": kind for name, (_, kind) in kinds.items()}
+    source.own_matrices = {
+        f"model.layers.0.self_attn.{name}.weight": OwnMatrix(
+            format, (4096 if name == "q_proj" else 1024, 4096)
+        )
+        for name, (format, _) in kinds.items()
+    }
+    (again,) = every_format(source, there.config, ["int4"])
+    assert again.rest_rounded == ()  # q8_0 has all of the stack
+    value, output = (f"model.layers.0.self_attn.{name}.weight" for name in ("v_proj", "o_proj"))
+    source.own_matrices |= {value: OwnMatrix("int8", (1024, 4096))}
+    source.kinds |= {value: "Q6_K", output: "F16"}
     (again,) = every_format(source, there.config, ["int4"])
     plan = there.plan(there.config, [again])
     assert plan is not None
-    assert "rest own (int8 of Q6_K)" in start_line(model, plan, less.machine, "own")
+    assert "rest own (bf16 of F16, int8 of Q4_0, Q6_K, Q8_0)" in start_line(model, plan, less.machine, "own")
+    assert [line.partition(":")[0] for line in reasons(plan, there, [again])] == [
+        "the experts are Q8_0 in the file, kept as int4",
+        "other matrices are F16 in the file, kept as bf16",
+        "other matrices are Q4_0, Q6_K, Q8_0 in the file, kept as int8",
+    ]
+    del source.own_matrices[value]  # not quantized: neither is what it is stacked with
+    (again,) = every_format(source, there.config, ["int4"])
+    assert [*again.rest_rounded] == [("F16, Q4_0, Q6_K, Q8_0", "bf16")]

@@ -85,7 +85,7 @@ JSON = st.recursive(
 FIELDS = st.sampled_from([*Entry.__struct_fields__, "role", "Prompt"])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(FIELDS, JSON | st.integers(0, 9) | st.lists(st.text(max_size=3), max_size=2)))
 def test_any_object_is_an_entry_or_one_error_line(script: Path, fields: dict[str, object]) -> None:
     script.write_text(json.dumps(fields))

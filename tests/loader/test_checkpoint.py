@@ -196,7 +196,7 @@ def test_missing_file_and_folder_are_refused_as_shards(tmp_path):
 
 
 @given(place=st.integers(0, 600), change=st.integers(1, 255))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_changed_byte_raises_model_error_or_nothing(tmp_path_factory, place, change):
     folder = tmp_path_factory.getbasetemp() / "changed"
     folder.mkdir(exist_ok=True)

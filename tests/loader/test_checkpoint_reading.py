@@ -52,7 +52,7 @@ def row_ranges(draw: st.DrawFn) -> tuple[TensorRows, int, int]:
 
 
 @given(asked=row_ranges(), dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_rows_equal_the_slice_of_the_tensor_and_nothing_else_is_read(tmp_path_factory, asked, dtype):
     part, lo, hi = asked
     folder = tmp_path_factory.getbasetemp() / "rows"

@@ -126,6 +126,19 @@ def test_a_fault_is_one_line_with_its_remedy(changes: dict[str, Any], words: str
         tracemalloc.stop()
 
 
+def test_values_of_all_lists_are_bounded_before_they_are_made(tmp_path: Path) -> None:
+    """A number of one byte takes eight in a list."""
+    whole = array(Value.UINT8, 1 << 20, bytes(1 << 20))
+    pairs: list[Pair] = [(b"%d" % i, Value.ARRAY, whole) for i in range(12)]
+    path = file_of(tmp_path / "model.gguf", pairs)
+    tracemalloc.start()
+    try:
+        assert "all lists would have 5242880" in refusal(lambda: read_gguf(path), path)
+        assert tracemalloc.get_traced_memory()[1] < 4 * path.stat().st_size
+    finally:
+        tracemalloc.stop()
+
+
 def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     assert "does not exist" in refusal(lambda: open_model(path), path)

@@ -3,6 +3,7 @@ checkpoint of the numbers that they mean."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from comparison import check_policies, within
+from decoding import decode
 from families import Case, Options, drawn_texts, save, texts
 from family_cases import TIED, WHOLE_GROUPS, partly, scaled, yarn
 from gguf import GGMLQuantizationType as Type
@@ -20,9 +22,16 @@ from oracle import EXACT, Oracle
 from quantized_oracle import QuantizedOracle
 
 from pipeline.checkpoint.gguf_model import GgufCheckpoint
+from pipeline.checkpoint.open import open_model
 from pipeline.checkpoint.reader import numbers_of
 from pipeline.config import EngineConfig
 from pipeline.errors import ModelError
+from pipeline.memory.needs import needs
+from shm.codes import Codes
+from shm.layout import ExpertShape, format_named
+from shm.manifest import StoreManifest
+from shm.segment import unlink
+from shm.store import StoreBuilder
 
 NORMED: Options = {"norm_topk_prob": True}
 HALF, SHORT = {"dtype": torch.float16}, {"dtype": torch.bfloat16}
@@ -147,6 +156,54 @@ async def test_an_engine_keeps_the_files_codes(kind: Type, start_engine, tmp_pat
     config = EngineConfig(model=path, format=format_name, backbone_dtype="f32", workers=2, tile=64, chunk=32)
     async with start_engine(config) as (_, client):
         await check_policies(client, [("all-host", {})], many, check, prompt, oracle.greedy(prompt, 10), 1e-2)
+
+
+def test_types_that_one_format_keeps_are_kept_without_loss(tmp_path: Path) -> None:
+    """Of experts, and of matrices that are stacked: q8_0 has the codes of Q4_0."""
+    save(WHOLE_GROUPS, tmp_path / "checkpoint")
+
+    def kind(name: str, shape: tuple[int, ...]) -> Type:
+        mixed = "blk.1.ffn_down_exps" in name or "attn_k" in name
+        return of_experts(Type.Q8_0, Type.Q8_0)(name, shape) if mixed else plain(Type.Q4_0)(name, shape)
+
+    path = write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf", kind)
+    rounded(tmp_path / "checkpoint", tmp_path / "rounded", kind)
+    source, (config, meant) = GgufCheckpoint(path), read_checkpoint(tmp_path / "rounded")
+    assert source.own_format == "q8_0"
+    shape = ExpertShape(2, config["num_local_experts"], 256, 256, 64)
+    name = f"/tandem-test-{uuid.uuid4().hex[:12]}"
+    builder = StoreBuilder.create(name, StoreManifest("0" * 64, shape, "q8_0", "m"))
+    try:
+        source.fill(builder, lambda done: None)
+        for layer, expert in np.ndindex(2, shape.experts):
+            tiles = builder.expert(layer, expert)[: 4 * builder.layout.tile_bytes].reshape(4, -1)
+            found = np.concatenate([decode(format_named("q8_0"), tile, 256, 64) for tile in tiles], 1)
+            place = f"model.layers.{layer}.block_sparse_moe.experts.{expert}"
+            gate, up, down = (meant[f"{place}.{w}.weight"].numpy() for w in ("w1", "w3", "w2"))
+            assert np.array_equal(found, np.stack((gate, up, down.T)))
+        builder.finish()
+    finally:
+        unlink(name)
+    names = [f"model.layers.0.self_attn.{role}_proj.weight" for role in "qkv"]
+    with source.tensors() as tensors:
+        stacked = tensors.stacked([(name, tuple(meant[name].shape)) for name in names])
+    assert isinstance(stacked, Codes)
+    assert stacked.format == "q8_0"
+    assert np.array_equal(stacked.values(), torch.cat([meant[name] for name in names]).numpy())
+    planned = needs(source, EngineConfig(device="cpu"), "q8_0")
+    assert (planned.rounded, planned.rest_rounded) == ("", (("Q4_0", "bf16"),))  # the embedding's rows
+
+
+@pytest.mark.parametrize("gguf_file", [False, True])
+def test_a_plan_names_halves_that_become_bf16(gguf_file: bool, tmp_path: Path) -> None:
+    case = Case("mixtral", "half", {"head_dim": 10}, **HALF)
+    save(case, tmp_path)
+    path = write_gguf(tmp_path, tmp_path / "model.gguf", plain(Type.F16)) if gguf_file else tmp_path
+    source = open_model(path)
+    halves = (("F16", "bf16"),)  # also with int8: the rows of the embedding
+    for dtype, experts, rest in (("bf16", "F16", halves), ("f32", "", ()), ("int8", "", halves)):
+        planned = needs(source, EngineConfig(device="cpu", backbone_dtype=dtype), dtype)
+        assert (planned.rounded, planned.rest_rounded) == (experts, rest)
 
 
 async def test_an_engine_computes_from_a_file(start_engine, tmp_path: Path) -> None:

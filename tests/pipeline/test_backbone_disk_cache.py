@@ -118,7 +118,7 @@ ENDS = (
 @example(ending=of_version({"a": [1, 8, zlib.crc32(bytes(8))]}), size=8)
 @example(ending=of_version({"a": [float("inf"), 64, 0]}), size=64)
 @example(ending=indexed([["version", VERSION]]), size=64)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(ending=ENDS, size=st.sampled_from([0, 1, 64, 5000]))
 def test_no_content_fails_a_start(ending: bytes, size: int) -> None:
     """What is taken nevertheless has the size, the checksum and the alignment of a matrix."""

@@ -95,7 +95,7 @@ CUTS = st.lists(st.integers(0, TILES), min_size=3, max_size=3).filter(any)
 TARGETS = st.lists(st.integers(0, 3), min_size=3, max_size=3)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(mask=MASKS, cuts=CUTS, rows=ROWS, before=TARGETS, after=TARGETS, predicted=st.booleans())
 def test_it_is_what_a_worker_computes(parts, memory, mask, cuts, rows, before, after, predicted) -> None:
     """`before` is resident; `after` is the target: what it keeps beyond that comes whole."""

@@ -143,7 +143,7 @@ def pairs_of(part: Share | Active) -> list[list[tuple[int, float]]]:
     return [pairs[start:end] for start, end in pairwise(offsets)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(plans(), st.data())
 def test_each_active_expert_is_divided_at_its_cut(plan, data) -> None:
     counts = arrays(np.int32, EXPERTS, elements=st.integers(0, TILES))
@@ -185,7 +185,7 @@ def test_cuts_of_another_shape_are_a_plan_error(shape) -> None:
         split_layer(last, np.zeros(shape, np.int32), np.zeros(EXPERTS, np.int32), TILES)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(plans(), worker_cores())
 def test_c_writes_the_bytes_of_the_specification(plan, workers) -> None:
     """And the same bytes for the same plan."""
@@ -204,7 +204,7 @@ def test_c_writes_the_bytes_of_the_specification(plan, workers) -> None:
             assert (parts.x_rows, parts.mask) == (rows, (plan.mask.threshold, plan.mask.share))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(plans(), worker_cores())
 def test_tiles_are_cut_in_node_order_and_in_proportion_to_cores(plan, workers) -> None:
     found = divided(plan, workers)

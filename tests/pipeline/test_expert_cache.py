@@ -151,7 +151,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.below_target == below
 
 
-CacheMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestCacheMachine = CacheMachine.TestCase
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from pipeline.backbone.backbone import Backbone
-from pipeline.backbone.linear import Precision
+from pipeline.backbone.linear import Linear, Precision
+from pipeline.backbone.weights import UNCHANGED, RowOrder, Weights
 from pipeline.checkpoint.open import open_model
 from pipeline.config import (
     DEFAULT_CONTEXT,
@@ -39,8 +40,9 @@ from pipeline.memory.needs import (
     needs,
 )
 from pipeline.memory.plan import Machine, Plan, plan_format
+from pipeline.models.architecture import stacks
 from pipeline.models.facts import expert_shape
-from pipeline.models.registry import model_spec
+from pipeline.models.registry import architecture_of, model_spec
 from pipeline.models.shapes import SHAPES
 from shm.layout import format_named
 from shm.segment import SHM_FOLDER
@@ -267,3 +269,28 @@ def test_context_and_kv_cache_have_limits() -> None:
 def test_memory_plan_imports_no_torch() -> None:
     script = "import sys, pipeline.memory.needs, pipeline.memory.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("family", ["mixtral-8x7b", "deepseek-v2-lite", "glm-4.5-air", "qwen3-next-80b-a3b"])
+def test_stacked_matrices_are_those_of_the_plan(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    smaller = {key: SMALLER.get(key, value) for key, value in SHAPES[family].items()}
+    monkeypatch.setitem(SHAPES, "smaller", smaller)
+    source = open_model(Path("shape:smaller"))
+    loaded: list[tuple[str, ...]] = []
+    linear = Weights.linear
+
+    def noted(weights: Weights, *roles: str, order: RowOrder = UNCHANGED) -> Linear:
+        loaded.append(roles)
+        return linear(weights, *roles, order=order)
+
+    monkeypatch.setattr(Weights, "linear", noted)
+    device, spec = open_device("cpu"), model_spec(source.config)
+    try:
+        Backbone(source, spec, Precision("bf16", device), 64)
+    finally:
+        device.close()
+    architecture = architecture_of(source.config)
+    layers = [architecture.layer(spec, layer, source.fused) for layer in range(spec.layers)]
+    planned = [roles for layer in layers for roles in stacks(layer)]
+    assert planned
+    assert sorted(planned) == sorted(roles for roles in loaded if len(roles) > 1)

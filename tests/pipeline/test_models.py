@@ -79,7 +79,7 @@ def test_default_tiles_are_large_enough_and_not_too_many(hidden, intermediate) -
         assert REACH * tile >= TILE_BYTES or (shape.tiles == 2 and tile >= HALF_BYTES)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     name=st.sampled_from(list(FORMATS)),
     hidden=st.integers(1, 64),

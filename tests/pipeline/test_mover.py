@@ -93,7 +93,7 @@ CALLS = st.one_of(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, suppress_health_check=list(HealthCheck))
 @example(
     capacity=18,
     staging=1,

@@ -81,7 +81,8 @@ def weights(tensors: Mapping[str, Float32 | Codes], device: CpuDevice, dtype: st
         (["mxfp4"] * 2, (1, 1), "mxfp4"),
         (["nvfp4"] * 2, (0.01, 0.01), "nvfp4"),
         (["nvfp4"] * 2, (0.01, 0.02), "int8"),
-        (["q4_0", "q8_0"], (1, 1), "int8"),
+        (["q4_0", "q8_0"], (1, 1), "q8_0"),
+        (["q4_0", "mxfp4"], (1, 1), "int8"),
         (["fp8"], (1,), "fp8"),
         (["fp8"] * 2, (1, 1), "int8"),  # one block of 128 rows with two scales
         (["q4_0", ""], (1, 1), ""),

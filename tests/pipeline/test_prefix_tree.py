@@ -208,7 +208,7 @@ steps = st.tuples(st.integers(0, 19), accounts, texts)
 
 
 @pytest.mark.parametrize("recurrent", [False, True])
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, suppress_health_check=list(HealthCheck))
 @given(st.lists(steps, min_size=100, max_size=100))
 def test_random_operations_find_and_evict_as_a_dictionary_does(recurrent: bool, given) -> None:
     """10,000 operations in all. Counts are exact after each; nothing is left in the end."""

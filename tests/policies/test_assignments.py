@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from policy_machine import COSTS, Machine, capacities, make_routing, make_view, policy, shapes
 
@@ -15,7 +15,6 @@ from pipeline.policies.presets import make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest, View
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_fiddler_decides_by_its_formula(data: st.DataObject) -> None:
     shape = data.draw(shapes())
@@ -64,7 +63,6 @@ def check_popular(target: IntArray, popularity: IntArray, capacity: int, shape: 
     assert np.array_equal(target, wanted)
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_layerwise_computes_each_tile_where_it_is(data: st.DataObject) -> None:
     shape = data.draw(shapes())

@@ -125,7 +125,7 @@ def test_loads_of_two_experts_equal_the_papers_equations(experts: int, single: f
         assert loads[t] == pytest.approx(single * f1 + (1 - single) * (f2 + f3 + f4), abs=1e-12)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.data())
 def test_loads_of_any_number_of_experts_equal_counting(data: st.DataObject) -> None:
     """Every set of needed experts against a cache of the first t, one by one."""
@@ -149,7 +149,7 @@ def test_more_needed_than_existing_experts_are_refused() -> None:
         expected_loads(2, [0, 0, 0, 1], 0.5)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_best_sizes_equal_exhaustive_search(data: st.DataObject) -> None:
     layers, experts = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))

@@ -184,7 +184,7 @@ def test_layer_is_decided_from_the_previous_layers_input(early: str) -> None:
     assert ahead.cut.tolist() == [2, 2, 2, 0, 0, 0, 0, 0]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_degradation_of_any_size(data: st.DataObject) -> None:
     experts = data.draw(st.integers(1, 24))

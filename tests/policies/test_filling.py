@@ -47,7 +47,7 @@ def ends(groups: list[Group], cuts: tuple[int, ...], fixed: Fixed) -> float:
     return max(host, device)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(problems())
 def test_the_cut_is_within_a_tile_of_the_best_of_all_cuts(problem: Problem) -> None:
     groups, fixed = problem
@@ -61,7 +61,7 @@ def test_the_cut_is_within_a_tile_of_the_best_of_all_cuts(problem: Problem) -> N
     assert sides(groups, fixed).seconds == pytest.approx(found.seconds)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.integers(0, 40),
     st.integers(1, 40),

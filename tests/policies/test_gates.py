@@ -50,7 +50,7 @@ def slowly(weights: list[float], sensitivity: float, limit: float) -> list[float
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 4, 8])
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_adaptive_gate_follows_its_rule(top_k: int, data: st.DataObject) -> None:
     rows = data.draw(st.sampled_from([1, 1, 3, 20]))

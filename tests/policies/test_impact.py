@@ -43,7 +43,7 @@ def layer_seconds(view: View, layer: int, routing: Routing) -> float:
     return max(device, costs.round_trip + sum(host) if host else 0.0)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.data())
 def test_the_expert_that_saves_most_is_fetched(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 9999)))

@@ -59,7 +59,7 @@ def run(machine: Machine, steps: list[int]) -> None:
 
 
 @each_variant
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_decisions_keep_the_contract(request_: PolicyRequest, data: st.DataObject) -> None:
     shape = data.draw(shapes())
@@ -80,7 +80,7 @@ def test_decisions_keep_the_contract(request_: PolicyRequest, data: st.DataObjec
     assert all("\n" not in note for note in machine.policy.notes(machine.view))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_combination_of_parts_keeps_the_contract_or_is_refused(data: st.DataObject) -> None:
     """Any exchanged parts keep the contract, or are refused."""
@@ -98,7 +98,7 @@ def test_any_combination_of_parts_keeps_the_contract_or_is_refused(data: st.Data
     run(machine, [1, 9, 1, 1])
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_policies_continue_after_a_failed_step(data: st.DataObject) -> None:
     """After a host share that cannot be computed, the driver calls neither `after` nor the later layers."""

@@ -48,7 +48,7 @@ class Lru:
         return {entry for entries in self.lists for entry in entries}
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(data=st.data())
 def test_on_demand_is_lru(data: st.DataObject) -> None:
     shape = data.draw(shapes())
@@ -79,7 +79,7 @@ def test_placement_is_limited_to_each_layers_size() -> None:
     assert placed.tolist() == [[0, 0, 0, 1, 1, 1], [0, 1, 1, 0, 0, 0], [0] * 6, [0] * 6]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_workload_replacement(data: st.DataObject) -> None:
     """DALI: after each window of a layer's steps, the hottest absent experts for the coldest held ones."""
@@ -165,7 +165,7 @@ def check_scores(shape: ModelShape, capacity: int, rng: np.random.Generator, row
             assert set(np.flatnonzero(machine.view.target[layer]).tolist()) == held[layer]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_score_replacement(data: st.DataObject) -> None:
     shape = data.draw(shapes())

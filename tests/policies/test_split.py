@@ -55,7 +55,7 @@ class Cache:
                     self.held.add(expert)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_the_cache_keeps_the_experts_of_the_highest_priority(data: st.DataObject) -> None:
     shape = data.draw(shapes())

@@ -40,7 +40,7 @@ def exposed(one: LayerLoads, kept: int, cached: int) -> float:
     return found
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(one=loads(), data=st.data())
 def test_a_layer_s_division_is_the_best_one(one: LayerLoads, data: st.DataObject) -> None:
     experts = len(one.hits) - 1
@@ -67,7 +67,7 @@ def models(draw: st.DrawFn) -> list[LayerLoads]:
     return [draw(loads(tiles, experts)) for _ in range(draw(st.integers(1, 4)))]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(layers=models(), data=st.data())
 def test_moves_end_where_none_helps(layers: list[LayerLoads], data: st.DataObject) -> None:
     """From the even division the sum only falls, and between no two layers an expert's worth would help."""

@@ -39,7 +39,7 @@ def decode_size_work(hidden=256):
 
 @pytest.mark.parametrize("message", TAGS.values(), ids=lambda c: c.__name__)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_message_survives_the_round_trip(message, data):
     sent = data.draw(records(message))
     frames = encode(sent)
@@ -49,7 +49,7 @@ def test_every_message_survives_the_round_trip(message, data):
 
 
 @given(messages)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_messages_survive_real_sockets(sent):
     with zmq.Context() as context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as other:
         one.bind("inproc://codec")

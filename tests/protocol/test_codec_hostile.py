@@ -56,19 +56,19 @@ def attempt(frames):
 
 
 @given(st.lists(st.binary(max_size=60), max_size=8))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_random_frames(frames):
     attempt(frames)
 
 
 @given(some_tag, st.binary(max_size=200), st.lists(st.binary(max_size=64), max_size=6))
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_random_headers_of_real_tags(tag, header, rest):
     attempt([bytes([tag, VERSION]), header, *rest])
 
 
 @given(st.data())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_the_right_fields_with_any_values(data):
     tag = data.draw(st.sampled_from(sorted(TAGS)))
     names = TAGS[tag].__struct_fields__
@@ -79,7 +79,7 @@ def test_the_right_fields_with_any_values(data):
 
 
 @given(messages, st.data())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_damaged_messages(message, data):
     frames = [bytearray(frame) for frame in encode(message)]
     for _ in range(data.draw(st.integers(1, 4))):

@@ -69,7 +69,7 @@ async def collect(asked, blocks):
         blocks.append(block)
 
 
-@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(runs=st.lists(st.lists(st.integers(0, LENGTH), min_size=6, max_size=6), min_size=1, max_size=3))
 async def test_answers_across_restarts_have_each_token_once(endpoint, runs):
     """Each generation sends so many tokens of each answer, and a Done only after one more than missing."""

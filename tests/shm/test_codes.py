@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shm.blocks import FILE_FORMATS, FileFormat
-from shm.codes import CODE_FORMATS, E4M3, E8M0, Codes, rounded
+from shm.codes import CODE_FORMATS, E4M3, E8M0, Codes, format_of_all, rounded
 from shm.errors import WeightsUnusable
 from shm.formats import Bytes
 from shm.layout import format_named
@@ -136,7 +136,7 @@ def number(fmt: FileFormat, data: bytes, k: int, output: int, column: int) -> fl
     return struct.unpack_from("<e", record, 2 * lane)[0] * (code - zero)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(formats, st.integers(1, 35), st.integers(1, 150), seeds)
 def test_every_code_is_at_its_documented_place(fmt: FileFormat, n: int, k: int, seed: int) -> None:
     codes = drawn(fmt.name, n, k, seed)
@@ -150,7 +150,7 @@ def test_every_code_is_at_its_documented_place(fmt: FileFormat, n: int, k: int, 
     assert not padded[n:].any()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from([*CODE_FORMATS]), st.integers(1, 40), st.integers(1, 300), seeds, st.data())
 def test_slices_are_those_of_the_values(format: str, n: int, k: int, seed: int, data: st.DataObject) -> None:
     codes = drawn(format, n, k, seed)
@@ -170,6 +170,18 @@ def test_slices_are_those_of_the_values(format: str, n: int, k: int, seed: int, 
         assert not wide[n:].any()
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from([*CODE_FORMATS]), st.integers(1, 40), st.integers(1, 300), seeds)
+def test_codes_of_integers_are_codes_of_q8_0(format: str, n: int, k: int, seed: int) -> None:
+    codes = drawn(format, n, k, seed)
+    assert codes.kept_in(format) is codes
+    kept = codes.kept_in("q8_0")
+    assert (kept is not None) == (format_of_all({format, "q8_0"}) == "q8_0")
+    if kept is not None:
+        assert kept.format == "q8_0"
+        np.testing.assert_array_equal(kept.values(), codes.values())
+
+
 @pytest.mark.parametrize("format", ["q4_0", "q8_0", "mxfp4"])
 def test_numbers_are_rounded_as_by_llama_cpp(format: str) -> None:
     w = (np.random.default_rng(5).standard_normal((64, 256)) * 0.03).astype(np.float32)
@@ -181,7 +193,7 @@ def test_numbers_are_rounded_as_by_llama_cpp(format: str) -> None:
     np.testing.assert_array_equal(found.codes, wanted.codes)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(formats, st.integers(1, 40), st.integers(1, 300), seeds, st.sampled_from([1e-3, 0.02, 30.0]))
 def test_rounded_numbers_are_near(fmt: FileFormat, n: int, k: int, seed: int, scale: float) -> None:
     """Each within half of its group's widest step, but for scales that are rounded themselves: 127 steps of

@@ -61,7 +61,7 @@ def number(fmt: FloeFormat, data: bytes, hidden: int, channel: int, part: int, p
     return bf16(2 * group) * (code - bf16(lines(2 * groups) + 2 * group))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(formats, st.integers(1, 300), st.integers(1, 2), seeds)
 def test_every_number_is_at_its_documented_place(
     fmt: FloeFormat, hidden: int, blocks: int, seed: int
@@ -87,7 +87,7 @@ def test_every_number_is_at_its_documented_place(
         assert np.abs(part - w).max() <= WORST[bits] * np.abs(w).max()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(formats, st.integers(1, 300), seeds)
 def test_what_pads_a_row_is_fixed(fmt: FloeFormat, hidden: int, seed: int) -> None:
     size, bits = fmt.rows.row_bytes(hidden), fmt.rows.bits

@@ -51,7 +51,7 @@ def number(fmt: BlockFormat, data: bytes, inputs: int, output: int, column: int)
     return scale * (record[64 + 64 * (place // 4) + 4 * lane + place % 4] - 128)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(formats, st.integers(1, 35), st.integers(1, 150), seeds)
 def test_every_number_is_at_its_documented_place(fmt: BlockFormat, n: int, k: int, seed: int) -> None:
     data = encoded(fmt, normal(n, k, seed))
@@ -61,7 +61,7 @@ def test_every_number_is_at_its_documented_place(fmt: BlockFormat, n: int, k: in
     np.testing.assert_allclose(decoded, drawn, rtol=1e-6, atol=0)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(formats, sizes, seeds)
 def test_padding_is_zero(fmt: BlockFormat, size: tuple[int, int], seed: int) -> None:
     n, k = size

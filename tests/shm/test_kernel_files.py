@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shm.kernel_files import Limits, free_memory, limits, parse_cores, parse_cpuinfo, parse_quota
@@ -36,7 +36,6 @@ def write(root: Path, **files: str) -> None:
         path.write_text(text + "\n")
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(st.sets(st.integers(0, 300), min_size=1))
 def test_list_of_cores_is_parsed(cores: set[int]) -> None:
     spans: list[list[int]] = []

@@ -263,7 +263,7 @@ class LaneMachine(RuleBasedStateMachine):
         assert self.coordinator.outstanding == bool(self.posted)
 
 
-LaneMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+LaneMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestLane = LaneMachine.TestCase
 
 

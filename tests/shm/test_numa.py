@@ -33,7 +33,7 @@ def layouts(draw: st.DrawFn) -> StoreLayout:
     return StoreLayout(ExpertShape(draw(size), draw(size), hidden, intermediate, tile), tile_format)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(layouts(), st.integers(1, 5), st.sampled_from([PAGE, 16 * PAGE]))
 def test_every_page_goes_with_the_tile_of_its_first_byte(layout: StoreLayout, nodes: int, page: int) -> None:
     found = list(spans(layout, START, nodes, page))

@@ -119,7 +119,7 @@ def test_the_bytes_are_those_of_every_processor_and_version(kind: str) -> None:
     assert digest.hexdigest()[:16] == GOLDEN[kind]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(matrices)
 def test_rows_have_the_numbers_of_the_blocks(w: Float32) -> None:
     """A group's scale, zero and codes depend on its weights alone, not on where it is stored."""
@@ -142,7 +142,7 @@ def seen_by_float32(w: Float32, nearest: np.ndarray, group: int, bits: int) -> n
     return nearest * 1.0005 + 2 * counts * off**NORM
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(matrices, groups)
 def test_never_worse_than_rounding_to_nearest(w: Float32, group: int) -> None:
     found, nearest = errors(w, int4(w, group), group), errors(w, int4(w, group, steps=0), group)
@@ -205,7 +205,7 @@ def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatc
         library.__wrapped__()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(matrices, groups)
 def test_any_strides_are_read(w: Float32, group: int) -> None:
     expected = int4(w, group), int8(w), rows(w, 4)

@@ -6,7 +6,7 @@ import zlib
 import numpy as np
 import pytest
 from decoding import decode
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import msgpack
 from small_store import SHAPE, build, file_of, fill
@@ -141,7 +141,6 @@ GOOD = StoreManifest("ab" * 32, SHAPE, "bf16", "/m", (1, 2))
 
 
 @given(st.integers(0, len(pack_head(GOOD, READY)) - 1), st.integers(1, 255))
-@settings(deadline=None)
 def test_changed_byte_of_the_head_is_refused_or_unused(place, change):
     head = np.frombuffer(pack_head(GOOD, READY), dtype=np.uint8).copy()
     head[place] ^= change
@@ -153,7 +152,6 @@ def test_changed_byte_of_the_head_is_refused_or_unused(place, change):
 
 
 @given(st.binary(max_size=6000), st.integers(0, 1 << 40))
-@settings(deadline=None)
 def test_arbitrary_bytes_are_refused(data, size):
     with pytest.raises(StoreInvalid):
         read_head(np.frombuffer(data, dtype=np.uint8), size)

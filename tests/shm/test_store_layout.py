@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 from decoding import decode
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shm.blocks import Int2, Int8
@@ -35,7 +35,6 @@ def bits_of(format: TileFormat) -> tuple[int | str, int | str, int | str]:
 
 
 @given(layouts())
-@settings(deadline=None)
 def test_tiles_and_heads_do_not_overlap_and_experts_are_aligned(layout: StoreLayout) -> None:
     shape = layout.shape
     written = np.zeros(layout.total_bytes, np.uint8)  # how often each byte is a tile's, a head's
@@ -54,7 +53,6 @@ def test_tiles_and_heads_do_not_overlap_and_experts_are_aligned(layout: StoreLay
 
 
 @given(layouts(), st.integers(0, 2**32))
-@settings(deadline=None)
 def test_experts_decode_and_padding_is_zero(layout: StoreLayout, seed: int) -> None:
     shape, format, rng = layout.shape, layout.format, np.random.default_rng(seed)
     wide = (shape.intermediate, shape.hidden)

@@ -64,7 +64,7 @@ def test_reasoning_text_and_calls_are_found_wherever_the_answer_is_cut(style: St
         assert read(style, split(style.answer, {place})) == whole
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_no_text_is_lost_and_none_depends_on_how_it_arrives(data: st.DataObject) -> None:
     """Answers with pieces left out, doubled and in any order."""

@@ -16,7 +16,7 @@ from pipeline.text.detokenizer import (
 from pipeline.text.tokenizer import Tokenizer
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     pieces=st.lists(st.text("ab", max_size=5), max_size=12),
     stop=st.lists(st.text("ab", min_size=1, max_size=6), max_size=4),
@@ -55,7 +55,7 @@ def test_held_back_text_is_returned_as_soon_as_it_is_certain(stop, pieces, shown
         assert stops.finish() == ""
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(text=UNICODE, data=st.data())
 def test_resumed_stream_continues_as_the_first(tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
     """At any point, including within a character or a possible stop string."""

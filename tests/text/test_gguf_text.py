@@ -121,7 +121,7 @@ def test_texts_and_conversations_have_the_same_ids(pair: tuple[Any, Any, Path]) 
     assert has_tokenizer(path)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(text=TEXT)
 def test_any_text_has_the_same_ids(pair: tuple[Any, Any, Path], text: str) -> None:
     wanted, found, _ = pair

@@ -58,7 +58,7 @@ SAMPLINGS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     sampling=SAMPLINGS,
     size=st.sampled_from([1, 2, 7, 100, 1000, 5000, 33_001]),

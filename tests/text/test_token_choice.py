@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.backbone.step import greedy
@@ -23,7 +23,6 @@ def chooser(shaping: Shaping, *, prompt: int = 0, logprobs: int = -1) -> TokenCh
     return TokenChooser(Sampler(GREEDY, 0), shaping, prompt=prompt, logprobs=logprobs)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 7), max_size=12),
     st.lists(st.integers(0, 7), max_size=4),

@@ -94,7 +94,7 @@ def traces(draw: st.DrawFn) -> tuple[Header, list[TracedStep]]:
     return header, steps
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(traces())
 def test_written_steps_are_read_back(tmp_path_factory, made: tuple[Header, list[TracedStep]]) -> None:
     header, steps = made
@@ -140,7 +140,7 @@ def test_truncated_file_ends_with_its_last_complete_step(tmp_path: Path) -> None
         assert trace.end == ends[steps]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_damaged_file_is_refused_in_one_line(tmp_path_factory, data: st.DataObject) -> None:
     """Any changed byte of a step is detected; a changed header is read or refused."""
@@ -163,7 +163,7 @@ def test_damaged_file_is_refused_in_one_line(tmp_path_factory, data: st.DataObje
         assert at < len(SMALL.encode()) or (read < 3 and trace.cut_short)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.binary(max_size=300), st.booleans())
 def test_hostile_bodies_are_refused(body: bytes, begun: bool) -> None:
     """With a valid checksum, too: a body's fields are checked before they are used."""

@@ -17,7 +17,7 @@ from pipeline.policies.view import ModelShape, Routing, Target, View
 from pipeline.replay.machine import Replay
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from([name for name in PRESETS if not name.startswith("floe")]),
     layers=st.integers(1, 4),

@@ -22,7 +22,7 @@ seeds = st.integers(0, 2**32 - 1)
 def quick(examples: int) -> settings:
     """The library is the same for all of a test's examples."""
     health = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-    return settings(max_examples=examples, deadline=None, suppress_health_check=health)
+    return settings(max_examples=examples, suppress_health_check=health)
 
 
 def bits(array: Float32) -> NDArray[np.uint32]:

@@ -12,7 +12,7 @@ from protocol.messages import AttachSlab, SlabAttached
 from workers import cuda
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_copies_are_cut_at_page_locking_boundaries(data: st.DataObject) -> None:
     chunk = data.draw(st.integers(1, 50))

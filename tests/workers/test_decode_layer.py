@@ -20,7 +20,7 @@ from workers.kernels.layer import KV_BLOCK
 from workers.kernels.matrix import HostMatrix, quantized
 from workers.kernels.native import Library, Team
 
-FEW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 ROUNDED = {"f32": 2e-4, "fp8": 2e-4, "bf16": 0.03}  # activations' rounding; of other formats 0.06
 
 
@@ -44,9 +44,11 @@ def check(found: dict[str, np.ndarray], rows: Rows, row: int, at: int) -> None:
         atol = 4 * rounding + (storing_error(new, s.bits) if s.bits == 8 else 0)
         np.testing.assert_allclose(stream[:, position].ravel(), new.ravel(), rounding, atol)
     tolerance = max(tolerance, TOLERANCES[s.bits][0])
+    rounded = 1 if s.bits == 32 else 4  # a rounded query moves all of a head's weights, which may add up
     for name, wanted in expected.items():
-        scale = max(1.0, np.abs(wanted).max())
-        np.testing.assert_allclose(found[name][at], wanted, rtol=tolerance, atol=tolerance * scale)
+        # A logit is a sum over the hidden numbers: where the only one is small by chance, its error is not.
+        scale = max(s.hidden**0.5 if name == "logits" else 1.0, np.abs(wanted).max())
+        np.testing.assert_allclose(found[name][at], wanted, rtol=tolerance, atol=rounded * tolerance * scale)
     for n, cache in enumerate(caches):
         before = rows.caches[row][streams + n]
         untouched = before.copy()

@@ -73,7 +73,7 @@ def works(draw: st.DrawFn) -> Case:
     return make_work(draw(st.integers(0, 2**40)), layer, items, rows, draw(st.integers(0, 1000)))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(work=works())
 def test_a_partial_equals_the_brute_force_and_any_workers_bits(pool: Pool, work: Case) -> None:
     first, other, again = (pool.do(child, work).y for child in (*pool.workers, pool.workers[0]))

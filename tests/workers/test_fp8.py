@@ -92,7 +92,7 @@ def drawn(n: int, k: int, seed: int) -> Codes:
 seeds = st.integers(0, 2**32 - 1)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(1, 300), st.integers(1, 300), seeds)
 @example(256, 256, 0)
 def test_every_number_is_at_its_documented_place(n: int, k: int, seed: int) -> None:
@@ -108,7 +108,7 @@ def test_every_number_is_at_its_documented_place(n: int, k: int, seed: int) -> N
     assert not any(data[n * k : begin] + data[end:])
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(1, 2), st.integers(1, 300), st.booleans(), seeds)
 def test_tiles_keep_codes_and_down_transposed(blocks: int, hidden: int, gated: bool, seed: int) -> None:
     channels, matrices = 128 * blocks, 2 + gated

@@ -26,7 +26,7 @@ from workers.kernels.layer import TOKEN, Delta, LayerKernel, LayerParts, NormOf,
 from workers.kernels.matrix import HostMatrix
 from workers.kernels.native import Library, Team
 
-FEW = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 LAYER, LAYERS = 1, 3
 HIDDEN = 20
 

@@ -66,7 +66,7 @@ def emulated(vectors: Library, tmp_path_factory: pytest.TempPathFactory) -> Call
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(BLOCKS),
     rows=st.integers(1, 300),
@@ -104,7 +104,7 @@ def test_tiles_from_any_number_of_rows_on(emulated, vectors, name, least) -> Non
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     hidden=st.integers(1, 200),
     tile=st.integers(1, 100),

@@ -27,7 +27,7 @@ from workers.kernels.c_types import Kept
 from workers.kernels.layer import KV_BLOCK, QK_NORMS, Grouped, SpanKernel
 from workers.kernels.native import Library, Team
 
-FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def spans(

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from workers.kernels.layer import KV_BLOCK, Heads
 
-FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @FEW

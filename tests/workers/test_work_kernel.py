@@ -57,7 +57,7 @@ def works(draw: st.DrawFn) -> dict[str, object]:
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("name", ["f32", "bf16", "fp8", "int8", "int4", "int4-g128"])
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(work=works(), kind=st.sampled_from(["swiglu", "clamped", "relu2 biases"]))
 def test_work_has_the_same_bits_as_tile_by_tile(library, threads, name, work, kind) -> None:
     form, hidden, random = format_named(name), work["hidden"], np.random.default_rng(work["seed"])
@@ -174,7 +174,7 @@ def test_short_x_and_y_and_other_generations_are_refused(library) -> None:
     assert not third.compute(work.message(3).descriptor, work.x, work.x.copy()).channels
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     changes=st.lists(
         st.tuples(st.integers(0, 30), st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 9)), max_size=4
