@@ -17,11 +17,11 @@ SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
     "protocol": 2_342,
     "shm": 4_510,
-    "workers": 10_140,
+    "workers": 9_820,
     "pipeline": 37_110,
     "launch": 12_190,
     "benchmarks": 6_620,
-    "tests": 60_800,
+    "tests": 60_910,
 }
 ROOMS = 298  # Python files of the program, without those that only mark a package
 

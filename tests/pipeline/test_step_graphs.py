@@ -179,11 +179,14 @@ def test_what_cannot_be_captured_leaves_one_line_and_right_numbers(
 
 
 def texts(
-    engine: Engine, preset: str, each: Callable[[list[StepInput]], None] = lambda inputs: None
+    engine: Engine,
+    preset: str,
+    each: Callable[[list[StepInput]], None] = lambda inputs: None,
+    costs: Costs = COSTS,
 ) -> list[np.ndarray]:
     """Logits of two sequences, decoded beside each other under a preset; `each` is called before each
     step."""
-    engine.set_policy(make_policy(PolicyRequest(preset), 0), COSTS)
+    engine.set_policy(make_policy(PolicyRequest(preset), 0), costs)
     kv = KVCache(engine.backbone.spec, torch.float32, CPU, CONTEXT)
     sequences, found = [kv.allocate(30), kv.allocate(40)], []
     for sequence in sequences:
@@ -219,7 +222,7 @@ def test_no_token_is_wrong_by_graphs_while_prefetchers_exit(tiny_model, tmp_path
     shape, random = expert_shape(open_model(tiny_model).config, 32, format_named("bf16")), Random(0)
     with (
         random_store(shape, "graphs_and_exits") as store,
-        engine_in_threads(tiny_model, tmp_path, store=store, device=device, arena=True) as (
+        engine_in_threads(tiny_model, tmp_path, store=store, device=device) as (
             engine,
             prefetcher,
         ),
@@ -283,7 +286,7 @@ def test_a_step_by_graphs_that_fails_anywhere_leaves_nothing_for_the_next(
                     with pytest.raises(OutOfDeviceMemory):
                         engine.step(inputs, "decode")
 
-        for ours, theirs in zip(texts(engine, "fiddler", fails), expected, strict=True):
+        for ours, theirs in zip(texts(engine, "fiddler", fails, NO_FETCHES), expected, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
         assert next(failures, None) is None
         assert engine.graphs.captured > 0
