@@ -25,7 +25,7 @@ def open_devices(config: EngineConfig, cache: Path | None = None) -> list[Device
 def open_device(name: str, cache: Path | None = None, number: int | None = None) -> Device:
     """Returns the device `cpu`, or `cuda`, which keeps compiled kernels in the `cache` folder; `auto`: cuda
     where torch sees such a device. `number`: of a GPU; None: the present one. Raises UsageError for a cuda
-    that torch does not see."""
+    that torch does not see, or for which no kernels can be compiled."""
     # Before CUDA starts: streams that share a hardware queue wait for each other.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     import torch
@@ -41,7 +41,10 @@ def open_device(name: str, cache: Path | None = None, number: int | None = None)
             raise UsageError(
                 f"--device cuda:{number}: torch sees {torch.cuda.device_count()} CUDA devices here"
             )
-        return CudaDevice(cache, number=number)
+        device = CudaDevice(cache, number)
+        device.use()  # kernels are loaded into the present device
+        device.check_kernels()
+        return device
     from pipeline.device.cpu import CpuDevice
 
     return CpuDevice()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shm.store import Store
     from workers.copiers import Copier, EmulatedLink
     from workers.kernels.cuda.attention import DecodeAttention
-    from workers.kernels.cuda.matrix import DeviceMatrix
+    from workers.kernels.cuda.matrix import CudaMatrix
     from workers.kernels.cuda.sums import Weighted
     from workers.kernels.matrix import HostMatrix
     from workers.kernels.native import Library, Team
@@ -163,13 +163,9 @@ class Device(ABC):
         must not be used once the store is closed. `tick` is called after each layer."""
 
     @abstractmethod
-    def check_quantized(self, format: MatrixFormat) -> None:
-        """Raise UsageError unless a backbone quantized like this can be computed here."""
-
-    @abstractmethod
     def quantized_matrix(
         self, format: MatrixFormat, data: Bytes, shape: tuple[int, int]
-    ) -> HostMatrix | DeviceMatrix:
+    ) -> HostMatrix | CudaMatrix:
         """The matrix [outputs, inputs] of this shape in the format's bytes, where the device reads it."""
 
     def decode_attention(

@@ -140,9 +140,6 @@ class CpuDevice(Device):
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return {layer: torch.from_numpy(heads_of(store, layer)) for layer in layers}
 
-    def check_quantized(self, format: MatrixFormat) -> None:
-        """The host's kernels compute quantized backbones."""
-
     def quantized_matrix(self, format: MatrixFormat, data: Bytes, shape: tuple[int, int]) -> HostMatrix:
         return HostMatrix(self.library, self.team, format, shape, data)
 

@@ -79,11 +79,9 @@ class CudaDevice(KernelDevice):
     on_host = False
     process_bytes = CONTEXT_BYTES
 
-    def __init__(
-        self, cache: Path | None = None, *, in_torch: bool = False, number: int | None = None
-    ) -> None:
-        """`number`: of the device; None: the present one. Other arguments as KernelDevice."""
-        super().__init__(cache, in_torch)
+    def __init__(self, cache: Path | None = None, number: int | None = None) -> None:
+        """`number`: of the device; None: the present one. `cache` as KernelDevice."""
+        super().__init__(cache)
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if number is None else number)
         self.flash = torch.cuda.get_device_capability(self.torch_device) >= FLASH
         # cuDNN's attention makes a plan for each length of a sequence: 40 to 400 ms a token.
@@ -192,8 +190,6 @@ class CudaDevice(KernelDevice):
     def share_memory(self, memory: NDArray[np.uint8]) -> str:
         start = memory.ctypes.data
         try:
-            if self.sums is None:
-                return "it has no kernels of ours"
             call("cudaHostRegister", start, memory.nbytes, constant("cudaHostRegisterDefault"))
             try:
                 there = int(call("cudaHostGetDevicePointer", start, 0))
@@ -210,8 +206,6 @@ class CudaDevice(KernelDevice):
             call("cudaHostUnregister", memory.ctypes.data)
 
     def total(self, added: Sequence[Added], parts: Sequence[FloatArray], shape: tuple[int, ...]) -> Tensor:
-        if self.sums is None:
-            return super().total(added, parts, shape)
         y = torch.empty(shape, dtype=torch.float32, device=self.torch_device)
         self.sums.total(y, added, self.places(parts, shape))
         return y

@@ -68,12 +68,12 @@ class StepGraphs:
             self._off = f"the device {device.name} has none"
         elif backbone is None:
             self._off = "the model runs on modules of transformers"
-        elif backbone.kernels is None or (sums := gpu.device.sums) is None:
-            self._off = "they need kernels of ours, which cannot be had here"
+        elif backbone.kernels is None:
+            self._off = "our kernels of attention do not take the model's heads"
         elif backbone.spec.recurrent_layers:
             self._off = "the model has recurrent states, which change places at each step"
         else:
-            self._gpu, self.sums = gpu, sums
+            self._gpu, self.sums = gpu, gpu.device.sums
 
     @property
     def planned_bytes(self) -> int:

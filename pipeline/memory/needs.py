@@ -101,6 +101,8 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     activations += MASK_BYTES * rows * (config.context or min(facts.max_positions, DEFAULT_CONTEXT))
     if cuda and config.backbone_dtype == "f32":  # flash attention is of 16-bit numbers
         activations += SCORE_COPIES * SCORE_BYTES
+    if cuda:  # what a row's experts give, each of them, and in 16 bits what is between their matrices
+        activations += rows * facts.top_k * (4 * facts.hidden + 2 * facts.intermediate)
     # The widest state is a convolution's, of a number for each of its channels.
     widest = max((max(shape) for states in facts.state_shapes for shape in states), default=0)
     activations += RECURRENT_COPIES * 4 * rows * widest

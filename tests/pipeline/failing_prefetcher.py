@@ -56,23 +56,32 @@ class _FailingCopier:
     def __init__(self, inner: Copier, generation: Generation, slab: SlabMemory) -> None:
         self.ahead = inner.ahead
         self._inner, self._generation, self._slab = inner, generation, slab
-        self.close = inner.close
+        self._begun: list[Any] = []  # and not ready
 
     @property
     def copied(self) -> tuple[int, float]:
         return self._inner.copied
 
     def begin(self, copies: Sequence[TileCopy]) -> Any:
-        return copies, self._inner.begin(copies)
+        self._begun.append(self._inner.begin(copies))
+        return copies, self._begun[-1]
 
     def ready(self, begun: Any) -> None:
         copies, inner = begun
         self._inner.ready(inner)
+        self._begun = [other for other in self._begun if other is not inner]
         if not self._generation.may_copy():
             for copy in copies:
                 slot = self._slab.slot(copy.slot).numpy()
                 slot[: len(slot) // 2] ^= 0xFF
             raise _Exit
+
+    def close(self) -> None:
+        """Of a GPU's copies the driver takes back what they hold, as a process ends."""
+        if isinstance(self._inner, CudaCopier):
+            for begun in self._begun:
+                self._inner.ready(begun)
+        self._inner.close()
 
 
 class _FailingLine:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_gpu import fake_device
+from fake_gpu import cuda_device, fake_device, fake_runtime
 from fake_runtime import FakeRuntime
 from mover_parts import random_store
 from thread_engine import CONTEXT, PROMPT, engine_in_threads
@@ -22,8 +22,10 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.calibration import cost_probe
 from pipeline.checkpoint.open import open_model
+from pipeline.device import open_device
+from pipeline.device.cuda import CudaDevice
 from pipeline.engine.engine import Engine
-from pipeline.errors import DeviceFailed, OutOfDeviceMemory
+from pipeline.errors import DeviceFailed, OutOfDeviceMemory, UsageError
 from pipeline.models.facts import expert_shape
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
@@ -127,6 +129,16 @@ def test_partial_sums_are_read_where_the_worker_has_written_them(tiny_model, tmp
             assert read_there[arena] >= len(TOKENS) * LAYERS
     for ours, expected in zip(*found, strict=True):
         np.testing.assert_array_equal(ours, expected)
+
+
+def test_a_gpu_for_which_no_kernels_can_be_compiled_is_refused_in_one_line(monkeypatch) -> None:
+    """The stand-in is one, by its compute capability."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with fake_runtime() as runtime, cuda_device(CudaDevice, runtime):
+        for name in ("cuda", "auto"):
+            with pytest.raises(UsageError, match=r"capability 8\.0 or newer; use --device cpu") as refused:
+                open_device(name)
+            assert "\n" not in str(refused.value)
 
 
 def test_step_without_memory_for_it_fails_alone(tiny_model, tmp_path, monkeypatch) -> None:
