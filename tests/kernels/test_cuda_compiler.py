@@ -48,12 +48,12 @@ def nvrtc() -> None:
 
 @pytest.mark.parametrize(("format", "architecture"), CASES)
 def test_no_kernel_of_one_row_spills(format: str, architecture: int) -> None:
-    """Those of more rows spill a few numbers at most."""
+    """But two numbers; those of more rows spill a few at most."""
     if reason := registers.missing(architecture):
         pytest.skip(reason)
     found = registers.usages(registers.program(format), (architecture,))
     assert {one.architecture for one in found} == {architecture}
-    spilled = {one.kernel: one.spilled for one in found if one.spilled}
+    spilled = {one.kernel: one.spilled for one in found if one.spilled > 8}
     assert not {"quantize", "gate_up_1", "down_1", "add_outputs", "merge"} & set(spilled)
     tight = format in ("mxfp4", "nvfp4") and architecture == 80
     assert max(spilled.values(), default=0) <= (160 if tight else 128)
