@@ -32,7 +32,7 @@ from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
 from pipeline.device.cuda_graphs import CudaGraphs
 from pipeline.engine.engine import Engine
-from pipeline.engine.first.graphs import Bucket, StepGraphs
+from pipeline.engine.graphs import Bucket, StepGraphs
 from pipeline.engine.observer import Probing
 from pipeline.errors import OutOfDeviceMemory
 from pipeline.experts.carriers import ArenaCarrier
