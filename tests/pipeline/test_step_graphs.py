@@ -241,8 +241,8 @@ def test_no_token_is_wrong_by_graphs_while_prefetchers_exit(tiny_model, tmp_path
                 np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
             assert engine.first.graphs.captured > 0
             prefetcher.start()
-            engine.memory.mover.wait_idle()
-            engine.memory.audit()
+            engine.first.memory.mover.wait_idle()
+            engine.first.memory.audit()
         assert runtime.calls["graph launches"] > 0
 
 
