@@ -16,14 +16,14 @@ PROGRAM = ("protocol", "shm", "workers", "pipeline", "launch")
 SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
     "protocol": 2_540,
-    "shm": 4_610,
-    "workers": 10_140,
-    "pipeline": 39_070,
-    "launch": 12_190,
+    "shm": 4_620,
+    "workers": 9_820,
+    "pipeline": 39_860,
+    "launch": 12_290,
     "benchmarks": 6_620,
-    "tests": 61_890,
+    "tests": 62_740,
 }
-ROOMS = 306  # Python files of the program, without those that only mark a package
+ROOMS = 307  # Python files of the program, without those that only mark a package
 
 
 @pytest.mark.parametrize("folder", LINES)
