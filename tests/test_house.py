@@ -15,15 +15,15 @@ ROOT = Path(__file__).parents[1]
 PROGRAM = ("protocol", "shm", "workers", "pipeline", "launch")
 SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
-    "protocol": 2_540,
-    "shm": 4_620,
+    "protocol": 2_530,
+    "shm": 4_610,
     "workers": 9_820,
-    "pipeline": 39_860,
+    "pipeline": 39_740,
     "launch": 12_290,
     "benchmarks": 6_620,
-    "tests": 62_740,
+    "tests": 62_470,
 }
-ROOMS = 307  # Python files of the program, without those that only mark a package
+ROOMS = 308  # Python files of the program, without those that only mark a package
 
 
 @pytest.mark.parametrize("folder", LINES)
