@@ -7,7 +7,8 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from protocol.messages import ChatMessage, Record
 
@@ -47,6 +48,40 @@ class Turns:
         self._order.pop(client, None)
         self._order[client] = None
         self._latest = client
+
+
+class Debts:
+    """After a client's work its next one waits until that of others, if there is any, has taken as long."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock`: in seconds."""
+        self._clock = clock
+        self._owed: dict[bytes, float] = {}  # seconds, by client
+
+    def may(self, client: bytes, others: set[bytes]) -> bool:
+        """Returns whether a client's next work may begin. `others`: that have work by which it is paid."""
+        return client not in self._owed or others <= {client}
+
+    @contextmanager
+    def owing(self, client: bytes) -> Iterator[None]:
+        """The block is a client's work."""
+        began = self._clock()
+        yield
+        self._owed[client] = self._clock() - began
+
+    @contextmanager
+    def paying(self, others: set[bytes]) -> Iterator[None]:
+        """The block is work of these clients, which pays what the others owe."""
+        began = self._clock()
+        yield
+        for client in [client for client in self._owed if not others <= {client}]:
+            self._owed[client] -= self._clock() - began
+            if self._owed[client] <= 0:
+                del self._owed[client]
+
+    def forget(self, client: bytes) -> None:
+        """Drop the debt of a client that has disconnected."""
+        self._owed.pop(client, None)
 
 
 class Held:

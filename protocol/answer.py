@@ -26,7 +26,8 @@ class Result:
 
 
 class Answer:
-    """The answer to a Generate: `async for token in answer` yields each Token from the first.
+    """The answer to a Generate: `async for token in answer` yields each Token from the first; a second loop
+    without the best tokens of its step.
 
     Leaving the loop before the end, in any way, cancels the request. The loop ends at Done, or raises
     RequestFailed with the engine's reason, or the error that ended the client (EngineGone). If the engine was
@@ -49,7 +50,10 @@ class Answer:
         try:
             while True:
                 while position < len(self._tokens):
-                    yield self._tokens[position]
+                    token = self._tokens[position]
+                    if token.top_tokens:  # by far its largest part, which nobody reads again
+                        self._tokens[position] = structs.replace(token, top_tokens=(), top_logprobs=())
+                    yield token
                     position += 1
                 if self._over:
                     break

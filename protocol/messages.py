@@ -523,13 +523,14 @@ class Encoded(Record, frozen=True):
 @message(52)
 class Follow(Record, frozen=True):
     """Request the tokens of `vocabulary` that an answer's grammar allows behind `tokens`, which are those
-    since the last such request of this answer. With `grammar`, which is compiled first, they are the whole
-    answer."""
+    since the last such request of this answer. With `grammar`, which is compiled first, and counts for
+    `client`, they are the whole answer."""
 
     answer: Int
     vocabulary: Int
     tokens: Ints = ()
     grammar: str = ""
+    client: bytes = b""
 
 
 @message(53)

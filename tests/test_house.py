@@ -15,15 +15,15 @@ ROOT = Path(__file__).parents[1]
 PROGRAM = ("protocol", "shm", "workers", "pipeline", "launch")
 SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
-    "protocol": 2_540,
+    "protocol": 2_530,
     "shm": 4_610,
-    "workers": 10_140,
-    "pipeline": 39_090,
-    "launch": 13_960,
+    "workers": 9_820,
+    "pipeline": 39_740,
+    "launch": 14_080,
     "benchmarks": 6_620,
-    "tests": 62_170,
+    "tests": 62_750,
 }
-ROOMS = 315  # Python files of the program, without those that only mark a package
+ROOMS = 317  # Python files of the program, without those that only mark a package
 
 
 @pytest.mark.parametrize("folder", LINES)

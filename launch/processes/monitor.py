@@ -75,6 +75,10 @@ class Kills:
             self.count, self.since, self.progress = 0, time.monotonic(), progress
         self.count += 1
 
+    def go_on(self, progress: int) -> bool:
+        """Returns whether the engine has made no progress since the last one."""
+        return self.count > 0 and progress == self.progress
+
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.since if self.count else 0.0
@@ -187,9 +191,10 @@ class ProcessMonitor:
         self._started = True
         self._guard.keep(self._restart_coordinator(time.monotonic()))
 
-    async def start_late(self, slot: ProcessSlot) -> None:
-        """Start a slot that was added after `start`, and wait until it is ready. Raises StartFailed."""
-        await self.start_slot(slot)
+    async def start_late(self, *slots: ProcessSlot) -> None:
+        """Start slots that were added after `start`, and wait until they are ready. Raises StartFailed."""
+        for slot in slots:
+            await self.start_slot(slot)
         await self._wait_ready()
 
     def stop(self) -> None:
@@ -317,7 +322,9 @@ class ProcessMonitor:
             exited_at = time.monotonic()
             if exited_at - ready_at > self._limits.early:
                 early_exits, kills = 0, Kills()
-            if outside := child.killed_from_outside(code):
+            # It may have waited in vain for processes that somebody kills each time.
+            waited = child.failed.done() and self._others_are_killed()
+            if outside := child.killed_from_outside(code) or waited:
                 # Not by what the workers do: they compute while it starts.
                 kills.add(self._answered())
             else:
@@ -342,6 +349,12 @@ class ProcessMonitor:
             else:
                 all_ready.result()
                 log.warning(f"the engine is up again after {ready_at - exited_at:.1f} s")
+
+    def _others_are_killed(self) -> bool:
+        """Returns whether processes of the engine were killed from outside in their start, and it has done
+        nothing since."""
+        others = (slot for slot in self._slots.values() if slot.role not in ALONE)
+        return any(slot.kills.go_on(self._progress()) for slot in others)
 
     def _suspect(self) -> None:
         """Note which requests the coordinator was computing when it crashed, or hung."""

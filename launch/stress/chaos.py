@@ -196,7 +196,7 @@ class Injector:
     ) -> None:
         """`luck` draws among groups of processes, `choice` within one; both from 0 to 1."""
         self._stopped = {pid: process for pid, process in self._stopped.items() if process.is_running()}
-        targets = self._targets(stats, luck)
+        targets = self._targets(kind, stats, luck)
         if not targets:
             self.missed += 1
             return
@@ -214,14 +214,18 @@ class Injector:
             return
         self.faults.append(fault)
 
-    def _targets(self, stats: dict[str, Any] | None, luck: float) -> list[tuple[str, psutil.Process]]:
-        """Those that are up, or in STARTING_SHARE of all cases those that are not; or the coordinator, which
-        is left alone until it has answered for a while. None was stopped or killed here before."""
+    def _targets(
+        self, kind: str, stats: dict[str, Any] | None, luck: float
+    ) -> list[tuple[str, psutil.Process]]:
+        """Those that are up, or in STARTING_SHARE of all cases those that are not, where there are any. Or
+        the coordinator, which is left alone until it has answered for a while. None was killed here before;
+        one that was stopped may still be killed."""
         peers = [] if stats is None else [*stats["peers"], stats["text"]]
         up = {peer["pid"] for peer in peers if peer["up"]}
         groups: dict[str, list[tuple[str, psutil.Process]]] = {"up": [], "starting": [], "coordinator": []}
         for role, process in _children(self._supervisor):
-            if role not in self.chaos.roles or process.pid in self._stopped or process.pid in self._killed:
+            done = self._killed if kind == "kill" else self._killed | self._stopped.keys()
+            if role not in self.chaos.roles or process.pid in done:
                 continue
             if role == "coordinator":
                 if time.monotonic() > self._silent_at + COORDINATOR_SECONDS:
@@ -229,13 +233,13 @@ class Injector:
             elif role == "gateway":
                 old = time.time() - process.create_time() > GATEWAY_SECONDS
                 groups["up" if old else "starting"].append((role, process))
-            elif process.pid in up:
+            elif process.pid in up or process.pid in self._stopped:
                 groups["up"].append((role, process))
             elif role != "text":  # whose start takes seconds
                 groups["starting"].append((role, process))
-        if luck < STARTING_SHARE:
-            return groups["starting"]
-        return groups["coordinator" if luck > 1 - COORDINATOR_SHARE else "up"]
+        if luck > 1 - COORDINATOR_SHARE:
+            return groups["coordinator"]
+        return (luck < STARTING_SHARE and groups["starting"]) or groups["up"]
 
     async def begin(self) -> None:
         """Read the engine's state. Raises WrongUsage without processes for these faults, ProtocolError."""

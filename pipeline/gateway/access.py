@@ -85,6 +85,8 @@ class Access:
         reach a loopback address, also under a name of their own (DNS rebinding). Returns the headers by which
         the browser lets an allowed page read the answer. Raises ApiError."""
         host = header_of(scope, b"host")
+        if sum(name == b"host" for name, _ in scope["headers"]) > 1:
+            raise ApiError(400, "the request has two Host fields")  # a proxy may have read the other one
         name = _host_name(host)
         if self._local and self._path is None and not is_loopback(name):
             raise ApiError(403, f"the Host {host[:80]!r} is not this machine")

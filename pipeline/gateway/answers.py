@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pipeline.gateway.bodies import CallPart, Content, Object, parse_json
-from pipeline.gateway.call import Call
+from pipeline.gateway.call import Call, Pieces
 from pipeline.gateway.errors import ApiError, bad
 from pipeline.gateway.metrics import Meter
 from pipeline.gateway.settings import Settings, Tools
@@ -236,7 +236,7 @@ class Whole:
     blocks: list[Part] = field(default_factory=list)
     reason: str = ""
     stop: str | None = None
-    logprobs: list[Object] = field(default_factory=list)
+    logprobs: Pieces = field(default_factory=Pieces)
 
     def text(self, kind: str) -> str:
         """Returns all text of one kind."""
@@ -247,7 +247,7 @@ class Whole:
         return [block.call for block in self.blocks if block.call is not None]
 
     def add(self, event: ChatEvent) -> bool:
-        """Add what follows; returns whether a block begins with it."""
+        """Add a part or the end; returns whether a block begins with it."""
         match event:
             case Part(kind=kind, call=None) if self.blocks and self.blocks[-1].kind == kind:
                 self.blocks[-1] = Part(kind, self.blocks[-1].text + event.text)
@@ -256,8 +256,6 @@ class Whole:
                 return True
             case End(reason=reason, stop=stop):
                 self.reason, self.stop = reason, stop
-            case dict():
-                self.logprobs.append(event)
         return False
 
 
@@ -291,7 +289,10 @@ class ChatAnswer(ABC):
         choices = [Whole() for _ in range(self.request.settings.choices)]
         async with aclosing(self.events()) as events:
             async for place, event in events:
-                choices[place].add(event)
+                if isinstance(event, dict):
+                    self.call.hold(choices[place].logprobs.add(event))
+                else:
+                    choices[place].add(event)
         return self.body(choices)
 
     async def changes(self, whole: Whole) -> AsyncGenerator[Change, None]:

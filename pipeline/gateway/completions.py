@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.gateway.answers import TokenTexts, Usage, events_of
 from pipeline.gateway.bodies import MOST_PROMPTS, CompletionBody, Object
-from pipeline.gateway.call import Call, event_of
+from pipeline.gateway.call import Call, Pieces, event_of
 from pipeline.gateway.chat import DONE
 from pipeline.gateway.errors import bad
 from pipeline.gateway.settings import Settings, grammar_of, settings_of
@@ -105,19 +105,18 @@ class Choice:
 
     text: str = ""
     reason: str | None = "length"
-    tokens: list[str] = field(default_factory=list)
-    values: list[float | None] = field(default_factory=list)  # their log-probabilities
-    best: list[dict[str, float] | None] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)  # in the text
+    tokens: Pieces = field(default_factory=Pieces)
+    values: Pieces = field(default_factory=Pieces)  # their log-probabilities
+    best: Pieces = field(default_factory=Pieces)
+    offsets: Pieces = field(default_factory=Pieces)  # in the text
     end: int = 0
 
-    def add(self, text: str, logprob: float | None, best: dict[str, float] | None) -> None:
-        """Add a token's log-probabilities."""
-        self.tokens.append(text)
-        self.values.append(logprob)
-        self.best.append(best)
-        self.offsets.append(self.end)
+    def add(self, text: str, logprob: float | None, best: dict[str, float] | None) -> int:
+        """Add a token's log-probabilities; returns the number of their bytes."""
+        size = self.tokens.add(text) + self.values.add(logprob)
+        size += self.best.add(best) + self.offsets.add(self.end)
         self.end += len(text)
+        return size
 
     def body(self, index: int, top: int) -> Object:
         """Returns the choice as clients read it. `top`: as of Settings.logprobs."""
@@ -160,7 +159,7 @@ class Completion:
         if not request.only_scored and request.settings.max_tokens:
             async with aclosing(self._events()) as events:
                 async for place, event in events:
-                    self._add(choices[place], event)
+                    self._call.hold(self._add(choices[place], event))
         bodies = [choice.body(index, self._top) for index, choice in enumerate(choices)]
         return self._body(bodies, usage=self._usage.openai())
 
@@ -190,14 +189,15 @@ class Completion:
         what: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"token_ids": prompt}
         return self._client.generate(**what, **self._request.settings.of_choice(index))
 
-    def _add(self, choice: Choice, event: Token | Done) -> None:
-        """Add a new token, or the end, to a choice."""
+    def _add(self, choice: Choice, event: Token | Done) -> int:
+        """Add a new token, or the end, to a choice; returns the number of bytes of log-probabilities."""
         choice.text += event.text
         if isinstance(event, Done):
             choice.reason = event.reason
         elif self._top >= 0:
             best = self._texts.best(event.top_tokens, event.top_logprobs)
-            choice.add(self._texts.text(event.token), event.logprob, best)
+            return choice.add(self._texts.text(event.token), event.logprob, best)
+        return 0
 
     async def _echo(self, choice: Choice, prompt: Prompt) -> None:
         """Add the prompt and, if wanted, the log-probabilities of its tokens; of a scored request also its
@@ -218,7 +218,7 @@ class Completion:
                 best = self._best(block.top_tokens[row].tolist(), block.top_logprobs[row].tolist())
                 text = self._texts.text(ids[block.start + row + 1])
                 best.setdefault(text, logprob)
-                choice.add(text, logprob, best)
+                self._call.hold(choice.add(text, logprob, best))
         if self._request.only_scored and self._request.settings.max_tokens:
             tokens, values = blocks[-1].top_tokens[-1].tolist(), blocks[-1].top_logprobs[-1].tolist()
             choice.add(self._texts.text(tokens[0]), values[0], self._best(tokens, values))

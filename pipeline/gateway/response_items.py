@@ -158,6 +158,7 @@ class Conversation:
     _reasoning: str = ""
     _content: Content = None
     _calls: list[Object] = field(default_factory=list)
+    _before: list[Functions] = field(default_factory=list)  # that it adds before it begins, not known yet
 
     def __post_init__(self) -> None:
         self.given = [function for function, _ in self.known.values()]
@@ -171,6 +172,7 @@ class Conversation:
                 raise bad(f"{where}.type", "must be a string")
             self._add(kind, value, where)
         self._end()
+        self._know()
 
     def say(self, role: str, content: Content) -> None:
         """Add a message to the model. One of the system in the middle belongs to what the model answers next,
@@ -217,9 +219,7 @@ class Conversation:
             case "additional_tools":
                 added = fitting(value, ToolsItem, where).tools
                 if not self.turns.begun:
-                    new = functions_of(added, f"{where}.tools")
-                    self.known = new | self.known
-                    self.given = [function for function, _ in self.known.values()]
+                    self._before.append(functions_of(added, f"{where}.tools"))
                 else:
                     self.say("system", self._described(added, where))
             case "compaction_trigger":
@@ -233,8 +233,19 @@ class Conversation:
             case _:
                 note_once(f"items of the type {kind[:40]!r} in a conversation are left out", logging.WARNING)
 
+    def _know(self) -> None:
+        """Give the functions that were added before the conversation, the last ones first. Of those with one
+        name the first that came counts. All at once: there may be thousands of such items."""
+        if self._before:
+            earlier, self.known = self.known, {}
+            for functions in (*reversed(self._before), earlier):
+                self.known |= functions
+            self.given = [function for function, _ in self.known.values()]
+            self._before = []
+
     def _described(self, tools: list[Object], where: str) -> str:
         """Add functions to those that can be called. Returns what the model is told of them."""
+        self._know()
         added = functions_of(tools, f"{where}.tools")
         for name, function in added.items():  # in place: there may be thousands of such items
             self.known.setdefault(name, function)

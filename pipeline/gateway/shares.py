@@ -23,24 +23,26 @@ PACE = 0.004  # seconds from one beginning without a key to the next
 COSTLY = 0.004  # seconds of a core; bodies of a few kB take a tenth of it
 PAUSES = 4.0  # times what a costly body took
 MOST_PAUSE = 1.0  # seconds
-BUSY = "the bodies of other requests take the memory for them; try again later"
+BUSY = "the bodies and answers of requests take all the memory for them; try again later"
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class Body:
-    """A body that is read. `limit`: of its arrival; None once it is complete. `ended`: its memory was
-    needed."""
+    """A body that is read, or `grows` as an answer does that is sent as a whole. `limit`: of its arrival;
+    None once it is complete. `ended`: its memory was needed."""
 
     key: str
+    grows: bool = False
     size: int = 0
     limit: asyncio.Timeout | None = None
     ended: bool = False
 
 
 class Bodies:
-    """The bodies in memory, also complete ones until they are decoded. Where there are too many bytes, the
-    key that has most of them loses its oldest incomplete body. Used by the event loop."""
+    """The bodies in memory, also complete ones until they are decoded, and answers that become large. Where
+    there are too many bytes, the key that has most of them loses its oldest incomplete one. Used by the event
+    loop."""
 
     def __init__(self, most: int = MOST_BYTES, own: int = OWN_BYTES) -> None:
         self._most, self._own = most, own
@@ -48,9 +50,9 @@ class Bodies:
         self._bodies: dict[Body, None] = {}  # the oldest first
 
     @contextmanager
-    def one(self, key: str) -> Iterator[Body]:
+    def one(self, key: str, *, grows: bool = False) -> Iterator[Body]:
         """A body of this key, which counts within the block."""
-        body = Body(key)
+        body = Body(key, grows)
         self._bodies[body] = None
         try:
             yield body
@@ -70,14 +72,16 @@ class Bodies:
             if victim is None or victim is body:
                 raise ApiError(429, BUSY)
             victim.ended = True
-            assert victim.limit is not None
-            victim.limit.reschedule(asyncio.get_running_loop().time())
+            if victim.limit is not None:
+                victim.limit.reschedule(asyncio.get_running_loop().time())
             self._remove(victim)
 
     def _victim(self, least: int) -> Body | None:
         """Returns the oldest incomplete body of the key with most bytes, None where no key with `least` bytes
         has one."""
-        incomplete = [body for body in self._bodies if body.limit and self._bytes[body.key] >= least]
+        incomplete = [
+            body for body in self._bodies if (body.limit or body.grows) and self._bytes[body.key] >= least
+        ]
         return max(incomplete, key=lambda body: self._bytes[body.key], default=None)
 
     def _remove(self, body: Body) -> None:

@@ -1,8 +1,10 @@
 """The scheduler: decides which requests run in each step, by continuous batching with chunked prefill.
 
 One round is a prefill chunk of one request that is still prefilling (clients take turns), then one decode
-step of all other running requests. A request is admitted when its prompt and a few more tokens fit the KV
-cache; the others wait in the `WaitingQueue`. A sequence grows while it is decoded.
+step of all other running requests. After a chunk its client's next one waits until others' decode steps have
+taken as long: so a prompt without end leaves them half of their speed at least. A request is admitted when
+its prompt and a few more tokens fit the KV cache; the others wait in the `WaitingQueue`. A sequence grows
+while it is decoded.
 A request begins with the longest prefix of its prompt that is computed (`PrefixCache`), and waits for another
 one that is computing more of it. When the cache is full, what no request uses is evicted first; then the
 request that was admitted last is preempted: it waits again, its tokens are prefilled again, and it continues
@@ -24,7 +26,7 @@ from pipeline.config import KV_BLOCK
 from pipeline.counters import difference, fidelity
 from pipeline.engine.engine import Engine
 from pipeline.errors import DOUBTFUL, NumberInUse, OutOfDeviceMemory, PipelineError, RequestError, StepFailed
-from pipeline.fairness import Held, Turns
+from pipeline.fairness import Debts, Held, Turns
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.jobs import Job
 from pipeline.scheduling.prefix_cache import PrefixCache
@@ -49,9 +51,11 @@ class Scheduler:
         send: Send,
         congested: Callable[[bytes], bool],
         suspects: Suspects,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`chunk`: prefill tokens of a step. `send` delivers messages to clients, those of a step
-        together; while a client is `congested`, because it does not read its messages, its requests pause."""
+        together; while a client is `congested`, because it does not read its messages, its requests pause.
+        `clock`: in seconds, by which prefill chunks and others' decode steps share the time."""
         self.engine = engine
         self.kv = kv
         self.chunk = self.chunk_alone = chunk
@@ -67,6 +71,7 @@ class Scheduler:
         self.prefixes = PrefixCache(kv)
         self._admissions = itertools.count()
         self._prefill_turns = Turns()
+        self._debts = Debts(clock)  # for prefill chunks, paid by others' decode steps
         self._held = Held()  # by waiting and running requests
         self._preemptions = 0
         self._ended = 0  # requests
@@ -99,6 +104,7 @@ class Scheduler:
             if job.client == client:
                 self._end(job, "cancelled")
         self.prefixes.forget(client)
+        self._debts.forget(client)
 
     def cancel_all(self) -> None:
         """End every request as cancelled: the engine shuts down."""
@@ -113,17 +119,21 @@ class Scheduler:
         for job in list(self._running):
             self._resume(job)
         ready = [job for job in self._running if job.ready and not self._congested(job.client)]
-        self._step(self._with_capacity(self._next_prefill(ready)), "prefill")
+        for job in self._with_capacity(self._next_prefill(ready)):
+            with self._debts.owing(job.client):
+                self._step([job], "prefill")
         decoding = [job for job in ready if job.ready and not job.prefilling and job.reason is None]
         for jobs in self._suspects.apart(self._with_capacity(decoding)):
-            self._step(jobs, "decode")
+            with self._debts.paying({job.client for job in jobs}):
+                self._step(jobs, "decode")
         return bool(ready)
 
     def _next_prefill(self, ready: list[Job]) -> list[Job]:
         """Returns the job to prefill next, if any: the first one of the client whose turn it is."""
+        decoding = {job.client for job in ready if not job.prefilling}
         first: dict[bytes, Job] = {}
         for job in ready:
-            if job.prefilling:
+            if job.prefilling and self._debts.may(job.client, decoding):
                 first.setdefault(job.client, job)
         return [first[self._prefill_turns.next(first)]] if first else []
 

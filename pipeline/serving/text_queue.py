@@ -260,7 +260,8 @@ class TextQueue:
             start = asked.start + (0 if new else following.known)
             grammar = asked.grammar if new else ""
             following.generation, following.known = self._link.generation, len(asked.tokens) - asked.start
-            wanted = Follow(answer, asked.vocabulary, tuple(asked.tokens[start:]), grammar)
+            client = following.client if new else b""
+            wanted = Follow(answer, asked.vocabulary, tuple(asked.tokens[start:]), grammar, client)
             try:
                 asked.allowed = await self._link.ask(wanted)
             except (TextProcessExited, TimeoutError, MalformedMessage) as e:

@@ -8,16 +8,19 @@ and is ready when the mask is there. The engine's thread never waits for one."""
 from __future__ import annotations
 
 import itertools
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import PipelineError, RequestError
-from pipeline.text.tokenizer import Tokenizer, one_line
+from pipeline.text.tokenizer import Tokenizer
 from protocol.messages import Allowed, Follow
 
 LIMITS = {  # of llguidance, each for one grammar or one token: a tenth of its own, ample for real schemas
@@ -27,7 +30,8 @@ LIMITS = {  # of llguidance, each for one grammar or one token: a tenth of its o
     "max_grammar_size": 200_000,
 }
 
-
+MOST_REASON = 90  # characters of the library's reason for an error, which is told behind our words
+SHOWN = re.compile(r" *\d+ \| ")  # a line of the grammar in it
 GRAMMAR_MEMORY = 2 << 30  # bytes that the text process may take with all of them
 
 
@@ -49,15 +53,24 @@ def check_grammar(grammar: str) -> None:
     except ValueError as e:
         error = str(e)
     if error and not error.startswith("WARNING"):
-        raise RequestError(f"the grammar or schema cannot be used: {' '.join(error.split())[:300]}")
+        raise RequestError(f"the grammar or schema cannot be used: {_reason(error)}")
+
+
+def _reason(error: object) -> str:
+    """Returns what the library says of an error, in one line without the dump and the grammar behind it."""
+    said = str(error).partition("<state>")[0]
+    lines = takewhile(lambda line: not SHOWN.match(line), said.splitlines())
+    return " ".join(" ".join(lines).split())[:MOST_REASON] or type(error).__name__
 
 
 @dataclass(frozen=True)
 class _Compiled:
-    """An answer's grammar, which takes the more memory the more `characters` it has."""
+    """An answer's grammar, which takes the more memory the more `characters` it has: about a hundred bytes
+    for each."""
 
     matcher: Any
     characters: int
+    client: bytes
 
 
 class Grammars:
@@ -84,8 +97,8 @@ class Grammars:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as e:  # as in `process.encoded`
-            return _refused(asked, f"the grammar cannot be followed further: {one_line(e)}")
-        self._compiled[asked.answer] = _Compiled(matcher, len(asked.grammar))
+            return _unfollowed(asked, _reason(e))
+        self._compiled[asked.answer] = _Compiled(matcher, len(asked.grammar), asked.client)
         if self._ended == asked.answer:
             self.drop(asked.answer)
         return answer
@@ -94,14 +107,14 @@ class Grammars:
         """Advance an answer's grammar, which has been compiled, and say what may come next."""
         compiled = self._compiled.get(asked.answer)
         if compiled is None:
-            reason = f"all grammars take more than {GRAMMAR_MEMORY >> 30} GB, and it was the largest"
-            return _refused(asked, f"the grammar cannot be followed further: {reason}")
+            reason = f"all grammars take more than {GRAMMAR_MEMORY >> 30} GB, and this client's most of it"
+            return _unfollowed(asked, reason)
         try:
             return _advanced(compiled.matcher, asked)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as e:
-            return _refused(asked, f"the grammar cannot be followed further: {one_line(e)}")
+            return _unfollowed(asked, _reason(e))
 
     def drop(self, answer: int) -> None:
         """Free the grammar of an answer that has ended."""
@@ -109,8 +122,13 @@ class Grammars:
         self._compiled.pop(answer, None)
 
     def drop_largest(self) -> None:
-        """Free the largest grammar; its answer ends with an error."""
-        self.drop(max(self._compiled, key=lambda answer: self._compiled[answer].characters))
+        """Free the largest grammar of the client that holds most; its answer ends with an error."""
+        held: Counter[bytes] = Counter()
+        for compiled in self._compiled.values():
+            held[compiled.client] += compiled.characters
+        heaviest = max(held, key=lambda client: held[client])
+        own = [answer for answer, compiled in self._compiled.items() if compiled.client == heaviest]
+        self.drop(max(own, key=lambda answer: self._compiled[answer].characters))
 
 
 def _advanced(matcher: Any, asked: Follow) -> Allowed:
@@ -124,9 +142,12 @@ def _advanced(matcher: Any, asked: Follow) -> Allowed:
     if not matcher.is_error():
         fill_next_token_bitmask(matcher, mask[np.newaxis], 0)
     if matcher.is_error():
-        reason = " ".join(matcher.get_error().split())[:200]
-        return _refused(asked, f"the grammar cannot be followed further: {reason}")
+        return _unfollowed(asked, _reason(matcher.get_error()))
     return Allowed(asked.answer, mask) if mask.any() else _refused(asked, "the grammar allows no token here")
+
+
+def _unfollowed(asked: Follow, reason: str) -> Allowed:
+    return _refused(asked, f"the grammar cannot be followed further: {reason}")
 
 
 def _refused(asked: Follow, reason: str) -> Allowed:

@@ -73,17 +73,20 @@ def injector(pool: Pool, tmp_path: Path, *kinds: str, rate: float = 200.0, seed:
 async def test_processes_that_are_up_or_in_their_start_are_killed(
     pool: Pool, tmp_path: Path, starting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where those in their start are to be hit and there are none left, the others are."""
     monkeypatch.setattr(chaos, "STARTING_SHARE", 1.0 if starting else 0.0)
     pool.up = [starting, *[not starting] * 3]
     files = os.listdir("/proc/self/fd")
     async with injector(pool, tmp_path, "kill", seed=4) as made:
-        await until(lambda: pool.dead() == [1, 2, 3] and made.missed > 5)
+        await until(lambda: pool.dead() == [0] * starting + [1, 2, 3] and made.missed > 5)
     assert os.listdir("/proc/self/fd") == files
     pids = [child.pid for child in pool.children]
     order = [pids.index(f.pid) for f in made.faults]
-    assert sorted(order) == [1, 2, 3] != order  # at random
+    assert sorted(order[:3]) == [1, 2, 3] != order[:3]  # at random
+    assert order[3:] == [0] * starting
     assert {(f.kind, f.role, f.decoding) for f in made.faults} == {("kill", "worker", True)}
-    assert [child.returncode for child in pool.children if child.returncode] == [-signal.SIGKILL] * 3
+    killed = [child.returncode for child in pool.children if child.returncode]
+    assert killed == [-signal.SIGKILL] * len(order)
     assert all(0 <= time.perf_counter() - fault.at < 20 for fault in made.faults)
 
 
@@ -111,6 +114,13 @@ async def test_stopped_processes_are_resumed_when_the_block_ends(pool: Pool, tmp
     with pytest.raises(RuntimeError, match="the load failed"):
         await fail()
     assert pool.stopped() == pool.dead() == []
+
+
+async def test_stopped_processes_are_killed_too(pool: Pool, tmp_path: Path) -> None:
+    async with injector(pool, tmp_path, "stop", "kill") as made:
+        await until(lambda: len(pool.dead()) == 4)
+    stopped, killed = ({f.pid for f in made.faults if f.kind == kind} for kind in ("stop", "kill"))
+    assert stopped & killed
 
 
 async def test_kinds_of_faults_follow_from_the_seed_alone(pool: Pool, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from gateway_engine import Served, serve
@@ -106,6 +107,20 @@ async def test_each_key_is_a_client_of_the_engine(served: Served, keys: Path) ->
         await until(lambda key=key: status_of(served, authorization=f"Bearer {key}") == 200)
     async with Client.connect(served.endpoint) as own:
         assert (await own.stats())["clients"]["connected"] == 4  # with the one that watches the engine
+
+
+def test_a_head_with_two_hosts_is_refused(served: Served) -> None:
+    """A proxy before us may go by the other one."""
+    address = urlsplit(served.url)
+    for hosts, wanted in ((1, b"200 OK"), (2, b'"message":"the request has two Host fields"')):
+        with socket.create_connection((address.hostname, address.port), 60) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\n" + b"Host: localhost\r\n" * hosts + b"\r\n")
+            received = b""
+            while wanted not in received:
+                part = connection.recv(1 << 16)
+                assert part, received
+                received += part
+    assert received.startswith(b"HTTP/1.1 400 ")
 
 
 @pytest.mark.parametrize(

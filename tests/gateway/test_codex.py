@@ -492,6 +492,11 @@ def test_tools_of_one_name_are_one_and_those_before_the_conversation_are_given()
     added = {"type": "additional_tools", "role": "developer", "tools": [function("g", c="string")]}
     request = read({"input": [added, message("user", "a")], "tools": TOOLS[:1]})
     assert [tool["function"]["name"] for tool in request.tools.given] == ["g", "shell_command"]
+    more = added | {"tools": [function("g", d="string"), function("h", e="string")]}
+    found = {"type": "tool_search_output", "call_id": "1", "tools": [function("h", x="string")]}
+    request = read({"input": [added, more, found, message("user", "a")], "tools": TOOLS[:1]})
+    assert [tool["function"]["name"] for tool in request.tools.given] == ["g", "h", "shell_command"]
+    assert [list(request.tools.schemas[name]["properties"]) for name in "gh"] == [["c"], ["e"]]
     request = read({"input": "a", "tools": [function("f", a="string"), function("f", b="string")]})
     assert list(request.tools.schemas["f"]["properties"]) == ["a"]
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 import resource
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 from urllib.parse import urlsplit
 
 import pytest
@@ -19,14 +21,18 @@ from gateway_engine import Served, serve
 from waiting import until
 
 from pipeline.fairness import RateLimiter
+from pipeline.gateway.answers import ChatEvent, ChatRequest, End
 from pipeline.gateway.bodies import CompletionBody, decoded
 from pipeline.gateway.call import Call, Service
+from pipeline.gateway.chat import Chat
 from pipeline.gateway.connections import Connections, make_server
 from pipeline.gateway.dashboard import MOST_BROWSERS, Feed
 from pipeline.gateway.engine_links import EngineLinks
 from pipeline.gateway.errors import ApiError
+from pipeline.gateway.settings import Settings, Tools
 from pipeline.gateway.shares import COSTLY, Bodies, Decoding, Places, Starts
 from protocol.client import Client
+from protocol.messages import Sampling
 
 ANNA, BERT = "k" * 20, "b" * 20
 AMPLE = 60.0  # seconds
@@ -470,6 +476,65 @@ async def test_what_an_answer_keeps_of_its_body_counts_until_its_end() -> None:
     first.kept.close()
     second.kept.close()
     second.keep(({"type": "web_search", "x": list(range(2000))},))
+
+
+async def test_inflated_bytes_count_as_those_of_a_body() -> None:
+    service = Service(EngineLinks("ipc:///x"), Path("/x"), bodies=Bodies(most=100_000, own=10))
+    for size, served in ((50_000, True), (150_000, False)):
+        parts: asyncio.Queue[bytes] = asyncio.Queue()
+        for part in (gzip.compress(json.dumps({"prompt": "x" * size}).encode()), b""):
+            parts.put_nowait(part)
+        call = a_call(service, "anna", parts)
+        call.scope["headers"].append((b"content-encoding", b"gzip"))
+        if served:
+            assert len(await call.body(CompletionBody, lambda body: str(body.prompt))) == size
+        else:
+            with pytest.raises(ApiError, match="the memory"):
+                await call.body(CompletionBody, lambda body: body)
+
+
+class Likely(Chat):
+    """An answer of so many tokens with their log-probabilities."""
+
+    ENTRY: ClassVar[dict[str, Any]] = {"token": "x", "logprob": -1.5, "top_logprobs": [{"token": "é"}] * 20}
+
+    def __init__(self, call: Call, tokens: int) -> None:
+        settings = Settings(9, Sampling(), (), False, 1, False, False, logprobs=20)
+        asked = ChatRequest((), settings, Tools(), {})
+        super().__init__(call, cast(Any, SimpleNamespace(welcome=None)), asked)
+        self.model, self.tokens = "m", tokens
+
+    async def events(self) -> AsyncGenerator[tuple[int, ChatEvent], None]:
+        for _ in range(self.tokens):
+            yield 0, self.ENTRY
+        yield 0, End("stop")
+
+
+async def test_log_probabilities_count_until_the_answers_end_and_have_a_limit() -> None:
+    """The key with most loses its oldest answer."""
+    service = Service(EngineLinks("ipc:///x"), Path("/x"), bodies=Bodies(most=100_000, own=2000))
+    service.served = ("m",)
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    def call(key: str) -> Call:
+        made = a_call(service, key, asyncio.Queue())
+        made.send = send
+        return made
+
+    first = call("anna")
+    await Likely(first, 200).send()
+    (choice,) = json.loads(b"".join(sent))["choices"]
+    assert choice["logprobs"] == {"content": [Likely.ENTRY] * 200, "refusal": None}
+    await Likely(call("bert"), 5).send()
+    await Likely(call("anna"), 200).send()  # in place of the first
+    with pytest.raises(ApiError, match="the memory"):
+        first.hold(1)
+    with pytest.raises(ApiError, match="the memory") as refused:
+        await Likely(call("bert"), 400).send()
+    assert refused.value.status == 429
 
 
 async def test_a_key_with_all_dashboards_gives_one_of_them_to_another() -> None:

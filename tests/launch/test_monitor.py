@@ -188,6 +188,31 @@ async def test_a_coordinator_that_exits_by_itself_ends_the_engine_also_between_k
             await asyncio.Future()
 
 
+async def test_a_coordinator_that_waits_in_vain_for_killed_workers_is_no_crash_loop(play: Play) -> None:
+    """It was no doing of its own. Where nobody kills them it is."""
+    limits = Limits(check_interval=1e6, first_pause=0.001, coordinator_exits=2)
+
+    def fail(coordinator: ScriptedChild) -> None:
+        coordinator.send(Failed("coordinator", "0 of 2 workers were ready after 60 s", False))
+        coordinator.process.end(1)
+
+    with pytest.raises(EngineFailed, match=r"^the coordinator failed: 0 of 2 .* 60 s, 2 times in a row"):  # noqa: PT012
+        async with supervisor(limits) as engine:
+            workers = 0  # generations
+            for generation in range(5):
+                coordinator = await play.spawned("coordinator", 0, generation)
+                (await play.spawned("worker", 0, workers)).process.end(KILLED)
+                await play.spawned("worker", 0, workers + 1)
+                fail(coordinator)
+                workers += 2
+            for generation in (5, 6):
+                coordinator = await play.spawned("coordinator", 0, generation)
+                line_of(engine, "worker").tick()
+                fail(coordinator)
+            await asyncio.Future()
+    assert sum(child.identity.role == "coordinator" for child in play.children) == 7
+
+
 async def test_next_coordinator_learns_what_was_computed_at_crashes_and_not_at_kills(play: Play) -> None:
     limits = Limits(check_interval=1e6, first_pause=0.001, coordinator_exits=9)
     async with supervisor(limits) as engine:

@@ -43,6 +43,7 @@ class Harness:
         slots: int = 3,
         decoder=None,
         ask=print,
+        clock=lambda: 0.0,
     ) -> None:
         self.sent: list[tuple[bytes, object]] = []
         self.batches: list[int] = []  # messages that were sent together
@@ -65,6 +66,7 @@ class Harness:
             send=self._send,
             congested=self.slow.__contains__,
             suspects=Suspects(cast(ControlSegment, SimpleNamespace(requests=[])), {}),
+            clock=clock,
         )
 
     def _send(self, messages: list[tuple[bytes, object]]) -> None:
@@ -236,6 +238,27 @@ def test_decoding_continues_beside_a_chunked_prefill(harness) -> None:
     assert (done.stats["prompt_tokens"], done.stats["decode_tokens"]) == (40, 1)
     assert done.stats["engine"]["prefill"]["rows"] == 40
     assert done.stats["prefill_tok_s"] == pytest.approx(40 / done.stats["prefill_s"])
+
+
+@pytest.mark.parametrize(("decoding", "rounds"), [(b"a", 17), (b"b", 5), (b"", 5)])
+def test_next_chunk_waits_until_others_have_decoded_as_long(engine, decoding: bytes, rounds: int) -> None:
+    """A chunk takes as long as four decode steps. A client's own answers do not count."""
+
+    def clock() -> float:
+        counted = engine.counters.snapshot()
+        return float(4 * counted["prefill"]["steps"] + counted["decode"]["steps"])
+
+    harness = Harness(engine, clock=clock)
+    if decoding:
+        harness.scheduler.enqueue(decoding, ask(1, 2, 40))
+        harness.scheduler.round()
+    harness.scheduler.enqueue(b"b", ask(0, 40, 1))  # 5 chunks of 8
+    for passed in range(rounds):
+        assert not [m for m in harness.to(b"b", Token) if m.request == 0], passed
+        harness.scheduler.round()
+    assert [m for m in harness.to(b"b", Token) if m.request == 0]
+    harness.finish()
+    harness.check_empty()
 
 
 def test_clients_take_turns_with_prefill_chunks(harness) -> None:

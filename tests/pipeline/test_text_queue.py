@@ -161,7 +161,7 @@ async def test_clients_take_turns_and_masks_come_before_texts(queue: Queue) -> N
     queue.put(b"b", text(0, "b0"))
     queue.put(b"c", text(0, "c0"))
     queue.ask(wanted(0, client=b"a"))
-    mask = Follow(0, 32, (), "g")
+    mask = Follow(0, 32, (), "g", b"a")
     assert [await queue.link.end() for _ in range(6)] == [mask, "b0", "c0", "a0", "a1", "a2"]
 
 
@@ -169,7 +169,7 @@ async def test_mask_of_a_known_grammar_waits_for_no_other_job(queue: Queue) -> N
     """Beside another client's compilations and texts, which wait for each other."""
     mask = wanted(0, client=b"m")
     queue.ask(mask)
-    assert await queue.link.end() == Follow(0, 32, (), "g")
+    assert await queue.link.end() == Follow(0, 32, (), "g", b"m")
     for number in range(1, 4):
         queue.ask(wanted(number, client=b"a"))
         queue.put(b"a", text(number, "a"))
@@ -181,7 +181,7 @@ async def test_mask_of_a_known_grammar_waits_for_no_other_job(queue: Queue) -> N
         await queue.link.answer(MASK)
         assert mask.allowed is MASK
         assert queue.link.jobs[-1] == Follow(0, 32, (length - 1,))
-    assert await queue.link.end() == compiling == Follow(1, 32, (), "g")
+    assert await queue.link.end() == compiling == Follow(1, 32, (), "g", b"a")
 
 
 async def test_crash_during_two_jobs_costs_the_one_that_crashes_again_alone(queue: Queue) -> None:

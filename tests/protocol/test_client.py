@@ -7,6 +7,7 @@ import pytest
 import uvloop
 from protocol_engine import BLOCK, WELCOME, both, drain, engine_process, until
 
+from protocol.answer import Answer
 from protocol.client import Client
 from protocol.errors import MalformedMessage, RequestFailed
 from protocol.messages import (
@@ -14,12 +15,14 @@ from protocol.messages import (
     Calibrate,
     Cancel,
     ChatMessage,
+    Done,
     Generate,
     Hello,
     PolicyChanged,
     Sampling,
     Score,
     SetPolicy,
+    Token,
 )
 
 
@@ -106,6 +109,17 @@ async def test_answers_stream_concurrently(endpoint):
         assert seen == list(range(20))
         assert slow.done.text == "end"
         assert len((await slow.result()).tokens) == 20  # again, from the first
+
+
+async def test_an_answer_keeps_the_best_tokens_of_its_steps_until_they_are_read():
+    """They take a hundred times as much memory as the tokens."""
+    answer = Answer(0, lambda request: None)
+    steps = [Token(0, index, 5, "a", 1.0, 6, -0.5, (5, 6), (-0.5, -1.5)) for index in range(3)]
+    for message in (*steps, Done(0, "length")):
+        answer.feed(message)
+    assert [token async for token in answer] == steps
+    plain = [Token(0, index, 5, "a", 1.0, 6, -0.5) for index in range(3)]
+    assert [token async for token in answer] == plain
 
 
 async def test_cancel(endpoint):

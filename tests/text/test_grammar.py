@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -225,22 +226,50 @@ def test_a_grammar_that_nothing_can_follow_ends_with_a_line(
     assert unknown.error.startswith("the grammar cannot be followed further")
 
 
-@pytest.mark.parametrize("grammar", ['{"grammars": 1}', "start: nowhere", 'start: "a', "start: /(/"])
-def test_what_is_no_grammar_is_refused(tokenizer: Tokenizer, grammar: str) -> None:
-    with pytest.raises(RequestError, match="grammar"):
-        check_grammar(grammar)
+DIGITS = "\n".join(f"r{n}: /[a-{chr(98 + n % 20)}]+{n}/" for n in range(1900))
+TOO_MANY = "start: " + " | ".join(f"r{n}" for n in range(1900)) + "\n" + DIGITS
 
 
-def test_the_largest_grammar_is_dropped_and_one_whose_answer_ended_is_not_kept(
-    tokenizer: Tokenizer, schema: str
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        ('{"grammars": 1}', "invalid type: integer `1`, expected a sequence at line 1 column 14"),
+        ("start: nowhere", 'at 1(8): unknown name: "nowhere"'),
+        ('start: "a', "1(10): lexer error"),
+        ("start: " + '"x" ' * 5000 + "/(/", 'at 1(8): invalid regex "(" (in regex): regex parse error: ( ^'),
+        (TOO_MANY, "lexer error: too many expressions constructed"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_by_one_short_line(
+    tokenizer: Tokenizer, grammar: str, reason: str
 ) -> None:
+    """Without what the library shows of itself, or of the grammar."""
+    try:
+        check_grammar(grammar)
+        line = Grammars(tokenizer).compile(Follow(0, VOCABULARY, (), grammar)).error
+    except RequestError as e:
+        line = str(e)
+    assert re.match(r"the grammar (or schema cannot be used|cannot be followed further): ", line)
+    assert line.partition("further: ")[2].startswith(reason) or line.partition("used: ")[2].startswith(reason)
+    assert "<state>" not in line
+    assert "|" not in line
+    assert len(line) <= 140
+    assert "\n" not in line
+
+
+def test_the_client_with_most_loses_its_largest_grammar(tokenizer: Tokenizer, schema: str) -> None:
+    """Not the one with the largest; and a grammar whose answer has ended is not kept."""
     grammars = Grammars(tokenizer)
-    for answer, grammar in enumerate((schema, schema + " " * 99, schema)):
-        assert not grammars.compile(Follow(answer, VOCABULARY, (), grammar)).error
+    sizes = [(b"a", 300), (b"b", 600), (b"a", 400), (b"c", 0)]
+    for answer, (client, more) in enumerate(sizes):
+        grammar = schema + " " * more
+        assert not grammars.compile(Follow(answer, VOCABULARY, (), grammar, client)).error
     grammars.drop_largest()
-    errors = [grammars.follow(Follow(answer, VOCABULARY)).error for answer in range(3)]
-    assert errors[0] == errors[2] == ""
-    assert errors[1].startswith("the grammar cannot be followed further: all grammars take more than 2 GB")
-    grammars.drop(3)  # before its compilation has ended
-    grammars.compile(Follow(3, VOCABULARY, (), schema))
+    errors = [grammars.follow(Follow(answer, VOCABULARY)).error for answer in range(4)]
+    assert [bool(error) for error in errors] == [False, False, True, False]
+    assert errors[2].startswith("the grammar cannot be followed further: all grammars take more than 2 GB")
+    grammars.drop_largest()
+    assert [bool(grammars.follow(Follow(answer, VOCABULARY)).error) for answer in (0, 1)] == [False, True]
+    grammars.drop(4)  # before its compilation has ended
+    grammars.compile(Follow(4, VOCABULARY, (), schema))
     assert len(grammars) == 2
