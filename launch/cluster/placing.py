@@ -28,6 +28,7 @@ async def placed(share: Share, engine: str, tell: Tell) -> AsyncIterator[None]:
     then."""
     placing = _Placing(share, engine, tell)
     task = asyncio.create_task(placing.run())
+    task.add_done_callback(_complain)
     try:
         yield
     finally:
@@ -37,7 +38,14 @@ async def placed(share: Share, engine: str, tell: Tell) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
+def _complain(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("expert hosts are no longer placed", exc_info=error)
+
+
 class _Placing:
+    """Keeps a liaison for an engine's hosts."""
+
     def __init__(self, share: Share, engine: str, tell: Tell) -> None:
         self.stopping = asyncio.Event()
         self._share, self._tell = share, tell
