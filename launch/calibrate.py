@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any, TypeVar
 
-from launch.command_line.checks import check_reads_text, check_request, read_ids, read_text
+from launch.command_line.checks import check_one_device, check_reads_text, check_request, read_ids, read_text
 from launch.command_line.options import Options
 from launch.connect import reconnecting_client
 from launch.errors import WrongUsage
@@ -30,6 +30,8 @@ Text = TypeVar("Text", str, tuple[int, ...])
 async def calibrate(options: Options, interrupts: Interrupts) -> int:
     """Run `calibrate`. Raises WrongUsage, OutputFailed, RequestFailed; as `reconnecting_client`."""
     written = options.written
+    if not options.connect:
+        check_one_device(options.config(), "calibrate")
     most = written.get("calibrate_tokens", CALIBRATION_TOKENS)
     asked: dict[str, Any] = {"tokens": most, "max_loss": written.get("max_loss")}
     if "text" in written:

@@ -13,10 +13,10 @@ from typing import Any
 
 from launch.command_line.options import OPTIONS as OPTIONS_TABLE
 from launch.errors import WrongUsage
-from launch.terminal.format import model_name
+from launch.terminal.format import count, model_name
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_model
-from pipeline.config import DEFAULT_CACHE, KV_CONTEXTS, DeviceName, EngineConfig, FormatName
+from pipeline.config import DEFAULT_CACHE, KV_CONTEXTS, Card, DeviceName, EngineConfig, FormatName
 from pipeline.errors import ModelError, UsageError
 from pipeline.memory.needs import Needs, choose_context, needs
 from pipeline.memory.plan import (
@@ -30,6 +30,7 @@ from pipeline.memory.plan import (
     choose,
     smallest,
 )
+from pipeline.models.facts import is_own
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
 from protocol.program import COMMAND
@@ -39,7 +40,13 @@ from workers.lifetime import PYTHON, environment
 log = logging.getLogger("tandem")
 
 DRIVER_NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the second under WSL
-PROBE = "import torch; print(torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else '')"
+# Prints how many GPUs there are, and the free bytes of those that are named, or of the first.
+PROBE = """
+import sys, torch
+number = torch.cuda.device_count() if torch.cuda.is_available() else 0
+asked = [int(word) for word in sys.argv[1:]] or [0]
+print(number, *(torch.cuda.mem_get_info(index)[0] for index in asked if index < number))
+"""
 PROBE_LIMIT = 120.0  # seconds; a cold import of a CUDA build from a slow disk takes tens of them
 # Options for formats of the KV cache, and of what shares the memory with it, by field of the configuration.
 SMALLER = {"backbone_dtype": "--backbone-dtype", "kv_dtype": "--kv-dtype"}
@@ -54,15 +61,16 @@ OPTIONS = {
 }
 
 
-def usable_device(asked: DeviceName) -> tuple[DeviceName, int | None]:
-    """The device to use, and the bytes of its memory that are free for a process; None of cpu. Raises
-    WrongUsage where cuda was asked for and is not usable; warns of a GPU that this torch cannot use."""
+def usable_device(asked: DeviceName, cards: Sequence[Card] = ()) -> tuple[DeviceName, tuple[int, ...]]:
+    """The device to use, and the bytes that are free for a process, of its memory or of each of `cards`;
+    none of cpu. Raises WrongUsage where cuda was asked for and is not usable; warns of a GPU that this torch
+    cannot use."""
     if asked == "cpu":
-        return "cpu", None
+        return "cpu", ()
     driver = any(node.exists() for node in DRIVER_NODES)
     if not driver:
         reason = "no NVIDIA driver is loaded"
-    elif (free := _free_on_gpu()) is None:
+    elif not (free := _free_on_gpus(cards)):
         reason = f"this torch cannot use the GPU; {COMMAND} doctor shows why, and what to install"
     else:
         return "cuda", free
@@ -70,24 +78,30 @@ def usable_device(asked: DeviceName) -> tuple[DeviceName, int | None]:
         raise WrongUsage(f"--device cuda: {reason}; or use --device cpu")
     if driver:
         log.warning(f"warning: computing on the CPU: {reason}")
-    return "cpu", None
+    return "cpu", ()
 
 
-def _free_on_gpu() -> int | None:
-    """Bytes that are free on the first GPU beside one process's context; None where torch cannot use it."""
+def _free_on_gpus(cards: Sequence[Card]) -> tuple[int, ...]:
+    """Bytes that are free on these GPUs, or on the first, beside one process's context; none where torch
+    cannot use them. Raises WrongUsage for one that is not there."""
     # In a process of its own: the supervisor stays small, and a driver that hangs does not hang it.
     try:
         probe = subprocess.run(
-            [*PYTHON, "-c", PROBE],
+            [*PYTHON, "-c", PROBE, *(str(card.number) for card in cards)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=PROBE_LIMIT,
             env=environment(1),
         )
     except subprocess.TimeoutExpired:
-        return None
-    words = probe.stdout.split()
-    return int(words[-1]) if probe.returncode == 0 and words else None
+        return ()
+    lines = probe.stdout.splitlines() if probe.returncode == 0 else []
+    number, *free = map(int, lines[-1].split() if lines else [0])
+    if number and (beyond := [str(card) for card in cards if card.number >= number]):
+        raise WrongUsage(
+            f"--device {beyond[0]}: torch sees {count(number, 'CUDA device')} here, from cuda:0 on"
+        )
+    return tuple(free)
 
 
 @dataclass(frozen=True)
@@ -109,13 +123,40 @@ class Situation:
 
 def situation(asked: EngineConfig, workers: int) -> Situation:
     """Takes a second or two with a GPU. `workers`: the default. Raises WrongUsage, PolicyError."""
-    device, gpu = usable_device(asked.device)
+    cards = asked.cards
+    check_rates(asked)
+    device, free = usable_device(asked.kind, cards)
     name = asked.policy or ("all-host" if device == "cpu" else "fiddler")
     config = replace(
-        asked, device=device, policy=name, workers=workers if asked.workers is None else asked.workers
+        asked,
+        device=asked.device if cards else device,
+        policy=name,
+        workers=workers if asked.workers is None else asked.workers,
     )
     policy = make_policy(PolicyRequest(name, config.policy_options), config.seed)
-    return Situation(config, policy, Machine(available_memory(), free_shm_bytes(), gpu, total_memory()))
+    sizes = free if device == "cuda" else [card.memory or 0 for card in cards]
+    named = tuple(zip(map(str, cards), sizes, strict=True)) if cards else ()
+    gpu = min(free, default=None)
+    machine = Machine(available_memory(), free_shm_bytes(), gpu, total_memory(), named)
+    return Situation(config, policy, machine)
+
+
+def check_divides(source: ModelSource, config: EngineConfig) -> None:
+    """Raises UsageError for several devices and a model whose layers are not ours to divide."""
+    if len(config.cards) > 1 and not is_own(source.config):
+        raise UsageError(
+            f"--device {','.join(map(str, config.cards))}: {source.name} runs on modules of transformers,"
+            " whose layers are not divided: give one device"
+        )
+
+
+def check_rates(config: EngineConfig) -> None:
+    """Raises WrongUsage for other than one rate of --link-gbps, or one for each device."""
+    rates, devices = config.link_gbps, max(1, len(config.cards))
+    if isinstance(rates, tuple) and len(rates) != devices:
+        raise WrongUsage(
+            f"--link-gbps: {len(rates)} rates for {count(devices, 'device')}; give one, or one each"
+        )
 
 
 def formats(asked: EngineConfig, source: ModelSource) -> tuple[FormatName, ...]:
@@ -141,6 +182,7 @@ def every_format(source: ModelSource, asked: EngineConfig, names: Sequence[Forma
 def make_plan(model: Path, now: Situation) -> tuple[Plan, list[str]]:
     """The plan to start with, and log lines about it. Raises UsageError where nothing fits, ModelError."""
     source = open_model(model)
+    check_divides(source, now.config)
     every = every_format(source, now.config, formats(now.config, source))
     plan = now.plan(now.config, every)
     if plan is None:
@@ -301,7 +343,7 @@ def _others(asked: EngineConfig) -> Iterator[EngineConfig]:
         freed = replace(asked, **fewer)  # type: ignore[arg-type]  # each of these may be None
         if freed != asked:
             yield freed
-    if asked.device == "cpu":
+    if asked.kind == "cpu":
         smaller = {"int4": (), "int8": ("int4",)}
         for dtype in smaller.get(asked.backbone_dtype or "bf16", ("int8", "int4")):
             yield replace(asked, **everything, backbone_dtype=dtype)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 DEFAULT_CONTEXT = 8192  # tokens, where the model would take more
 KV_CONTEXTS = 4  # full contexts that the KV cache holds, where they fit
@@ -41,12 +41,24 @@ KvDType = Literal["f32", "bf16", "int8"]
 
 
 @dataclass(frozen=True)
+class Card:
+    """A device that `--device` names: a GPU by its number, or an emulated one by its memory."""
+
+    number: int
+    memory: int | None = None  # bytes of an emulated one
+
+    def __str__(self) -> str:
+        return f"cuda:{self.number}" if self.memory is None else f"cpu:{self.memory / 1e9:g}GB"
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """All options of one engine. None: chosen, by pipeline/memory/plan.py where memory decides."""
 
     model: Path | None = None  # a folder, or the path `shape:NAME/LAYERS`; None: the embedded model
     name: str | None = None  # None: made from the supervisor's process id
-    device: DeviceName = "auto"
+    # auto, cpu or cuda; or devices that divide the layers: cuda:NUMBER,... or cpu:BYTES,...
+    device: str = "auto"
     policy: str | None = None  # None: all-host without a GPU, fiddler with one
     policy_options: dict[str, str] = field(default_factory=dict)
     format: FormatName | None = None  # of the experts; None: the file's own, or the most exact that fits
@@ -59,7 +71,8 @@ class EngineConfig:
     kv_tokens: int | None = None  # tokens that the KV cache holds; None: up to KV_CONTEXTS contexts
     max_sequences: int = 16  # sequences that are decoded together
     chunk: int | None = None  # prefill tokens of one step; None: measured at start
-    link_gbps: float | None = None  # emulation: pace of copies to the device, GB/s (1e9 bytes)
+    # emulation: pace of copies to the device, or to each of several, GB/s (1e9 bytes)
+    link_gbps: float | tuple[float, ...] | None = None
     host_slowdown: float = 1.0  # emulation: factor on the workers' computing time
     costs: Path | None = None  # use these instead of measuring
     record: Path | None = None  # a new file for the trace of every step's routing; absolute
@@ -75,17 +88,41 @@ class EngineConfig:
     @classmethod
     def from_map(cls, plain: dict[str, Any]) -> Self:
         """The configuration from a child's map: `dataclasses.asdict` with paths as text."""
-        names = ("model", "costs", "record", "http_keys")
-        paths = {name: Path(plain[name]) for name in names if plain[name] is not None}
-        lists = {name: tuple(plain[name]) for name in ("allowed_origins", "served_model_name")}
+        files = ("model", "costs", "record", "http_keys")
+        paths = {name: Path(plain[name]) for name in files if plain[name] is not None}
+        names = ("allowed_origins", "served_model_name", "link_gbps", "stages")
+        lists = {name: tuple(plain[name]) for name in names if isinstance(plain.get(name), list)}
         return cls(**(plain | paths | lists))
+
+    @property
+    def kind(self) -> DeviceName:
+        """Of the device or devices."""
+        return cast(DeviceName, self.device.partition(":")[0])
+
+    @property
+    def cards(self) -> tuple[Card, ...]:
+        """The devices that are named one by one, in the order of the layers; (): there is one, as it is."""
+        if ":" not in self.device:
+            return ()
+        sizes = [int(word.partition(":")[2]) for word in self.device.split(",")]
+        if self.kind == "cuda":
+            return tuple(Card(number) for number in sizes)
+        return tuple(Card(number, memory) for number, memory in enumerate(sizes))
+
+    def link_of(self, device: int) -> float | None:
+        """The emulated pace of a device's link, GB/s; None: as it is."""
+        return self.link_gbps[device] if isinstance(self.link_gbps, tuple) else self.link_gbps
 
     @property
     def emulation(self) -> str:
         """Describes how this engine is slowed down to stand in for another machine; empty where it is not."""
         paces = []
-        if self.link_gbps is not None:
+        if isinstance(self.link_gbps, tuple):
+            paces.append(f"links paced to {', '.join(f'{rate:g}' for rate in self.link_gbps)} GB/s")
+        elif self.link_gbps is not None:
             paces.append(f"link paced to {self.link_gbps:g} GB/s")
+        if self.cards and self.kind == "cpu":
+            paces.append(f"devices {', '.join(map(str, self.cards))}")
         if self.host_slowdown != 1.0:
             paces.append(f"host slowed by {self.host_slowdown:g}")
         return ", ".join(paces)
@@ -98,7 +135,8 @@ class ResolvedConfig(EngineConfig):
     format: FormatName = "bf16"
     backbone_dtype: BackboneDType = "bf16"
     expert_cache: float = DEFAULT_CACHE
-    staging: int | None = None  # slots of the slab beside the cache's; None: the fewest
+    staging: int | None = None  # slots of each slab beside the cache's; None: the fewest
+    stages: tuple[int, ...] = ()  # layers with experts on each device; (): one has all
 
 
 @dataclass(frozen=True)

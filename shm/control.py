@@ -1,10 +1,12 @@
-"""The control segment: progress and current Work of each worker, the prefetcher and the coordinator's engine
+"""The control segment: progress and current Work of each worker, prefetcher and the coordinator's engine
 thread, written by them; and the requests that the coordinator computes.
 
-    line 0: the prefetcher           line 1: the coordinator
-    lines 2 to 34: its requests      line 35 + i: worker i
+    line i: the prefetcher of device i           line 8: the coordinator, and its link to device 0
+    line 8 + i: the coordinator's link to device i
+    lines 16 to 48: its requests                 line 49 + i: worker i
 
-A line is 64 bytes, so that no two writers share a cache line. Its numbers (int64):
+There are at most 8 devices. A line is 64 bytes, so that no two writers share a cache line. Its numbers
+(int64):
 
     0   counts progress and only grows
     1   the Work that is being computed, or the order that is being copied; IDLE without one
@@ -29,12 +31,13 @@ from shm.segment import Segment
 LINE = 8  # numbers
 IDLE = -1
 REQUEST_LINES = 33
+MOST_DEVICES = 8
 MOST_REQUESTS = (REQUEST_LINES * LINE - 1) // 2  # that are written down
-_ROWS = {"prefetcher": 0, "coordinator": 1, "worker": 2 + REQUEST_LINES}
+_ROWS = {"prefetcher": 0, "coordinator": MOST_DEVICES, "worker": 2 * MOST_DEVICES + REQUEST_LINES}
 
 
 class ControlSegment:
-    """One line each for the prefetcher, the coordinator and each worker."""
+    """One line each for each prefetcher, link of the coordinator, and worker."""
 
     def __init__(self, segment: Segment) -> None:
         """View a segment. Use `create` or `attach`."""
@@ -44,8 +47,9 @@ class ControlSegment:
     def create(cls, name: str, workers: int) -> ControlSegment:
         """A new segment. Raises NotEnoughMemory, and ShmError if the name is taken."""
         made = cls(Segment.create(name, (_ROWS["worker"] + workers) * LINE * 8))
-        for role in ("prefetcher", "coordinator"):
-            made.line(role, 0).end()
+        for index in range(MOST_DEVICES):
+            for role in ("prefetcher", "coordinator"):
+                made.line(role, index).end()
         for index in range(workers):
             made.line("worker", index).end()
         return made
@@ -56,7 +60,7 @@ class ControlSegment:
         return cls(Segment.attach(name, writable=True))
 
     def line(self, role: str, index: int) -> ControlLine:
-        """The line of a worker, the prefetcher or the coordinator. Raises IndexError if it does not exist."""
+        """The line of a worker, a prefetcher or the coordinator. Raises IndexError if it does not exist."""
         if index < 0 or role not in _ROWS:
             raise IndexError(f"no line of {role} {index}")
         return ControlLine(self.segment.array.view(np.int64).reshape(-1, LINE)[_ROWS[role] + index])
@@ -79,7 +83,7 @@ class ControlSegment:
 
     @property
     def _request_numbers(self) -> NDArray[np.int64]:
-        return self.segment.array.view(np.int64)[2 * LINE : _ROWS["worker"] * LINE]
+        return self.segment.array.view(np.int64)[2 * MOST_DEVICES * LINE : _ROWS["worker"] * LINE]
 
     def close(self) -> None:
         """End this process's use; its creator unlinks `segment.name`."""

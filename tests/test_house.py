@@ -16,14 +16,14 @@ PROGRAM = ("protocol", "shm", "workers", "pipeline", "launch")
 SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
     "protocol": 2_342,
-    "shm": 4_510,
-    "workers": 10_140,
-    "pipeline": 37_250,
-    "launch": 12_190,
+    "shm": 4_520,
+    "workers": 9_820,
+    "pipeline": 37_900,
+    "launch": 12_270,
     "benchmarks": 6_620,
-    "tests": 61_080,
+    "tests": 61_650,
 }
-ROOMS = 298  # Python files of the program, without those that only mark a package
+ROOMS = 299  # Python files of the program, without those that only mark a package
 
 
 @pytest.mark.parametrize("folder", LINES)

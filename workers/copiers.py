@@ -34,11 +34,14 @@ def sleep_until(deadline: float, tick: Callable[[], None]) -> None:
 class EmulatedLink:
     """A link of `gbps` 1e9 bytes a second, as one of its two users sees it."""
 
-    def __init__(self, gbps: float, own: ControlLine, other: ControlLine) -> None:
-        """`own` and `other`: the lines of this process and of the other one."""
+    def __init__(
+        self, gbps: float, own: ControlLine, other: ControlLine, tick: Callable[[], None] | None = None
+    ) -> None:
+        """`own` and `other`: the lines of this process and of the other one. `tick`: notes progress; None: in
+        its own line."""
         self._rate = gbps * 1e9
         self._own, self._other = own, other
-        self.tick = own.tick
+        self.tick = tick or own.tick
 
     @property
     def other_until(self) -> float:

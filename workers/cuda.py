@@ -201,7 +201,7 @@ def _lock_chunks(memory: NDArray[np.uint8]) -> Iterator[int]:
     start = memory.ctypes.data
     for offset in range(0, memory.nbytes, REGISTER_CHUNK):
         size = min(REGISTER_CHUNK, memory.nbytes - offset)
-        call("cudaHostRegister", start + offset, size, constant("cudaHostRegisterDefault"))
+        call("cudaHostRegister", start + offset, size, constant("cudaHostRegisterPortable"))
         yield offset + size
 
 

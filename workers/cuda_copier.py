@@ -63,9 +63,11 @@ class CudaCopier:
         *,
         stream: Callable[[], int] | None = None,
         link: EmulatedLink | None = None,
+        locks: PageLocks | None = None,
     ) -> None:
         """`address`: the slab in this process. `stream`: that on which this process computes, and which
-        `ready` lets wait for copies; without it, as where another process computes, `ready` waits itself."""
+        `ready` lets wait for copies; without it, as where another process computes, `ready` waits itself.
+        `locks`: of the store, where this process has it page-locked for another device."""
         call("cudaSetDevice", device)
         self._store, self._device = store, device
         self._address, self._slot_bytes = address, slot_bytes
@@ -77,7 +79,7 @@ class CudaCopier:
         self._under_way: deque[_Begun] = deque()
         self._copied = (0, 0.0)
         self.ahead = min(MOST_AHEAD, max(2, 1 + AHEAD_BYTES // slot_bytes))
-        self.locks = PageLocks(store.segment.array, device)
+        self.locks = locks or PageLocks(store.segment.array, device)
 
     @property
     def copied(self) -> tuple[int, float]:

@@ -1,5 +1,5 @@
-"""Process entry: the prefetcher. It receives orders, copies from the store to slab slots, and reports each
-landing once its copy has completed.
+"""Process entry: the prefetcher of one device. It receives orders, copies from the store to slab slots, and
+reports each landing once its copy has completed.
 
 An order is for whole tiles or for chosen channels. Orders wait by urgency and then by age, and are taken tile
 by tile, or chunk by chunk of channels. Tiles and channels land in the order's order, and a cancelled order is
@@ -181,9 +181,10 @@ def main(config: dict[str, Any]) -> int:
     peer = ChildEndpoint(config, "fetch.sock")
     try:
         control = ControlSegment.attach(config["control"])
-        line, gbps = control.line("prefetcher", 0), config["link_gbps"]
+        index, gbps = config["index"], config["link_gbps"]
+        line = control.line("prefetcher", index)
         line.end()
-        link = None if gbps is None else EmulatedLink(gbps, line, control.line("coordinator", 0))
+        link = None if gbps is None else EmulatedLink(gbps, line, control.line("coordinator", index))
         with Store.attach(config["store"], config["fingerprint"], writable=True) as store:
             peer.announce((note,) if note else ())
             CopyLoop(peer, store, line, link).serve()

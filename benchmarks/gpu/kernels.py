@@ -27,7 +27,7 @@ from torch import Tensor
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.device import Device, open_device
 from pipeline.device.base import DeviceKernel
-from pipeline.device.cuda import CudaDevice
+from pipeline.device.cuda_kernels import TorchKernel
 from pipeline.errors import UsageError
 from shm.layout import ExpertShape, StoreLayout, format_named
 from workers.kernels.c_types import Geometry
@@ -156,7 +156,6 @@ def _once(device: Device, kernel: DeviceKernel, layers: Layers, x: Tensor, argum
 
 def measure(
     device: Device,
-    in_torch: Device,
     shapes: Sequence[str],
     formats: Sequence[str],
     rows: Sequence[int],
@@ -173,8 +172,8 @@ def measure(
                 equal[f"{shape} {format}"] = all(
                     equals_the_host(device, layers, number) in (True, None) for number in rows if number <= 64
                 )
-            for kernels, by in (("own", device), ("torch", in_torch)):
-                kernel = by.expert_kernel(layers.layout)
+            in_torch = TorchKernel(layers.layout, device.from_host)
+            for kernels, kernel in (("own", device.expert_kernel(layers.layout)), ("torch", in_torch)):
                 for number in rows:
                     if kernels == "torch" and number not in (1, 512):
                         continue
@@ -221,7 +220,7 @@ def main() -> int:
         return 2
     formats, rows = (("int4",), (1, 32)) if arguments.quick else (FORMATS, ROWS)
     with torch.inference_mode():
-        found = measure(device, CudaDevice(in_torch=True), list(SHAPES), formats, rows, FRESH_BYTES)
+        found = measure(device, list(SHAPES), formats, rows, FRESH_BYTES)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
     show(found)

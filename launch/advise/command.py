@@ -14,7 +14,7 @@ from rich.text import Text
 from launch.advise.machine import drawn, elsewhere, recorded, this_machine
 from launch.advise.search import Fitting, Search, fitting
 from launch.bench.plan import requested_policies
-from launch.command_line.checks import check_engine
+from launch.command_line.checks import check_engine, check_one_device
 from launch.command_line.options import Options
 from launch.forecast import Estimate, Sizes, sizes_of
 from launch.planning import every_format, second_roundings
@@ -41,6 +41,7 @@ async def advise(options: Options, interrupts: Interrupts) -> int:
     prompt = written.get("prompt_len", PROMPT)
     requests = requested_policies(options, asked.seed)
     hardware = elsewhere(written)
+    check_one_device(asked, "advise")
     source = open_config(written.get("model", model_dir()))
 
     def sizes(config: EngineConfig) -> list[Sizes]:

@@ -138,7 +138,7 @@ async def this_machine(
     words = "this machine, {}, {} cores".format(*processor())
     if config.emulation:
         words += f"; emulated: {config.emulation}"
-    return Hardware(words, now.machine, priced, config.device), config, text
+    return Hardware(words, now.machine, priced, config.kind), config, text
 
 
 @asynccontextmanager

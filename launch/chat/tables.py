@@ -117,6 +117,10 @@ def _engine(stats: dict[str, Any], welcome: Welcome) -> Iterator[tuple[str, str]
     if c := stats.get("cache"):
         size = byte_size(c["resident_tiles"] * stats.get("tile_bytes", 0))
         yield "expert cache", f"{c['resident_tiles']} of {c['capacity_tiles']} tiles resident, {size}"
+    for device in stats.get("devices", ()):
+        first, end = device["layers"]
+        there = f"{device.get('resident_tiles', 0)} of {device.get('capacity_tiles', 0)} tiles resident"
+        yield device["device"], f"layers with experts {first + 1} to {end}, {there}"
     for phase in PHASES:
         if isinstance(tree := stats.get("engine", {}).get(phase), dict):
             yield phase, _work(PhaseProfile(tree, stats.get("tile_bytes", 0)))

@@ -57,6 +57,7 @@ def check_engine(config: EngineConfig, source: ModelSource | None = None) -> Non
     if config.costs is not None:
         Costs.load(config.costs)
     if config.record is not None:
+        check_one_device(config, "--record")
         check_new_file("--record", config.record, replace=False, room=RECORD_ROOM)
     folder = config.model or model_dir()
     source = source or open_model(folder)
@@ -65,6 +66,13 @@ def check_engine(config: EngineConfig, source: ModelSource | None = None) -> Non
     expert_shape(source.config, config.tile, format_named(config.format or AUTOMATIC[0]))
     if config.http is not None:
         check_http(config.http, config.http_keys, config.allowed_origins)
+
+
+def check_one_device(config: EngineConfig, what: str) -> None:
+    """Raises WrongUsage where the layers are divided between devices."""
+    if len(config.cards) > 1:
+        names = ",".join(map(str, config.cards))
+        raise WrongUsage(f"{what} needs all layers on one device: give one of {names}")
 
 
 def check_calibration(config: EngineConfig, policies: Sequence[PolicyRequest]) -> None:

@@ -20,11 +20,13 @@ from launch.command_line.values import (
     absolute,
     at_least,
     between,
+    devices,
     http_address,
     model_path,
     names,
     not_empty,
     origins,
+    rates,
     size,
     token_ids,
 )
@@ -34,7 +36,6 @@ from pipeline.config import (
     DEFAULT_CONTEXT,
     KV_CONTEXTS,
     BackboneDType,
-    DeviceName,
     EngineConfig,
     ExchangeName,
     FileName,
@@ -89,6 +90,10 @@ MODEL = (
 )
 POLICY = "what to compute where (default all-host without a GPU, fiddler with one)"
 SET = "set an option of the policy; repeatable"
+DEVICES = (
+    "of the backbone and the resident experts: auto, cpu, cuda; or several that divide the layers by their"
+    " memory, as cuda:0,cuda:1 or, emulated, cpu:24GB,cpu:12GB"
+)
 CACHE = f"share of all expert tiles on the device (default {DEFAULT_CACHE}; on a GPU all that fit)"
 WORKERS = "expert workers, which divide the cores (default one per core, at most 16); 0: no processes"
 CONTEXT = f"tokens of prompt and answer (default: the model's, at most {DEFAULT_CONTEXT}, or what fits)"
@@ -179,7 +184,7 @@ _sizes = _section(
     Option("model DIR", model_path, MODEL),
     Option("policy PRESET", str, POLICY, also=REPLAY, asked="bench, evaluate"),
     Option("set POLICY.OPTION=VALUE", str, SET, also=REPLAY, asked="bench, evaluate", repeatable=True),
-    Option("device", get_args(DeviceName), "device of the backbone and the resident experts"),
+    Option("device DEVICE[,DEVICE]", devices, DEVICES),
     Option("format FORMAT", get_args(FormatName), FORMATS),
     Option("backbone-dtype", get_args(BackboneDType), BACKBONE),
     Option("expert-cache RATIO", between(0.0, 1.0), CACHE, also=REPLAY),
@@ -197,7 +202,7 @@ _sizes = _section(
 )
 _engine = _section(
     ENGINE,
-    Option("link-gbps X", above(0.0), "emulate a link of X GB/s"),
+    Option("link-gbps X[,X]", rates, "emulate a link of X GB/s to the device, or to each"),
     Option("host-slowdown X", between(1.0, math.inf), "emulate workers X times slower"),
     Option("costs FILE", Path, COSTS, also=REPLAY),
     Option("record F", absolute, "record the routing into a new file, for bench --replay"),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.models.shapes import is_shape, with_whole_path
+from shm.control import MOST_DEVICES
 
 ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
@@ -94,6 +95,32 @@ def size(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size like 500MB or 1.5GB")
     return int(float(match[1]) * SIZE_UNITS[match[2].upper()])
+
+
+def devices(text: str) -> str:
+    """Reads auto, cpu, cuda, or devices that divide the layers: GPUs by number, or emulated ones by size,
+    which becomes bytes."""
+    words = [word.strip() for word in text.split(",")]
+    if words[0] in ("auto", "cpu", "cuda") and len(words) == 1:
+        return text
+    kinds, values = zip(*(word.partition(":")[::2] for word in words), strict=True)
+    if not all(values) or set(kinds) not in ({"cpu"}, {"cuda"}):
+        raise argparse.ArgumentTypeError(
+            f"{text[:80]!r}: give auto, cpu or cuda; or several, as cuda:0,cuda:1 or, emulated,"
+            " cpu:24GB,cpu:12GB"
+        )
+    if len(words) > MOST_DEVICES:
+        raise argparse.ArgumentTypeError(f"{len(words)} devices are more than {MOST_DEVICES}")
+    numbers = [size(value) if kinds[0] == "cpu" else at_least(0)(value) for value in values]
+    if kinds[0] == "cuda" and len(set(numbers)) < len(numbers):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} names a device twice")
+    return ",".join(f"{kinds[0]}:{number}" for number in numbers)
+
+
+def rates(text: str) -> float | tuple[float, ...]:
+    """Reads a rate, or one for each device with commas between them."""
+    found = tuple(above(0.0)(word) for word in text.split(","))
+    return found if len(found) > 1 else found[0]
 
 
 def model_path(text: str) -> Path:

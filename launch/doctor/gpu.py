@@ -31,7 +31,7 @@ async def inspect(example: Sizes) -> tuple[list[Finding], float | None]:
         if failure:
             do = "nvidia-smi\nengines start with --device cpu meanwhile"
             return [Finding("gpu", "problem", f"torch fails: {failure}", ON_CPU, do)], None
-        findings = [_devices(seen)]
+        findings = _devices(seen)
         if seen["devices"] and find_spec("cuda") is None:
             do = pip_install("'tandem[cuda]'")
             findings.append(Finding("gpu", "problem", "cuda-bindings is not installed", ON_CPU, do))
@@ -60,18 +60,25 @@ async def _tried(child: Trial) -> tuple[Any, str]:
     return answer, answer.get("failure", "") if isinstance(answer, dict) else ""
 
 
-def _devices(seen: dict[str, Any]) -> Finding:
-    """Describes the first GPU that torch sees, or says why it sees none."""
-    if seen["devices"]:
-        device, *others = seen["devices"]
-        words = f"{device['name']}, {byte_size(device['bytes'])}, {byte_size(device['free'])} free"
-        means = "attention and shared parts are kept there, and as many experts as --expert-cache sets"
-        more = f"; an engine uses this GPU alone, of {1 + len(others)}"
-        return Finding("gpu", "ok", words, means + more * bool(others))
+def _devices(seen: dict[str, Any]) -> list[Finding]:
+    """Describes the GPUs that torch sees, or says why it sees none."""
+    if devices := seen["devices"]:
+        first = "attention and shared parts are kept there, and as many experts as --expert-cache sets"
+        every = ",".join(f"cuda:{number}" for number in range(len(devices)))
+        further = f"with --device {every} it has a part of the layers; without, the first GPU has all"
+        return [
+            Finding(
+                "gpu",
+                "ok",
+                f"{device['name']}, {byte_size(device['bytes'])}, {byte_size(device['free'])} free",
+                further if number else first,
+            )
+            for number, device in enumerate(devices)
+        ]
     if seen["cuda"] is None:
         why = "a build without CUDA"
         do = pip_install(f"--force-reinstall torch --index-url {CUDA_BUILDS}")
     else:
         why = "it finds no GPU that it can use"
         do = f"nvidia-smi\nif the driver is older than CUDA {seen['cuda']}, update it"
-    return Finding("gpu", "problem", f"torch {seen['version']}: {why}", ON_CPU, do)
+    return [Finding("gpu", "problem", f"torch {seen['version']}: {why}", ON_CPU, do)]

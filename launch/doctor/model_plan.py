@@ -20,6 +20,7 @@ from launch.forecast import CONTEXT, Expected, Speeds, by_rates, sizes_of
 from launch.planning import (
     OPTIONS,
     Situation,
+    check_divides,
     every_format,
     formats,
     reasons,
@@ -56,6 +57,7 @@ class ModelPlan:
 
     @classmethod
     def of(cls, source: ModelSource, now: Situation) -> ModelPlan:
+        check_divides(source, now.config)
         asked = formats(now.config, source)
         names = AUTOMATIC if asked[0] in AUTOMATIC else (asked[0], *AUTOMATIC)
         each = every_format(source, now.config, names)
@@ -169,7 +171,7 @@ async def _expected(
 ) -> tuple[Speeds | None, Mapping[FormatName, Expected], list[str]]:
     """Returns the expected speed in each format, and lines about it."""
     source, config = plan.source, plan.now.config
-    if config.device != "cpu":
+    if config.kind != "cpu" or config.cards:
         return None, {}, ["Expected tok/s: give --device cpu; with a GPU `bench` measures them."]
     try:
         speeds = await measure_speeds(source, config, plan.formats, options, interrupts)
@@ -195,7 +197,7 @@ def _head(plan: ModelPlan) -> Iterator[RenderableType]:
     yield Text(plan.source.name, style="bold")
     context = f"context of up to {facts.max_positions} tokens"
     yield f"{count(facts.layers, 'layer')}{which} with {experts}; {context}"
-    yield f"with --device {config.device} --policy {config.policy}"
+    yield f"with --device {','.join(map(str, config.cards)) or config.device} --policy {config.policy}"
 
 
 def _verdict(plan: ModelPlan) -> Iterator[Text]:

@@ -48,10 +48,12 @@ log = logging.getLogger(__name__)
 
 
 def title(identity: Identity) -> str:
-    """Returns a child's name in messages: "worker 1"; just "loader", of which an engine has only one."""
+    """Returns a child's name in messages: "worker 1"; just "loader", of which most engines have only one."""
     if identity.role == "text":
         return "text process"
-    return f"{identity.role} {identity.index}" if identity.role == "worker" else identity.role
+    return (
+        f"{identity.role} {identity.index}" if identity.role == "worker" or identity.index else identity.role
+    )
 
 
 class Stillness:

@@ -186,9 +186,10 @@ class ProcessMonitor:
         self._started = True
         self._guard.keep(self._restart_coordinator(time.monotonic()))
 
-    async def start_late(self, slot: ProcessSlot) -> None:
-        """Start a slot that was added after `start`, and wait until it is ready. Raises StartFailed."""
-        await self.start_slot(slot)
+    async def start_late(self, *slots: ProcessSlot) -> None:
+        """Start slots that were added after `start`, and wait until they are ready. Raises StartFailed."""
+        for slot in slots:
+            await self.start_slot(slot)
         await self._wait_ready()
 
     def stop(self) -> None:

@@ -130,7 +130,7 @@ class Supervisor:
             log.info(f"removed what the killed engine {name} had left behind")
         sweep_stores()
         now = await asyncio.to_thread(situation, self.config, self._cores.default_workers())
-        if now.config.device == "cuda":
+        if now.config.kind == "cuda":
             self._cores = self._cores.beside_coordinator(self.config.workers)
             if self.config.workers is None:
                 fewer = replace(now.config, workers=self._cores.default_workers())
@@ -178,7 +178,9 @@ class Supervisor:
         # How other programs of this user find the engine.
         runtime.publish(EngineInfo(self.name, os.getpid(), str(self.model), self.endpoint, VERSION))
         self._guard.keep(self._watch_files())
-        where = "the CPU" if config.device == "cpu" else "the GPU"
+        where = "the CPU" if config.kind == "cpu" else "the GPU"
+        if len(config.cards) > 1:
+            where = " and ".join(map(str, config.cards))
         workers = count(config.workers, "worker") if config.workers else "without workers"
         took = f"{time.monotonic() - began:.1f} s"
         notice(f"engine {self.name} is ready after {took}: {config.policy} on {where}, {workers}")
@@ -208,7 +210,7 @@ class Supervisor:
         for index, cpus in enumerate(self._worker_cores):
             self._add_slot("worker", len(cpus.cores), index, cpus)
         if self._slab:
-            self._add_slot("prefetcher")
+            self._add_prefetchers()
         if self.config.http is not None:
             self._add_slot("gateway")
         await self._monitor.start()
@@ -217,7 +219,13 @@ class Supervisor:
         self, role: str, threads: int = 1, index: int = 0, cpus: CpuSet | None = None
     ) -> ProcessSlot:
         fds = tuple(listener.fileno() for listener in self._listeners) if role == "gateway" else ()
-        return self._monitor.add_slot(role, index, lambda: self._child_config(role, cpus), threads, fds)
+        return self._monitor.add_slot(
+            role, index, lambda: self._child_config(role, cpus, index), threads, fds
+        )
+
+    def _add_prefetchers(self) -> list[ProcessSlot]:
+        """One for each device."""
+        return [self._add_slot("prefetcher", index=i) for i in range(max(1, len(self._config.cards)))]
 
     @property
     def _control_name(self) -> str:
@@ -228,9 +236,9 @@ class Supervisor:
     def _worker_cores(self) -> tuple[CpuSet, ...]:
         return self._cores.for_workers(self._config.workers) if self._config.workers else ()
 
-    def _child_config(self, role: str, cores: CpuSet | None = None) -> dict[str, Any]:
+    def _child_config(self, role: str, cores: CpuSet | None = None, index: int = 0) -> dict[str, Any]:
         """Returns what all children are told when they start, and what this one is. `cores`: to which it is
-        bound."""
+        bound; `index`: among those of its role."""
         return {
             "engine": self.name,
             "runtime": str(self._runtime.path),
@@ -241,9 +249,9 @@ class Supervisor:
             "store": store_name(self._fingerprint),
             "control": self._control_name,
             "cores": [] if cores is None else list(cores.cores),
-        } | self._own_config(role)
+        } | self._own_config(role, index)
 
-    def _own_config(self, role: str) -> dict[str, Any]:
+    def _own_config(self, role: str, index: int) -> dict[str, Any]:
         config = self._config
         match role:
             case "loader":
@@ -266,7 +274,7 @@ class Supervisor:
             case "worker":
                 return {"host_slowdown": config.host_slowdown}
             case "prefetcher":
-                return {"link_gbps": config.link_gbps}
+                return {"link_gbps": config.link_of(index)}
             case "gateway":
                 keys = config.http_keys
                 return {
@@ -301,7 +309,7 @@ class Supervisor:
                     self._progress.update(message.stage, message.done, message.total)
             case Needed(role="prefetcher"):
                 if not self._monitor.has("prefetcher"):
-                    self._guard.keep(self._monitor.start_late(self._add_slot("prefetcher")))
+                    self._guard.keep(self._monitor.start_late(*self._add_prefetchers()))
             case SetPolicy():
                 self._on_policy(message)
             case _:

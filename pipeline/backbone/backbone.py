@@ -46,7 +46,8 @@ READERS = 2  # threads that load layers: one reads while the other converts
 
 
 class Backbone:
-    """A model's weights outside its routed experts, on a device: an AnyBackbone."""
+    """A model's weights outside its routed experts, or those of consecutive layers, on a device: an
+    AnyBackbone. Where it has not all layers, the first part has the embedding and the last one the head."""
 
     several = chunks = True
 
@@ -57,10 +58,16 @@ class Backbone:
         precision: Precision,
         context: int,
         progress: Callable[[int], None] = lambda done: None,
+        layers: range | None = None,
     ) -> None:
         """`context`: positions that the rotary tables cover. `progress` is called in this thread with the
-        bytes loaded so far. Raises ModelError, as Weights."""
+        bytes loaded so far. `layers`: those with routed experts that it has; None: all. Raises ModelError, as
+        Weights."""
         self.spec, self.facts = spec, facts_of(source.config)
+        every = len(spec.moe_layers)
+        self.layers = layers = range(every) if layers is None else layers
+        self.decoder_layers = self.facts.decoder_layers(layers)
+        ours, moe_layers = self.decoder_layers, [spec.moe_layers[i] for i in layers]
         self.dtype = precision.kv_dtype
         self._precision = precision
         self._scratch = Kept()  # of the layers' kernels on the host
@@ -72,36 +79,46 @@ class Backbone:
             width = spec.attention.rope_dim
             config = text_config(source.config)
             rope = pool.submit(RopeTables, spec.rope, config, width, context, precision.device)
-            specs = [architecture.layer(spec, i, fused) for i in range(spec.layers)]
+            specs = [architecture.layer(spec, i, fused) for i in ours]
             weights = [Weights(layer_specs, tensors, precision) for layer_specs in specs]
-            loading = pool.map(self._load_layer, range(spec.layers), weights)
+            loading = pool.map(self._load_layer, ours, weights)
             outer = Weights(architecture.outer(spec), tensors, precision)
-            self._norm = Norm("norm", outer, spec.norm_eps, precision.device)
-            self._embedding, self._head = self._load_embedding_and_head(outer)
-            layers = []
-            for layer in loading:
-                layers.append(layer)
+            place = layers.start == 0, layers.stop == every
+            self._embedding, self._norm, self._head = self._load_outer(outer, *place)
+            self._loaded = {}  # by layer of the decoder
+            for index, layer in zip(ours, loading, strict=True):
+                self._loaded[index] = layer
                 progress(sum(part.bytes for part in (outer, *weights)))
             self._rope = rope.result()
-            self.router_math = _complete(spec.router, [weights[i] for i in spec.moe_layers])
+            self.router_math = _complete(spec.router, [weights[i - ours.start] for i in moe_layers])
             self.bytes = sum(part.bytes for part in (outer, *weights))
         matrices = [t for layer_specs in specs for t in layer_specs.values() if t.kind == "matrix"]
         self._largest_matrix = max(t.shape[0] * t.shape[1] for t in matrices)  # in numbers
         self.kernels = precision.device.decode_attention(spec.attention.kv_streams, self.dtype, context)
-        self._layers = [layers[i] for i in spec.moe_layers]
-        starts = [0, *(i + 1 for i in spec.moe_layers)]
-        ends = [*spec.moe_layers, spec.layers]
-        # The dense layers before each layer with experts, and those after the last.
-        self._dense_runs = [layers[start:end] for start, end in zip(starts, ends, strict=True)]
+        # The dense layers before each layer with experts, and those after the last one.
+        starts = [ours.start, *(i + 1 for i in moe_layers)]
+        ends = [*moe_layers, ours.stop]
+        runs = zip(starts, ends, strict=True)
+        self._dense_runs = [[self._loaded[i] for i in range(*run)] for run in runs]
 
-    def _load_embedding_and_head(self, outer: Weights) -> tuple[Tensor, Linear]:
-        embedding = outer.dense("embedding")
+    def _load_outer(
+        self, outer: Weights, first: bool, last: bool
+    ) -> tuple[Tensor | None, Norm | None, Linear | None]:
+        """The embedding where this is the first part, the last norm and the head where it is the last."""
+        embedding, device = outer.dense("embedding") if first else None, self._precision.device
+        if not last:
+            return embedding, None, None
+        norm = Norm("norm", outer, self.spec.norm_eps, device)
         if "head" in outer:
-            return embedding, outer.linear("head")
+            return embedding, norm, outer.linear("head")
         # Tied: a dense matrix serves as both, a quantized head needs dense rows beside it.
-        quantized = outer.format_of("embedding") is not None
-        head = outer.linear("embedding") if quantized else DenseLinear(embedding, self._precision.device)
-        return embedding, BiasedLinear(head, outer.vector("head_bias")) if "head_bias" in outer else head
+        head: Linear
+        if embedding is not None and outer.format_of("embedding") is None:
+            head = DenseLinear(embedding, device)
+        else:
+            head = outer.linear("embedding")
+        bias = outer.vector("head_bias") if "head_bias" in outer else None
+        return embedding, norm, head if bias is None else BiasedLinear(head, bias)
 
     def _load_layer(self, index: int, weights: Weights) -> DecoderLayer:
         spec, device = self.spec, self._precision.device
@@ -158,7 +175,7 @@ class Backbone:
 
     def step(self, spans: Sequence[TokenSpan], probe: Probe) -> BackboneStep:
         """Begin a step of any spans."""
-        return OwnStep(EagerLayers(self, spans, probe), len(self._layers))
+        return OwnStep(EagerLayers(self, spans, probe), self.layers)
 
     def answers(self, h: Tensor, inputs: Sequence[StepInput]) -> list[FloatArray]:
         """The answers, as `step.answers`, from h after the last layer of the decoder."""
@@ -207,24 +224,30 @@ class Backbone:
 
     def embed(self, batch: Batch) -> Tensor:
         """Hidden states float32 [R, H] of the batch's tokens."""
+        assert self._embedding is not None
         return self._embedding[batch.tokens].float()
 
     def attend(self, layer: int, h: Tensor, batch: Batch, routed: bool = True) -> AfterAttention:
         """A layer up to its experts, from h float32 [R, H], after the dense layers before it. Appends KV.
         Without `routed` the router's logits are not needed."""
-        h = self._dense_layers(self._dense_runs[layer], h, batch)
-        return self._layers[layer].attend(h, batch, routed)
+        h = self._dense_layers(self._dense_runs[layer - self.layers.start], h, batch)
+        return self._of(layer).attend(h, batch, routed)
 
     def router(self, layer: int, x: Tensor) -> Tensor:
         """Router logits float32 [R, E] of any layer for an input of experts float32 [R, H]."""
-        return self._layers[layer].router(x)
+        return self._of(layer).router(x)
+
+    def _of(self, layer: int) -> DecoderLayer:
+        """The layer with experts of this number."""
+        return self._loaded[self.spec.moe_layers[layer]]
 
     def finish(self, h: Tensor, batch: Batch) -> Tensor:
-        """The hidden states after the last layer of the decoder, float32 [R, H]."""
+        """The hidden states after the last layer of the decoder, or of this part, float32 [R, H]."""
         return self._dense_layers(self._dense_runs[-1], h, batch)
 
     def head(self, h: Tensor) -> Tensor:
         """Logits float32 [R, vocabulary]."""
+        assert self._head is not None and self._norm is not None  # noqa: PT018 - of the last part
         return self._head(self._norm(h))
 
     def _dense_layers(self, layers: Sequence[DecoderLayer], h: Tensor, batch: Batch) -> Tensor:
@@ -260,6 +283,12 @@ class EagerLayers:
 
     def read(self) -> Sequence[FloatArray]:
         return self._backbone.device.to_host(*self._read)
+
+    def enter(self, h: Tensor) -> Tensor:
+        return h
+
+    def leave(self, h: Tensor) -> Tensor:
+        return self._backbone.finish(h, self._batch)
 
     def add(self, added: Sequence[Added], parts: Sequence[FloatArray]) -> Tensor:
         return self._backbone.device.total(added, parts, self._read[0].shape)

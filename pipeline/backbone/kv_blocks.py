@@ -102,15 +102,20 @@ class BlockPool:
         self,
         streams: Sequence[Sequence[tuple[int, int]]],
         dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device | Sequence[torch.device],
         tokens: int,
     ) -> None:
-        """`streams`: by layer, the (heads, width) of each; `tokens`: rounded up to whole blocks."""
+        """`streams`: by layer, the (heads, width) of each; `device`: of all layers, or of each; `tokens`:
+        rounded up to whole blocks."""
         blocks = blocks_for(tokens)
+        self.devices = [device] * len(streams) if isinstance(device, torch.device) else list(device)
         self.budget = KV_BLOCK * blocks  # tokens
-        self.dtype, self.device = dtype, device
+        self.dtype = dtype
         self.wide = torch.bfloat16 if dtype == torch.int8 else dtype  # in which numbers are multiplied
-        self.slabs = [[Slab(blocks, *stream, dtype, device) for stream in layer] for layer in streams]
+        self.slabs = [
+            [Slab(blocks, *stream, dtype, place) for stream in layer]
+            for layer, place in zip(streams, self.devices, strict=True)
+        ]
         # [layers, streams] of slabs, in int8 each of numbers and then of scales
         self._addresses = addresses([[t for slab in layer for t in slab.tensors] for layer in self.slabs])
         self.references = np.zeros(blocks, np.int32)

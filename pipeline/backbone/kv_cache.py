@@ -220,12 +220,13 @@ class KVCache(BlockPool):
         self,
         model: Cached,
         dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device | Sequence[torch.device],
         budget: int,
         sequences: int | None = None,
     ) -> None:
-        """`dtype`: float32, bfloat16 or int8; `budget`: rounded up to whole blocks; `sequences`: at most so
-        many exist at once, if the model is recurrent; None: any number. Raises torch.OutOfMemoryError."""
+        """`dtype`: float32, bfloat16 or int8; `device`: of all layers, or of each; `budget`: rounded up to
+        whole blocks; `sequences`: at most so many exist at once, if the model is recurrent; None: any number.
+        Raises torch.OutOfMemoryError."""
         super().__init__(model.kv_streams, dtype, device, budget)
         self._model = model
         recurrent = any(model.state_shapes)
@@ -250,8 +251,8 @@ class KVCache(BlockPool):
             raise RequestError("the KV cache has no room for the states of another sequence")
         with _one_line():
             states = [
-                tuple(torch.zeros(shape, dtype=torch.float32, device=self.device) for shape in layer)
-                for layer in self._model.state_shapes
+                tuple(torch.zeros(shape, dtype=torch.float32, device=device) for shape in layer)
+                for layer, device in zip(self._model.state_shapes, self.devices, strict=True)
             ]
             sequence = SequenceKV(self, self._model.rope_switch, states)
         sequence.grow(tokens)

@@ -21,7 +21,7 @@ from shm.codes import Codes, format_of_all
 from shm.errors import WeightsUnusable
 from shm.fp8 import FP8, in_blocks
 from shm.layout import FORMATS, Float32, MatrixFormat
-from workers.kernels.cuda.matrix import DeviceMatrix
+from workers.kernels.cuda.matrix import CudaMatrix
 from workers.kernels.layer import Projection
 from workers.kernels.matrix import HostMatrix, quantized
 from workers.kernels.reference import DTYPES
@@ -82,7 +82,7 @@ class BiasedLinear:
 class QuantizedLinear:
     """A matrix of a quantized format, multiplied by the expert kernels of the host or the device."""
 
-    matrix: HostMatrix | DeviceMatrix
+    matrix: HostMatrix | CudaMatrix
 
     def __call__(self, x: Tensor) -> Tensor:
         if isinstance(self.matrix, HostMatrix):
@@ -109,16 +109,11 @@ class Precision:
         kv: KvDType | None = None,
     ) -> None:
         """`name`: f32, bf16, fp8, int8, int4 or own, for which `own` are the matrices that the file has
-        quantized; `cache` keeps those that are quantized here; `kv`: None as `dtype`. Raises UsageError where
-        the device cannot compute in it."""
+        quantized; `cache` keeps those that are quantized here; `kv`: None as `dtype`."""
         self.device, self._cache = device, cache
         self._own = own if name == "own" else None
         format = FORMATS.get(name)
         self._format = format if isinstance(format, MatrixFormat) else None
-        formats = {matrix.format for matrix in own.values()} if name == "own" else {name}
-        for used in (FORMATS[one] for one in formats):
-            if isinstance(used, MatrixFormat):
-                device.check_quantized(used)
         self.dtype = DTYPES.get(name, torch.bfloat16)  # of embeddings
         self.kv_dtype = self.dtype if kv is None else KV_DTYPES[kv]
         # of queries, and of keys and values where they are multiplied
@@ -147,7 +142,7 @@ class Precision:
         name: str,
         shape: tuple[int, int],
         numbers: Callable[[], Float32 | Codes],
-    ) -> HostMatrix | DeviceMatrix:
+    ) -> HostMatrix | CudaMatrix:
         """A quantized matrix [outputs, inputs]: from the cache under `name`, or made from its `numbers`, in
         the file's own format only if they are codes of it. Raises ModelError, which has the `name`, where
         they cannot be quantized."""

@@ -40,6 +40,12 @@ class StepLayers(Protocol):
     def embed(self) -> Tensor:
         """Hidden states float32 [R, H] of the tokens."""
 
+    def enter(self, h: Tensor) -> Tensor:
+        """Take hidden states from another device, in place of `embed`; return them as `attend` takes them."""
+
+    def leave(self, h: Tensor) -> Tensor:
+        """Return hidden states after the last layer here, for another device."""
+
     def attend(self, layer: int, h: Tensor, own: bool, probes: Sequence[int]) -> Attended:
         """A layer up to its experts; with the logits of its router if `own`, and of these probes on its x."""
 
@@ -62,13 +68,13 @@ class OwnStep:
     x: Tensor
     _attended: Attended
 
-    def __init__(self, layers: StepLayers, count: int) -> None:
-        """`count`: layers with routed experts."""
-        self._layers, self._count = layers, count
+    def __init__(self, layers: StepLayers, numbers: range) -> None:
+        """`numbers`: of the layers with routed experts."""
+        self._layers, self._numbers = layers, numbers
 
     def run(self, experts: Experts) -> None:
         self.h = self._layers.embed()
-        for layer in range(self._count):
+        for layer in self._numbers:
             self.layer = layer
             y = experts(self)
             if y is not None:

@@ -23,7 +23,7 @@ from pipeline.errors import ModelError
 from pipeline.models.architecture import TensorSpec
 from shm.codes import Codes
 from shm.layout import Float32, MatrixFormat
-from workers.kernels.cuda.matrix import DeviceMatrix
+from workers.kernels.cuda.matrix import CudaMatrix
 from workers.kernels.matrix import HostMatrix
 
 RowOrder = Mapping[str, NDArray[np.int64]]  # role -> a permutation of its matrix's rows
@@ -91,7 +91,7 @@ class Weights:
 
     def _quantized(
         self, format: MatrixFormat, roles: tuple[str, ...], order: RowOrder
-    ) -> HostMatrix | DeviceMatrix:
+    ) -> HostMatrix | CudaMatrix:
         specs = [self._specs[role] for role in roles]
         shape = (sum(spec.shape[0] for spec in specs), specs[0].shape[1])
 

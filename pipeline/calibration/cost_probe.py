@@ -13,19 +13,22 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from pipeline.backbone.batch import TokenSpan
 from pipeline.backbone.kv_cache import KVCache
-from pipeline.backbone.protocol import LayerCall
+from pipeline.backbone.protocol import BackboneStep, LayerCall
+from pipeline.backbone.stages import StagedBackbone, devices_of
 from pipeline.calibration import cost_cache
 from pipeline.config import CoordinatorConfig
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.engine.engine import Engine
+from pipeline.engine.stage import EngineStage
 from pipeline.errors import PolicyError
-from pipeline.experts.device_share import DeviceMemory, Slab
+from pipeline.experts.device_share import Slab
 from pipeline.experts.division import Share, split_layer
 from pipeline.experts.mover import Landed, Wanted
 from pipeline.experts.pool import Ticket
@@ -42,18 +45,18 @@ LEAST = 3  # repeats of what is measured
 log = logging.getLogger(__name__)
 
 
-def costs_for(engine: Engine, coordinator: CoordinatorConfig, context: int) -> Costs:
-    """The costs that this engine's policies plan with: the file of --costs; else those that were measured
-    before on the same machine with the same model and options; else measured now and kept. What runs corrects
-    them. `context`: the longest sequence. Raises PolicyError without a slab to measure with, or for a file
-    that cannot be used."""
+def costs_for(engine: Engine, coordinator: CoordinatorConfig, context: int, index: int = 0) -> Costs:
+    """The costs that this engine's policies plan with on one of its devices: the file of --costs; else those
+    that were measured before on the same machine with the same model and options; else measured now and kept.
+    What runs corrects them. `context`: the longest sequence. Raises PolicyError without a slab to measure
+    with, or for a file that cannot be used."""
     if coordinator.options.costs is not None:
         return Costs.load(coordinator.options.costs).for_tiles(engine.shape.tiles)
-    setting = setting_of(engine, coordinator)
+    setting = setting_of(engine, coordinator, index)
     if (known := cost_cache.find(coordinator.cache, setting)) is not None:
         log.debug("costs: as measured before, see %s", setting.name)
         return known.costs
-    costs = measure_costs(engine, context)
+    costs = measure_costs(engine, context, index)
     sizes = engine.shape.tiles, engine.layout.tile_bytes
     cost_cache.keep(
         coordinator.cache, cost_cache.Record(setting, str(coordinator.model), *sizes, time.time(), costs)
@@ -61,9 +64,10 @@ def costs_for(engine: Engine, coordinator: CoordinatorConfig, context: int) -> C
     return costs
 
 
-def setting_of(engine: Engine, coordinator: CoordinatorConfig) -> cost_cache.Setting:
-    """The setting that names this engine's kept costs."""
-    config, device, library = coordinator.options, engine.device, engine.device.library
+def setting_of(engine: Engine, coordinator: CoordinatorConfig, index: int = 0) -> cost_cache.Setting:
+    """The setting that names the kept costs of one of this engine's devices."""
+    config, device = coordinator.options, engine.stages[index].device
+    library = device.library
     cpu, cores = cost_cache.processor()
     return cost_cache.Setting(
         cpu=cpu,
@@ -74,16 +78,19 @@ def setting_of(engine: Engine, coordinator: CoordinatorConfig) -> cost_cache.Set
         backbone=config.backbone_dtype,
         workers=coordinator.workers.cores,
         kernels="torch" if library is None else library.variant,
-        emulation=config.emulation,
+        emulation=replace(config, link_gbps=config.link_of(index)).emulation,
     )
 
 
-def measure_costs(engine: Engine, context: int = ROWS[-1]) -> Costs:
-    """Medians per tile, and per layer for the rest. Raises PolicyError where the engine has no slab."""
-    if engine.memory.slab is None:
+def measure_costs(engine: Engine, context: int = ROWS[-1], index: int = 0) -> Costs:
+    """Medians per tile, and per layer for the rest, on one of the devices. Raises PolicyError where the
+    engine has no slab."""
+    stage = engine.stages[index]
+    if stage.memory.slab is None:
         raise PolicyError("measuring costs needs a slab for experts on the device: give --expert-cache")
+    stage.device.use()
     share = BUDGET / (3 * len(ROWS) + 2)
-    probe = _Probe(engine, engine.memory, engine.memory.slab)
+    probe = _Probe(engine, stage, stage.memory.slab)
     probe.warm_up()
     host = tuple(probe.host(rows, share) for rows in ROWS)
     device = tuple(probe.device(rows, share) for rows in ROWS)
@@ -95,9 +102,9 @@ def measure_costs(engine: Engine, context: int = ROWS[-1]) -> Costs:
 class _Probe:
     """Uses random activations and the model's real experts, a different one each time, as a step does."""
 
-    def __init__(self, engine: Engine, memory: DeviceMemory, slab: Slab) -> None:
-        self._engine = engine
-        self._memory = memory
+    def __init__(self, engine: Engine, stage: EngineStage, slab: Slab) -> None:
+        self._engine, self._stage = engine, stage
+        self._device, self._memory = stage.device, stage.memory
         self._slab = slab.memory
         self._places = itertools.cycle(
             itertools.product(range(engine.shape.experts), range(engine.shape.layers))
@@ -123,8 +130,9 @@ class _Probe:
 
     def device(self, rows: int, seconds: float) -> float:
         """One tile at `rows` rows from the slab, while the pool computes."""
-        engine, memory, slab, shape = self._engine, self._memory, self._slab, self._engine.shape
-        x = self._activations(rows).to(engine.device.torch_device)
+        memory, slab, shape = self._memory, self._slab, self._engine.shape
+        first = self._stage.layers.start
+        x = self._activations(rows).to(self._device.torch_device)
         experts = min(-(-min(8, slab.slots) // shape.tiles), shape.experts)
         count = min(8, slab.slots, experts * shape.tiles)
         items = np.array([[expert, shape.tiles, shape.tiles] for expert in range(experts)], np.int32)
@@ -136,13 +144,14 @@ class _Probe:
         def once() -> float:
             ticket = self._submit(rows)
             clock = StepClock(PhaseCounters(shape.layers))
-            layer = memory.begin_sum(0, share, x, memory.begin(0, share, x, DENSE, clock).masked)
+            masked = memory.begin(first, share, x, DENSE, clock).masked
+            layer = memory.begin_sum(first, share, x, masked)
             slots = itertools.islice(every, count)
             tiles = [(at // shape.tiles, at % shape.tiles, slab.slot(slot)) for at, slot in enumerate(slots)]
             started = time.perf_counter()
             layer.add(tiles)
-            engine.device.total([layer.result()], (), x.shape)
-            engine.device.wait(engine.device.fence())
+            self._device.total([layer.result()], (), x.shape)
+            self._device.wait(self._device.fence())
             elapsed = time.perf_counter() - started
             ticket.result()
             return elapsed / count
@@ -161,7 +170,7 @@ class _Probe:
         )
         nothing_missing = share._replace(items=items[:, [0, 2, 2]])
         clock = StepClock(counters := PhaseCounters(engine.shape.layers))
-        x = self._activations(1).to(engine.device.torch_device)
+        x = self._activations(1).to(self._device.torch_device)
         memory.count_in(counters)  # until the next step
         every = itertools.cycle(range(self._slab.slots))  # whose bytes do not matter
 
@@ -169,10 +178,10 @@ class _Probe:
             ticket = self._submit(1)
             started = time.perf_counter()
             landing = iter([[Landed(expert, 0, next(every)) for expert in range(count)]])
-            work = memory.begin(0, nothing_missing, x, DENSE, clock)
+            work = memory.begin(self._stage.layers.start, nothing_missing, x, DENSE, clock)
             y = memory.compute(work._replace(share=share, landing=landing), x, clock)
-            engine.device.total([y], (), x.shape)
-            engine.device.wait(engine.device.fence())
+            self._device.total([y], (), x.shape)
+            self._device.wait(self._device.fence())
             elapsed = time.perf_counter() - started
             ticket.result()
             return elapsed
@@ -213,23 +222,25 @@ class _Probe:
     def other(self, context: int, seconds: float) -> tuple[float, ...]:
         """Seconds of a layer outside its routed experts at each of ROWS: attention, router, copy to the host,
         shared experts. The rows follow the other tokens of the longest chunk. A few layers are measured."""
-        model, device = self._engine.backbone, self._engine.device
+        model = self._engine.backbone
         longest = min(ROWS[-1], context)
         # A separate cache, because requests may have filled the engine's.
-        sequence = KVCache(model.facts, model.dtype, device.torch_device, longest).allocate(longest)
+        sequence = KVCache(model.facts, model.dtype, devices_of(model), longest).allocate(longest)
         by_rows = {}
         for rows in sorted({min(rows, longest) for rows in ROWS}, reverse=True):  # the longest fills it first
             sequence.truncate(0)
             sequence.grow(longest)
             sequence.advance(longest - rows)
-            device.prepare(model.largest_product(rows))
+            for stage in self._engine.stages:
+                stage.device.prepare(model.largest_product(rows))
             by_rows[rows] = self._without_experts(TokenSpan(sequence, [0] * rows), seconds)
         return tuple(by_rows[min(rows, longest)] for rows in ROWS)
 
     def _without_experts(self, span: TokenSpan, seconds: float) -> float:
         """The median of the seconds of a layer without its routed experts, over steps that end early."""
-        model, device = self._engine.backbone, self._engine.device
-        layers = min(self._engine.shape.layers, OTHER_LAYERS)
+        device = self._device
+        numbers = self._stage.layers[:OTHER_LAYERS]
+        layers = len(numbers)
         until, taken = time.perf_counter() + seconds, list[float]()
         while len(taken) < LEAST * layers or time.perf_counter() < until:
             ends = [time.perf_counter()]
@@ -240,13 +251,20 @@ class _Probe:
                 call.shared()
                 device.wait(device.fence())
                 ends.append(time.perf_counter())  # noqa: B023 - called within this turn of the loop
-                if call.layer + 1 == layers:
+                if call.layer == numbers[-1]:
                     raise _Enough
 
             with contextlib.suppress(_Enough):
-                model.step([span], model.router).run(no_experts)
+                self._begin(span, numbers).run(no_experts)
             taken += np.diff(ends).tolist()
         return float(np.median(taken))
+
+    def _begin(self, span: TokenSpan, layers: range) -> BackboneStep:
+        """Begin a step of these layers, or of some more."""
+        model = self._engine.backbone
+        if isinstance(model, StagedBackbone):
+            return model.step([span], model.router, layers)
+        return model.step([span], model.router)
 
     def _submit(self, rows: int) -> Ticket:
         expert, layer = next(self._places)
@@ -259,7 +277,7 @@ class _Probe:
     def _fetch(self, experts: int = 1) -> float:
         """Copy experts of one layer to the device, on demand; seconds."""
         expert, layer = next(self._places)
-        shape, device = self._engine.shape, self._engine.device
+        shape, device = self._engine.shape, self._device
         wanted = [Wanted((expert + more) % shape.experts, 0, shape.tiles) for more in range(experts)]
         started = time.perf_counter()
         for _ in self._memory.mover.demand(layer, wanted):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shm.store import Store
     from workers.copiers import Copier, EmulatedLink
     from workers.kernels.cuda.attention import DecodeAttention
-    from workers.kernels.cuda.matrix import DeviceMatrix
+    from workers.kernels.cuda.matrix import CudaMatrix
     from workers.kernels.cuda.sums import Weighted
     from workers.kernels.matrix import HostMatrix
     from workers.kernels.native import Library, Team
@@ -73,8 +73,9 @@ class SlabMemory(ABC):
         """The description by which another process maps this slab."""
 
     @abstractmethod
-    def copier(self, store: Store, link: EmulatedLink | None) -> Copier:
-        """Open what copies demanded tiles into this slab, over the emulated link if there is one."""
+    def copier(self, store: Store, link: EmulatedLink | None, beside: Copier | None = None) -> Copier:
+        """Open what copies demanded tiles into this slab, over the emulated link if there is one. `beside`: a
+        copier of the same store to another device, whose page locks serve both."""
 
     @abstractmethod
     def close(self) -> None:
@@ -152,21 +153,19 @@ class Device(ABC):
 
     @abstractmethod
     def heads_bytes(self, layout: StoreLayout) -> int:
-        """Device memory that `load_heads` takes."""
+        """Device memory that `load_heads` takes for a layer."""
 
     @abstractmethod
-    def load_heads(self, store: Store, tick: Callable[[], None] = lambda: None) -> list[Tensor]:
-        """The heads of each layer, where the device reads them: uint8 [experts, head_stride]. They must not
-        be used once the store is closed. `tick` is called after each layer."""
-
-    @abstractmethod
-    def check_quantized(self, format: MatrixFormat) -> None:
-        """Raise UsageError unless a backbone quantized like this can be computed here."""
+    def load_heads(
+        self, store: Store, layers: range, tick: Callable[[], None] = lambda: None
+    ) -> dict[int, Tensor]:
+        """The heads of each of these layers, where the device reads them: uint8 [experts, head_stride]. They
+        must not be used once the store is closed. `tick` is called after each layer."""
 
     @abstractmethod
     def quantized_matrix(
         self, format: MatrixFormat, data: Bytes, shape: tuple[int, int]
-    ) -> HostMatrix | DeviceMatrix:
+    ) -> HostMatrix | CudaMatrix:
         """The matrix [outputs, inputs] of this shape in the format's bytes, where the device reads it."""
 
     def decode_attention(
@@ -187,6 +186,14 @@ class Device(ABC):
 
     def check(self, error: Exception) -> None:  # noqa: B027 - a device that computes here goes on
         """After an error in a step. Raises CudaError where the device will compute nothing any more."""
+
+    def use(self) -> None:  # noqa: B027 - there is one
+        """Make it the one that this thread's calls are for, where there are several of a kind."""
+
+    def receive(self, tensor: Tensor, source: Device) -> Tensor:
+        """A contiguous tensor of another device of the kind, on this one, which is in use: by a copy that the
+        host does not wait for."""
+        return tensor
 
     @abstractmethod
     def to_host(self, *tensors: Tensor) -> tuple[NDArray[np.float32], ...]:

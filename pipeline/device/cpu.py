@@ -31,7 +31,7 @@ from shm.layout import StoreLayout
 from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes, unlink
 from shm.slab import Slab
 from shm.store import Store
-from workers.copiers import EmulatedLink, HostCopier
+from workers.copiers import Copier, EmulatedLink, HostCopier
 from workers.kernels.c_types import Geometry, Quantized
 from workers.kernels.channels import ChannelInputs, ChannelKernel
 from workers.kernels.matrix import HostMatrix
@@ -66,7 +66,7 @@ class CpuSlab(SlabMemory):
     def address(self) -> AttachSlab:
         return AttachSlab("shm", self._name.encode(), 0, self.slots, self.slot_bytes)
 
-    def copier(self, store: Store, link: EmulatedLink | None) -> HostCopier:
+    def copier(self, store: Store, link: EmulatedLink | None, beside: Copier | None = None) -> HostCopier:
         return HostCopier(store, self._slab, link)
 
     def close(self) -> None:
@@ -132,14 +132,13 @@ class CpuDevice(Device):
         """Returns 0: heads are read in the store."""
         return 0
 
-    def load_heads(self, store: Store, tick: Callable[[], None] = lambda: None) -> list[Tensor]:
+    def load_heads(
+        self, store: Store, layers: range, tick: Callable[[], None] = lambda: None
+    ) -> dict[int, Tensor]:
         with warnings.catch_warnings():
             # The store is read-only on purpose, and no kernel writes to it.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return [torch.from_numpy(heads_of(store, layer)) for layer in range(store.layout.shape.layers)]
-
-    def check_quantized(self, format: MatrixFormat) -> None:
-        """The host's kernels compute quantized backbones."""
+            return {layer: torch.from_numpy(heads_of(store, layer)) for layer in layers}
 
     def quantized_matrix(self, format: MatrixFormat, data: Bytes, shape: tuple[int, int]) -> HostMatrix:
         return HostMatrix(self.library, self.team, format, shape, data)

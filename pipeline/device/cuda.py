@@ -23,6 +23,7 @@ from pipeline.device.base import (
     SLOT_ALIGNMENT,
     SPARE_BYTES,
     Added,
+    Device,
     SlabMemory,
     heads_of,
     sum_on_host,
@@ -34,7 +35,7 @@ from protocol.messages import AttachSlab
 from shm.layout import StoreLayout
 from shm.segment import byte_size
 from shm.store import Store
-from workers.copiers import EmulatedLink
+from workers.copiers import Copier, EmulatedLink
 from workers.cuda import (
     CudaError,
     PinnedArena,
@@ -72,16 +73,16 @@ class _Fence:
 
 
 class CudaDevice(KernelDevice):
-    """The first CUDA device."""
+    """A CUDA device."""
 
     name = "cuda"
     on_host = False
     process_bytes = CONTEXT_BYTES
 
-    def __init__(self, cache: Path | None = None, *, in_torch: bool = False) -> None:
-        """Take arguments as KernelDevice."""
-        super().__init__(cache, in_torch)
-        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+    def __init__(self, cache: Path | None = None, number: int | None = None) -> None:
+        """`number`: of the device; None: the present one. `cache` as KernelDevice."""
+        super().__init__(cache)
+        self.torch_device = torch.device("cuda", torch.cuda.current_device() if number is None else number)
         self.flash = torch.cuda.get_device_capability(self.torch_device) >= FLASH
         # cuDNN's attention makes a plan for each length of a sequence: 40 to 400 ms a token.
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -91,19 +92,22 @@ class CudaDevice(KernelDevice):
         self._made: list[Any] = []  # all events of fences
         self.events: list[Any] = []  # of them, those that no fence uses
         self._graphs: CudaGraphs | None = None
+        self._boundary: Any = None  # an event; who waits for it keeps to the moment at which it was recorded
         self._prepared = False
         self._shared: dict[int, tuple[int, int]] = {}  # memory by its start: end, and distance on the device
 
     def heads_bytes(self, layout: StoreLayout) -> int:
-        return layout.head_stride * layout.shape.experts * layout.shape.layers
+        return layout.head_stride * layout.shape.experts
 
-    def load_heads(self, store: Store, tick: Callable[[], None] = lambda: None) -> list[Tensor]:
-        every = []
-        for layer in range(store.layout.shape.layers):
+    def load_heads(
+        self, store: Store, layers: range, tick: Callable[[], None] = lambda: None
+    ) -> dict[int, Tensor]:
+        every = {}
+        for layer in layers:
             heads = heads_of(store, layer)
             on_device = torch.empty(heads.shape, dtype=torch.uint8, device=self.torch_device)
             # Copied once more, because torch takes no read-only array; a layer's heads are small.
-            every.append(on_device.copy_(torch.from_numpy(heads.copy())))
+            every[layer] = on_device.copy_(torch.from_numpy(heads.copy()))
             tick()
         return every
 
@@ -111,6 +115,9 @@ class CudaDevice(KernelDevice):
         """At first, once all is loaded, leave the stream of other threads, for which all others wait."""
         if not self._prepared:
             self._prepared = True
+            self.use()
+            self._boundary = blocking_event()
+            self._made.append(self._boundary)
             torch.cuda.synchronize(self.torch_device)
             torch.cuda.set_stream(torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call]
 
@@ -118,6 +125,22 @@ class CudaDevice(KernelDevice):
         if left := lasting_error():
             reason = str(error).splitlines()[0]
             raise CudaError(f"the GPU computes nothing any more: {reason}; {left}") from error
+
+    def use(self) -> None:
+        call("cudaSetDevice", self.torch_device.index)
+
+    def receive(self, tensor: Tensor, source: Device) -> Tensor:
+        """Enqueue the copy on the source's stream, behind what computes the tensor and what has read the
+        memory here before; this device's stream waits for it."""
+        assert isinstance(source, CudaDevice)
+        arrived = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.torch_device)
+        call("cudaEventRecord", self._boundary, self.stream)
+        call("cudaStreamWaitEvent", source.stream, self._boundary, 0)
+        places = arrived.data_ptr(), self.torch_device.index, tensor.data_ptr(), source.torch_device.index
+        call("cudaMemcpyPeerAsync", *places, tensor.nbytes, source.stream)
+        call("cudaEventRecord", source._boundary, source.stream)
+        call("cudaStreamWaitEvent", self.stream, source._boundary, 0)
+        return arrived
 
     @property
     def stream(self) -> int:
@@ -167,8 +190,6 @@ class CudaDevice(KernelDevice):
     def share_memory(self, memory: NDArray[np.uint8]) -> str:
         start = memory.ctypes.data
         try:
-            if self.sums is None:
-                return "it has no kernels of ours"
             call("cudaHostRegister", start, memory.nbytes, constant("cudaHostRegisterDefault"))
             try:
                 there = int(call("cudaHostGetDevicePointer", start, 0))
@@ -185,8 +206,6 @@ class CudaDevice(KernelDevice):
             call("cudaHostUnregister", memory.ctypes.data)
 
     def total(self, added: Sequence[Added], parts: Sequence[FloatArray], shape: tuple[int, ...]) -> Tensor:
-        if self.sums is None:
-            return super().total(added, parts, shape)
         y = torch.empty(shape, dtype=torch.float32, device=self.torch_device)
         self.sums.total(y, added, self.places(parts, shape))
         return y
@@ -247,6 +266,7 @@ class CudaDevice(KernelDevice):
         return CudaSlab(number, slots, slot_bytes, self.from_host, stream)
 
     def close(self) -> None:
+        self.use()
         call("cudaDeviceSynchronize")
         for start in self._shared:
             call("cudaHostUnregister", start)
@@ -320,11 +340,15 @@ class CudaSlab(SlabMemory):
         self._exported = True
         return AttachSlab("cuda", handle, self._device, self.slots, self.slot_bytes)
 
-    def copier(self, store: Store, link: EmulatedLink | None) -> CudaCopier:
+    def copier(self, store: Store, link: EmulatedLink | None, beside: Copier | None = None) -> CudaCopier:
         address, stream = self._address, self._stream
-        return CudaCopier(store, self._device, address, self.slot_bytes, stream=stream, link=link)
+        locks = beside.locks if isinstance(beside, CudaCopier) else None
+        return CudaCopier(
+            store, self._device, address, self.slot_bytes, stream=stream, link=link, locks=locks
+        )
 
     def close(self) -> None:
+        call("cudaSetDevice", self._device)
         call("cudaDeviceSynchronize")
         self._tensors.clear()
         del self._all

@@ -35,8 +35,8 @@ class Stream(Protocol):
         """torch's current stream."""
 
     @property
-    def sums(self) -> OutputSums | None:
-        """The kernel that adds up experts' outputs; None without kernels."""
+    def sums(self) -> OutputSums:
+        """The kernel that adds up experts' outputs."""
 
     def places(self, parts: Sequence[FloatArray], shape: tuple[int, ...]) -> list[int]:
         """Returns the addresses by which kernels read the workers' partial sums."""

@@ -6,33 +6,33 @@ computes which tiles. The engine knows no requests, no clients and no text.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.arrays import Counts, FloatArray, Phase
-from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import StepInput
 from pipeline.backbone.protocol import AnyBackbone, LayerCall
-from pipeline.backbone.step import OwnStep
+from pipeline.backbone.stages import StagedBackbone
 from pipeline.config import GraphsName
 from pipeline.counters import Counters, PhaseCounters, StepClock
 from pipeline.device.base import Added, Device
-from pipeline.engine.driver import LayerDecision, PolicyDriver
-from pipeline.engine.graphs import StepGraphs
-from pipeline.engine.observer import Observer, Probing, with_observers
-from pipeline.engine.timing import Corrections, Timing
-from pipeline.errors import DeviceFailed, OutOfDeviceMemory, PolicyError, StepFailed
-from pipeline.experts.device_share import DeviceMemory, DeviceWork
+from pipeline.engine.driver import LayerDecision, LayerExecutor
+from pipeline.engine.observer import Observer, with_observers
+from pipeline.engine.stage import EngineStage, Shifted, begin_step, copied
+from pipeline.errors import DeviceFailed, OutOfDeviceMemory, StepFailed
+from pipeline.experts.device_share import DeviceWork
 from pipeline.experts.division import Split, split_layer
 from pipeline.experts.pool import HostPool, Ticket
 from pipeline.memory.needs import out_of_memory
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
-from pipeline.policies.view import Ahead, ModelShape, Policy, Routing, Signals, Target, View
+from pipeline.policies.view import Ahead, ModelShape, Policy, Routing, Signals, Target
 from shm.floe import FloeFormat
 from shm.layout import StoreLayout
 from shm.mask import DENSE, Mask, Tally
@@ -42,42 +42,49 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """The model on one device with its workers. Used by one thread."""
-
-    driver: PolicyDriver[Ticket]  # set by `set_policy`, like `timing`
-    timing: Timing
+    """The model on its device, or on several, with its workers. Used by one thread."""
 
     def __init__(
         self,
         backbone: AnyBackbone,
         layout: StoreLayout,
-        device: Device,
         pool: HostPool,
         graphs: GraphsName = "off",
     ) -> None:
-        """The engine has no slab: set `memory` before a policy with `uses_device`. `graphs`: as in
-        EngineConfig."""
+        """The engine has no slab: set the `memory` of each stage before a policy with `uses_device`.
+        `graphs`: as in EngineConfig."""
         s = layout.shape
         self.backbone, self.layout = backbone, layout
-        self.device = device
         self.pool = pool
         self.shape = ModelShape(s.layers, s.experts, s.tiles, backbone.facts.top_k)
-        self.memory = DeviceMemory(self.shape, device)
+        if isinstance(backbone, StagedBackbone):
+            self.stages = [EngineStage(part, part.layers, self.shape, graphs) for part in backbone.parts]
+        else:
+            self.stages = [EngineStage(backbone, range(s.layers), self.shape, graphs)]
+        self._stage_of = [stage for stage in self.stages for _ in stage.layers]
         self._channel_bytes = layout.tile_bytes // s.tile if layout.head_bytes else 0
         self.counters = Counters(layout.tile_bytes, s.layers, self._channel_bytes)
         self.observers: list[Observer] = []
         self.tick: Callable[[], None] = lambda: None  # at each layer: progress that the supervisor watches
         self.up = layout.format.up.name if isinstance(layout.format, FloeFormat) else ""  # as in View
-        # Both outlast policies; of popularity, the rows routed to each expert, only some steps count.
+        # Outlasts policies; only some steps count.
         self.popularity = np.zeros((s.layers, s.experts), np.int64)
-        self.corrections: Corrections | None = None
-        self.probing = Probing(backbone, device.torch_device, None)
         self.only_waits = [True] * s.layers  # in the latest step: the host's share is all of a layer
-        self.graphs = StepGraphs(backbone if isinstance(backbone, Backbone) else None, device, graphs)
+
+    @property
+    def first(self) -> EngineStage:
+        """The stage that steps begin with; most engines have no other."""
+        return self.stages[0]
+
+    @property
+    def device(self) -> Device:
+        """The device of the first stage, and the like of all."""
+        return self.first.device
 
     @property
     def policy(self) -> Policy:
-        return self.driver.policy
+        """The policy of the first stage, and the like of all."""
+        return self.first.driver.policy
 
     @property
     def kv_cache(self) -> str:
@@ -92,53 +99,41 @@ class Engine:
     def set_policy(
         self,
         policy: Policy,
-        costs: Costs | None,
+        costs: Costs | Sequence[Costs] | None,
         calibration: Calibration | None = None,
         *,
         heat: Counts | None = None,
         counted: bool = True,
         follow: bool = False,
     ) -> tuple[str, ...]:
-        """Use a policy from the next step on. Its placement is resident when this returns. Without `counted`
-        its steps leave `popularity` unchanged; `heat`: as in View; `follow`: correct the costs by what runs.
-        Returns its notes. Raises PolicyError where the policy needs a slab or anything else that the engine
-        does not have; the previous policy is kept then."""
-        memory, decode = self.memory, self.counters.phases["decode"]
-        if policy.uses_device and memory.slab is None:
-            raise PolicyError(f"policy {policy.name} keeps experts on the device, and the engine has no slab")
-        if costs is not None and (self.corrections is None or self.corrections.measured != costs):
-            self.corrections = Corrections(costs)
-        timing = Timing(memory, self.device, costs, self.corrections if follow else None)
+        """Use a policy from the next step on, on each device one of the kind. Its placement is resident when
+        this returns. `costs`: of all devices, or of each. Without `counted` its steps leave `popularity`
+        unchanged; `heat`: as in View; `follow`: correct the costs by what runs. Returns its notes. Raises
+        PolicyError where the policy needs a slab or anything else that the engine does not have; the previous
+        policy is kept then."""
         popularity = self.popularity if counted else self.popularity.copy()
-        view = View(
-            *(self.shape, "decode", memory.capacity, memory.residency, memory.target, popularity),
-            step=0,
-            costs=timing.costs,
-            router=self.backbone.router_math,
-            calibration=calibration,
-            staging=memory.staging,
-            heat=heat,
-            up=self.up,
-        )
-        driver: PolicyDriver[Ticket] = PolicyDriver(policy, view, *decode.prefetched)
-        if any(policy.probes(layer, driver.view) for layer in range(self.shape.layers)):
-            self.backbone.check_probes(f"policy {policy.name}")
-        self.driver, self.timing = driver, timing
-        self.probing = Probing(self.backbone, self.device.torch_device, calibration)
-        placement = self.driver.placement
-        memory.mover.retarget(Target(i, e, int(placement[i, e])) for i, e in np.ndindex(placement.shape))
-        memory.mover.wait_idle()
-        return self.driver.notes
+        others = [copy.deepcopy(policy) for _ in self.stages[1:]]
+        priced = costs if isinstance(costs, Sequence) else [costs] * len(self.stages)
+        common = popularity, heat, self.up, follow, self.counters.phases["decode"]
+        prepared = [
+            stage.prepare(own, price, calibration, *common)
+            for stage, own, price in zip(self.stages, [policy, *others], priced, strict=True)
+        ]
+        for stage, ready in zip(self.stages, prepared, strict=True):
+            stage.take(ready)
+        return tuple(dict.fromkeys(note for stage in self.stages for note in stage.driver.notes))
 
     def forget_trials(self) -> None:
         """Reset all counters: the steps so far were trials, not requests."""
         self.counters = Counters(self.layout.tile_bytes, self.shape.layers, self._channel_bytes)
-        self.driver.forget_counts()
+        for stage in self.stages:
+            stage.driver.forget_counts()
 
     def poll_children(self) -> None:
         """Handle messages, starts and exits of workers and prefetcher while no layer waits for them."""
         self.pool.update(0)
-        self.memory.poll()
+        for stage in self.stages:
+            stage.poll()
 
     def step(self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int] = ()) -> list[FloatArray]:
         """Run the tokens of `inputs` through the model, and advance their KV. `live`: the sequences that have
@@ -155,52 +150,59 @@ class Engine:
             if isinstance(e, torch.OutOfMemoryError):
                 self.device.free_cached()
                 raise OutOfDeviceMemory(out_of_memory(e)) from e
-            self.device.check(e)
+            for stage in self.stages:
+                stage.device.use()
+                stage.device.check(e)
             raise DeviceFailed(f"the GPU could not compute it: {str(e).splitlines()[0]}") from e
 
     @torch.inference_mode()
     def _step(self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int]) -> list[FloatArray]:
-        driver, layers = self.driver, self.shape.layers
+        layers, stages = self.shape.layers, self.stages
         counted = any(item.counted for item in inputs)
         counters = self.counters.phases[phase] if counted else PhaseCounters(layers)
         observers = self.observers if counted else []
-        self.memory.count_in(counters)
+        for stage in stages:
+            stage.memory.count_in(counters)
         self.poll_children()
-        clock = StepClock(counters, self.memory.copied)
+        clock = StepClock(counters, partial(copied, stages))
         sequences = tuple(item.span.kv.id for item in inputs for _ in item.span.tokens)
-        self.timing.begin_step(phase)
-        driver.begin_step(phase, sequences, live, self.timing.costs)
-        driver.counting = counted
+        live = tuple(live)
+        for stage in stages:
+            stage.timing.begin_step(phase)
+            stage.driver.begin_step(phase, sequences, live, stage.timing.costs)
+            stage.driver.counting = counted
+            stage.device.prepare(self.backbone.largest_product(len(sequences)))
         for observer in observers:
             observer.begin(phase, sequences)
-        spans = [item.span for item in inputs]
-        self.device.prepare(self.backbone.largest_product(len(sequences)))
-        by_graphs = self.graphs.layers(spans, self.probing, self.memory) if phase == "decode" else None
-        step = OwnStep(by_graphs, layers) if by_graphs else self.backbone.step(spans, self.probing.logits)
-        executor = TensorExecutor(self, phase, clock, observers)
+        step = begin_step(self.backbone, stages, [item.span for item in inputs], phase)
+        executors = {stage: TensorExecutor(self, stage, phase, clock, observers) for stage in stages}
+        shifted = {stage: executor.shifted for stage, executor in executors.items()}
 
         def experts(call: LayerCall) -> Tensor | None:
             clock.layer = call.layer
             self.tick()
-            executor.call = call
-            driver.layer(call.layer, executor)
-            return executor.output
+            stage = self._stage_of[call.layer]
+            executors[stage].call = call
+            stage.driver.layer(call.layer - stage.layers.start, shifted[stage])
+            return executors[stage].output
 
         try:
             step.run(experts)
         except (StepFailed, torch.OutOfMemoryError, torch.AcceleratorError, CudaError):
-            executor.abandon(driver.cancel_early())
+            for stage, executor in executors.items():
+                executor.abandon(stage.driver.cancel_early())
             raise
         clock.layer = layers
         self.tick()
         counters.steps += 1
-        counters.paused_steps += not driver.view.prefetching
+        counters.paused_steps += not self.first.driver.view.prefetching
         counters.rows += len(sequences)
-        if driver.end_step(*counters.prefetched, self.timing.end_step()):
-            log.info(driver.prefetch.status)
+        for stage in stages:
+            if stage.driver.end_step(*counters.prefetched, stage.timing.end_step()):
+                log.info(stage.driver.prefetch.status)
         answered = step.answers(inputs)
-        for span in spans:
-            span.kv.advance(len(span.tokens))
+        for item in inputs:
+            item.span.kv.advance(len(item.span.tokens))
         clock.finish("head")
         for observer in observers:
             observer.end()
@@ -208,21 +210,29 @@ class Engine:
 
 
 class TensorExecutor:
-    """Carries out a policy's decisions on the expert layers of one step with tensors: a `LayerExecutor`."""
+    """Carries out a policy's decisions on the expert layers of one stage in one step with tensors: a
+    `LayerExecutor`."""
 
     call: LayerCall  # set before each layer
     output: Tensor | None  # of the latest layer's experts, float32 [R, H]
 
-    def __init__(self, engine: Engine, phase: Phase, clock: StepClock, observers: list[Observer]) -> None:
+    def __init__(
+        self, engine: Engine, stage: EngineStage, phase: Phase, clock: StepClock, observers: list[Observer]
+    ) -> None:
         self.engine, self.phase, self.clock, self._observers = engine, phase, clock, observers
-        self.counters = clock.counters
-        self._device, self._memory, self._tiles = engine.device, engine.memory, engine.shape.tiles
+        self.counters, self.timing, self._first = clock.counters, stage.timing, stage.layers.start
+        self._device, self._memory, self._tiles = stage.device, stage.memory, engine.shape.tiles
         self._ticket: Ticket | None = None  # of the latest layer; as the following
         self._device_work: DeviceWork | None = None
         self._x_host: FloatArray
         self._split: Split
         self._outputs: list[Added]  # to be summed up
         self._parts: Sequence[FloatArray]  # the workers' partial sums, to be added behind these
+
+    @property
+    def shifted(self) -> LayerExecutor[Ticket]:
+        """Return this executor for the stage's policy."""
+        return Shifted(self, self._first) if self._first else self
 
     def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
         """Compute the layer up to its experts. Copies x, the router's logits and the probes' to the host
@@ -251,7 +261,7 @@ class TensorExecutor:
         self.clock.mark("plan")
 
         self._outputs, self._parts = [], ()
-        timed = self.engine.timing.times(layer)
+        timed = self.timing.times(layer)
         started = self._memory.start(layer, split.device, self.call.inputs, timed)
         if self._device.on_host:  # the device shares the workers' cores: computing beside them gains nothing
             self._compute_shared_experts()
@@ -292,12 +302,12 @@ class TensorExecutor:
         if (y := self.call.expert_bias(routing.experts, routing.weights)) is not None:
             self._outputs.append(y)
         if len(split.device.items):
-            timed = self.engine.timing.times(decision.layer)
+            timed = self.timing.times(decision.layer)
             self._outputs.append(self._memory.compute(work, self.call.inputs, self.clock, timed))
-            self.engine.timing.device_began(split)
+            self.timing.device_began(split)
         if ticket.tasks:
             self._parts = ticket.parts()
-            self.engine.timing.host_ends(ticket.busy)
+            self.timing.host_ends(ticket.busy)
             self.clock.mark("wait")
         self.counters.host_tiles += ticket.tiles
         self.counters.host_busy += ticket.busy
@@ -326,5 +336,5 @@ class TensorExecutor:
         self.clock.mark("shared")
 
     def _submit(self, split: Split, x: FloatArray, waits: bool) -> Ticket:
-        self.engine.timing.host_begins(split, waits)
+        self.timing.host_begins(split, waits)
         return self.engine.pool.submit(split, x, waits)

@@ -68,12 +68,12 @@ class StepGraphs:
             self._off = f"the device {device.name} has none"
         elif backbone is None:
             self._off = "the model runs on modules of transformers"
-        elif backbone.kernels is None or (sums := gpu.device.sums) is None:
-            self._off = "they need kernels of ours, which cannot be had here"
+        elif backbone.kernels is None:
+            self._off = "our kernels of attention do not take the model's heads"
         elif backbone.spec.recurrent_layers:
             self._off = "the model has recurrent states, which change places at each step"
         else:
-            self._gpu, self.sums = gpu, sums
+            self._gpu, self.sums = gpu, gpu.device.sums
 
     @property
     def planned_bytes(self) -> int:
@@ -248,6 +248,24 @@ class Bucket:
             self._h.copy_(self._backbone.embed(self._batch))
 
         self._run(("embed",), work, self._h, *factors)
+        return self._h[: self._rows]
+
+    def enter(self, h: Tensor) -> Tensor:
+        factors = self._batch.cos_sin
+
+        def work() -> None:
+            for kept, new in zip(factors, self._batch.found_cos_sin(), strict=True):
+                kept.copy_(new)
+
+        self._run(("enter",), work, *factors)
+        return self._h[: self._rows].copy_(h)
+
+    def leave(self, h: Tensor) -> Tensor:
+        def work() -> None:
+            self._add_told()
+            self._h.copy_(self._backbone.finish(self._h, self._batch))
+
+        self._run(("leave",), work, self._h)
         return self._h[: self._rows]
 
     def attend(self, layer: int, h: Tensor, own: bool, probes: Sequence[int]) -> Attended:

@@ -54,7 +54,7 @@ class ChannelMemory(DeviceMemory):
         device: Device,
         slab: Slab,
         kernel: DeviceChannelKernel,
-        heads: list[Tensor],
+        heads: dict[int, Tensor],
         layout: StoreLayout,
     ) -> None:
         """`heads`: as `Device.load_heads` gives them."""

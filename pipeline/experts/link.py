@@ -27,12 +27,15 @@ NO_CHANNELS: IntArray = np.zeros(0, np.int32)
 class PrefetchLink(Link):
     """Sends orders and tracks their progress. Used by the engine's thread alone."""
 
-    def __init__(self, socket: ChildServerSocket, slab: AttachSlab | None, line: ControlLine) -> None:
+    def __init__(
+        self, socket: ChildServerSocket, slab: AttachSlab | None, line: ControlLine, index: int = 0
+    ) -> None:
         """`slab`: what every new prefetcher maps; None where it cannot be shared, so that the link stays
-        down. `line`: the prefetcher's, with its progress and the order that it moves."""
+        down. `line`: the prefetcher's, with its progress and the order that it moves. `index`: the device's,
+        and so the prefetcher's."""
         self.refusal = "" if slab is not None else "the slab cannot be shared"  # why it is not mapped
         self.copied = (0, 0.0)  # tiles so far, and the seconds in which the prefetcher copied them
-        self._socket, self._slab, self._line = socket, slab, line
+        self._socket, self._slab, self._line, self._index = socket, slab, line, index
         self._attaching = False
         self._next = 0
         self._orders: dict[int, Order] = {}
@@ -42,7 +45,7 @@ class PrefetchLink(Link):
     @property
     def up(self) -> bool:
         """A prefetcher has mapped the slab and takes orders."""
-        return self._socket.is_up(0)
+        return self._socket.is_up(self._index)
 
     def wait_up(self, limit: float) -> bool:
         """Wait until the link is up; False after `limit` seconds, or once the slab cannot be mapped. It is
@@ -70,13 +73,13 @@ class PrefetchLink(Link):
             return order
         self._orders[order.id] = order
         chosen = NO_CHANNELS if channels is None else channels
-        self._socket.send(0, Fetch(order.id, layer, expert, lo, tuple(slots), urgency, chosen))
+        self._socket.send(self._index, Fetch(order.id, layer, expert, lo, tuple(slots), urgency, chosen))
         return order
 
     def cancel(self, order: Order) -> None:
         """Ask the prefetcher to truncate an order; it stays open until it is final."""
         if not order.final:
-            self._socket.send(0, CancelFetch(order.id))
+            self._socket.send(self._index, CancelFetch(order.id))
 
     def moving(self, order: Order) -> bool:
         """Return whether the prefetcher is copying a part of this order."""
@@ -84,18 +87,18 @@ class PrefetchLink(Link):
 
     def update(self, wait_ms: int) -> None:
         """Apply the messages that are here; wait at most `wait_ms` for the first."""
-        messages = self._socket.receive(wait_ms)
-        for _, message in messages:
+        messages = self._socket.receive_of(self._index, wait_ms)
+        for message in messages:
             match message:
                 case Fetched(id=id) if id in self._orders:
                     self._landed(self._orders[id], message)
                 case Ready() if self._slab is not None:
                     self._attaching = True
-                    self._socket.send(0, self._slab)
+                    self._socket.send(self._index, self._slab)
                 case SlabAttached(error=""):
                     self._attaching = False
                     self._watch.reset()
-                    self._socket.mark_up(0, message.generation)
+                    self._socket.mark_up(self._index, message.generation)
                 case SlabAttached():
                     self._attaching, self.refusal = False, message.error
                 case WorkerDied():
@@ -117,7 +120,7 @@ class PrefetchLink(Link):
 
     def _landed(self, order: Order, report: Fetched) -> None:
         if not order.landed <= report.landed <= order.size:
-            self._socket.report_hung(0)  # its reports contradict each other: have it replaced
+            self._socket.report_hung(self._index)  # its reports contradict each other: have it replaced
             return
         if report.landed > order.landed and order.channels is None:
             tiles, seconds = self.copied
@@ -137,4 +140,4 @@ class PrefetchLink(Link):
         if not (self._orders or self._attaching):
             self._watch.reset()
         elif self._watch.stalled(self._line.ticks) > (STALL_LIMIT if self.up else ATTACH_LIMIT):
-            self._socket.report_hung(0)
+            self._socket.report_hung(self._index)

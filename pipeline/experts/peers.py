@@ -132,6 +132,7 @@ class ChildServerSocket:
         self._log = SparseLog(log)
         self._proven: dict[bytes, Identity] = {}  # of running children, by name: each proof is checked once
         self._early: list[tuple[int, object]] = []  # received while a send or `wait_ready` waited
+        self._kept: dict[int, list[object]] = {}  # for `receive_of`
         self._exit_count = 0
         self._exited_at: dict[int, float] = {}  # by index, until the next generation is up
         self._up_seconds: deque[float] = deque(maxlen=RECOVERIES)
@@ -206,6 +207,13 @@ class ChildServerSocket:
         that exited; waits at most `wait_ms` for the first. Raises PeerLost after `ExitEvents.give_up`."""
         early, self._early = self._early, []
         return early + self._take(0 if early else wait_ms)
+
+    def receive_of(self, index: int, wait_ms: int) -> list[object]:
+        """The messages of one child, as `receive`; those of others are kept for them, and end the wait."""
+        here = self._kept.pop(index, [])
+        for other, message in self.receive(0 if here else wait_ms):
+            self._kept.setdefault(other, []).append(message)
+        return here + self._kept.pop(index, [])
 
     def stats(self) -> list[dict[str, Any]]:
         """The running children. From any thread."""

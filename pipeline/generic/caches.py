@@ -150,7 +150,7 @@ class _Steps:
         (rows,) = self._cache.visible
         if rows.start == 0 or self._axes is None:
             return None
-        return torch.arange(rows.start, device=rows.kv.pool.device).expand(*self._axes, -1)
+        return torch.arange(rows.start, device=rows.kv.pool.devices[0]).expand(*self._axes, -1)
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor) -> None:

@@ -73,6 +73,8 @@ class Needs:
     staging: int  # slots beside those of the cache, the fewest
     layer_staging: int  # the same where memory allows: on a GPU what a layer demands for one token
     backbone: int
+    embedding: int  # of the backbone; of several devices the first has it
+    head: int  # which the last one has
     position: int  # cosines and sines of one position
     kv_token: int  # one token of the KV cache
     states: int  # recurrent states of one sequence, with its snapshots
@@ -90,7 +92,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     fingerprint = source.fingerprint(format, shape.tile)
     manifest = StoreManifest(fingerprint, shape, format, source.name)
     store = store_bytes(manifest)
-    cuda = config.device == "cuda"
+    cuda = config.kind == "cuda"
     slot, heads = manifest.layout.tile_bytes, manifest.layout.head_stride
     staging = staging_tiles(shape.tiles, facts.top_k, heads > 0)
     tiles = shape.layers * shape.experts * shape.tiles
@@ -99,6 +101,8 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     activations += MASK_BYTES * rows * (config.context or min(facts.max_positions, DEFAULT_CONTEXT))
     if cuda and config.backbone_dtype == "f32":  # flash attention is of 16-bit numbers
         activations += SCORE_COPIES * SCORE_BYTES
+    if cuda:  # what a row's experts give, each of them, and in 16 bits what is between their matrices
+        activations += rows * facts.top_k * (4 * facts.hidden + 2 * facts.intermediate)
     # The widest state is a convolution's, of a number for each of its channels.
     widest = max((max(shape) for states in facts.state_shapes for shape in states), default=0)
     activations += RECURRENT_COPIES * 4 * rows * widest
@@ -127,6 +131,8 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         # The host computes each tile as it lands, so more slots would save nothing there.
         layer_staging=layer_staging(shape.tiles, facts.top_k) if cuda and not heads else staging,
         backbone=backbone_bytes(source, facts, config),
+        embedding=plain_bytes(config) * facts.vocabulary * facts.hidden,
+        head=_head_bytes(facts, config),
         position=8 * facts.rope_numbers,
         kv_token=kv_token_bytes(facts, kv_dtype(config)),
         states=state_bytes(facts),
@@ -176,6 +182,14 @@ def backbone_bytes(source: ModelSource, facts: ModelFacts, config: EngineConfig)
         elif kind != "matrix" or not quantized:
             total += plain_bytes(config) * math.prod(shape) * count
     return total
+
+
+def _head_bytes(facts: ModelFacts, config: EngineConfig) -> int:
+    """Of a head that the file has not quantized."""
+    kept = FORMATS.get(config.backbone_dtype or "bf16")
+    if isinstance(kept, MatrixFormat):
+        return kept.matrix_bytes(facts.vocabulary, facts.hidden)
+    return plain_bytes(config) * facts.vocabulary * facts.hidden
 
 
 def _own_bytes(source: ModelSource, facts: ModelFacts, config: EngineConfig) -> int:

@@ -12,20 +12,23 @@ An engine takes memory from two or three pools:
 Options that were given are kept. The others are chosen: first the most exact format that fits with a context
 of useful length, then the longest context, then resident experts (more than DEFAULT_CACHE of them only on a
 GPU), then KV cache for more contexts. On a GPU, staging slots take all tiles that a layer demands for one
-token, up to STAGING_SHARE of the free memory; the fewest where what was given does not fit beside more. This
-module only calculates: it measures and allocates nothing.
+token, up to STAGING_SHARE of the free memory; the fewest where what was given does not fit beside more.
+Devices that are named one by one divide the layers by their memory (`divided`), and each is a pool of its
+own. This module only calculates: it measures and allocates nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from math import ceil, floor
+from itertools import accumulate, pairwise
+from math import ceil, floor, prod
 from typing import cast
 
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import DEFAULT_CACHE, KV_BLOCK, KV_CONTEXTS, EngineConfig, FormatName, ResolvedConfig
 from pipeline.device.base import SPARE_BYTES
+from pipeline.errors import UsageError
 from pipeline.memory.needs import (
     STAGING_SHARE,
     Needs,
@@ -49,12 +52,15 @@ CACHE_STEPS = 1000  # a cache that is chosen is a whole number of thousandths
 @dataclass(frozen=True)
 class Machine:
     """Bytes that are free now. `memory`: without swapping and within the control group's limit; `gpu`: None
-    for the device cpu. `total`: of memory, with what is in use; None where unknown."""
+    for the device cpu, of several GPUs the least. `total`: of memory, with what is in use; None where
+    unknown. `cards`: of devices that are named one by one, GPUs or parts of the host's memory that stand for
+    some."""
 
     memory: int
     shm: int
     gpu: int | None = None
     total: int | None = None
+    cards: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,22 +91,17 @@ class Plan:
     context: int
     kv_tokens: int
     expert_cache: float
-    staging: int  # slots beside those of the cache
+    staging: int  # slots beside those of the cache, on each device
+    stages: tuple[int, ...] = ()  # layers with experts on each of several devices
 
     def pools(self, machine: Machine) -> tuple[Pool, ...]:
         """Needed and free bytes of each pool. Experts that are in shared memory already need no others."""
         needs = self.needs
         new = needs.store - needs.present
-        tiles = cache_tiles(self.expert_cache, needs.tiles) + self.staging if self.slab else 0
-        device = {
-            "slab": tiles * needs.slot,
-            "KV cache": whole_blocks(self.kv_tokens) * needs.kv_token
-            + kv_sequences(self.kv_tokens, needs.max_sequences) * needs.states,
-            "backbone": needs.backbone + self.context * needs.position,
-        }
-        if self.slab and needs.heads:
-            device["up matrices"] = needs.heads
         rest = {"processes": needs.processes, LEFT_FREE: FREE_BYTES}
+        if machine.cards:
+            return self._of_cards(machine, {"experts": new}, rest)
+        device = self._on_device(range(len(needs.facts.moe_layers)))
         if machine.gpu is None:
             return (
                 Pool(MEMORY, machine.memory, {"experts": new} | device | rest),
@@ -112,6 +113,44 @@ class Plan:
             Pool("/dev/shm", machine.shm, {"experts": new}),
             Pool("GPU memory", machine.gpu, device | steps),
         )
+
+    def _on_device(self, layers: range) -> dict[str, int]:
+        """The bytes of each part for these layers, on their device."""
+        needs, facts = self.needs, self.needs.facts
+        every, decoder = len(facts.moe_layers), facts.decoder_layers(layers)
+        tiles = needs.tiles * len(layers) // every
+        slots = cache_tiles(self.expert_cache, tiles) + self.staging if self.slab else 0
+        streams = [sum(heads * width for heads, width in layer) for layer in facts.kv_streams]
+        states = [sum(map(prod, layer)) for layer in facts.state_shapes]
+        kv = whole_blocks(self.kv_tokens) * needs.kv_token
+        kept = kv_sequences(self.kv_tokens, needs.max_sequences) * needs.states
+        parts = {
+            "slab": slots * needs.slot,
+            "KV cache": _share(kv, streams, decoder) + _share(kept, states, decoder),
+            "backbone": _backbone(needs, layers) + self.context * needs.position,
+        }
+        if self.slab and needs.heads:
+            parts["up matrices"] = needs.heads * len(layers) // every
+        return parts
+
+    def _of_cards(self, machine: Machine, experts: dict[str, int], rest: dict[str, int]) -> tuple[Pool, ...]:
+        """The pools where devices are named: each is one, and with that of an emulated one the host's memory
+        is less."""
+        ends = list(accumulate(divided(self.needs, machine), initial=0))
+        each = [self._on_device(range(start, end)) for start, end in pairwise(ends)]
+        if machine.gpu is None:
+            every = {part: sum(one.get(part, 0) for one in each) for part in each[0]}
+            host = Pool(MEMORY, machine.memory, experts | every | rest)
+            shm = Pool("/dev/shm", machine.shm, experts | {"slab": every["slab"]})
+        else:
+            steps = {"steps": self.needs.steps + SPARE_BYTES}
+            each = [one | steps for one in each]
+            host, shm = Pool(MEMORY, machine.memory, experts | rest), Pool("/dev/shm", machine.shm, experts)
+        cards = []
+        for (name, free), parts, bounds in zip(machine.cards, each, pairwise(ends), strict=True):
+            of = self.needs.facts.decoder_layers(range(*bounds))
+            cards.append(Pool(f"{name} (layers {of.start + 1}-{of.stop})", free, parts))
+        return host, shm, *cards
 
     def fits(self, machine: Machine) -> bool:
         return not any(pool.short for pool in self.pools(machine))
@@ -125,9 +164,44 @@ class Plan:
     def resolved(self, config: EngineConfig) -> ResolvedConfig:
         """The configuration with this plan's choices."""
         given = {field.name: getattr(config, field.name) for field in fields(config)}
-        chosen = {name: getattr(self, name) for name in ("context", "kv_tokens", "expert_cache", "staging")}
+        names = "context", "kv_tokens", "expert_cache", "staging", "stages"
+        chosen = {name: getattr(self, name) for name in names}
         chosen |= {"format": self.needs.format, "backbone_dtype": self.needs.backbone_dtype}
         return ResolvedConfig(**(given | chosen))
+
+
+def divided(needs: Needs, machine: Machine) -> tuple[int, ...]:
+    """How many layers with experts each device gets: so that the device with the least memory for a layer has
+    as much for one as it can, and with it each layer as large a cache. Raises UsageError for more devices
+    than layers."""
+    cards, layers = machine.cards, len(needs.facts.moe_layers)
+    if len(cards) > layers:
+        raise UsageError(f"--device: {len(cards)} devices, and the model has {layers} layers with experts")
+    free = [size - needs.steps - SPARE_BYTES * (machine.gpu is not None) for _, size in cards]
+    free[0] -= needs.embedding
+    free[-1] -= needs.head
+    given = [1] * len(cards)
+    for _ in range(layers - len(cards)):
+        best = max(range(len(cards)), key=lambda card: max(1, free[card]) / (given[card] + 1))
+        given[best] += 1
+    return tuple(given)
+
+
+def _backbone(needs: Needs, layers: range) -> int:
+    """Bytes of the backbone for these layers: a share of it, with embedding and head where they begin and
+    end."""
+    facts, every = needs.facts, len(needs.facts.moe_layers)
+    if len(layers) == every:
+        return needs.backbone
+    tied = facts.tied_embeddings and needs.head == needs.embedding
+    middle = needs.backbone - needs.embedding - (0 if tied else needs.head)
+    share = -(-middle * len(facts.decoder_layers(layers)) // facts.layers)
+    return share + needs.embedding * (not layers.start) + needs.head * (layers.stop == every)
+
+
+def _share(size: int, weights: Sequence[int], of: range) -> int:
+    """The part of a size that these layers have, by the weights of all."""
+    return -(-size * sum(weights[of.start : of.stop]) // (sum(weights) or 1))
 
 
 def automatic(source: ModelSource) -> tuple[FormatName, ...]:
@@ -154,6 +228,7 @@ def plan_format(
     plan = smallest(needs, requested, slab, least)
     if not plan.fits(machine):
         return None
+    plan = replace(plan, stages=divided(needs, machine)) if machine.cards else plan
     if machine.gpu is not None:
         most = max(needs.staging, min(needs.layer_staging, int(STAGING_SHARE * machine.gpu) // needs.slot))
         # Counted also where the slab is for a later policy, which then has it beside the cache.
@@ -188,10 +263,11 @@ def plan_format(
         plan = grow(plan, usual, 1, larger_cache)
     if requested.kv_tokens is None:
         plan = grow(plan, KV_CONTEXTS * plan.context, KV_BLOCK, more_contexts)
-    if requested.expert_cache is None and (machine.gpu is not None or not slab):
+    own = machine.gpu is not None or bool(machine.cards)  # memory that nothing else needs
+    if requested.expert_cache is None and (own or not slab):
         # Without a slab now: for policies that are set later, with the memory that is left then.
         plan = replace(plan, slab=True)
-        plan = grow(plan, usual if machine.gpu is None else CACHE_STEPS, 1, larger_cache)
+        plan = grow(plan, CACHE_STEPS if own else usual, 1, larger_cache)
         plan = replace(plan, slab=slab)
     return plan
 

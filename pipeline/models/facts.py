@@ -104,6 +104,13 @@ class ModelFacts:
         """Numbers of the backbone that are never quantized."""
         return sum(math.prod(g.shape) * g.number for g in self.backbone if g.kind != "matrix")
 
+    def decoder_layers(self, layers: range) -> range:
+        """The layers of the decoder that belong to these with routed experts: also the dense ones before
+        them, and behind the last of all."""
+        moe = self.moe_layers
+        end = self.layers if layers.stop == len(moe) else moe[layers.stop - 1] + 1
+        return range(moe[layers.start - 1] + 1 if layers.start else 0, end)
+
     @property
     def weights(self) -> int:
         """Numbers of the whole model."""

@@ -12,7 +12,7 @@ with the same up matrices; without one, the largest |u| of each tile are kept.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, sqrt
 from typing import Self
 
@@ -55,6 +55,29 @@ class Calibration:
     mlp_accuracy: Floats | None = None  # [P] share of those layers' experts that were named, as `accuracy`
     max_loss: float | None = None  # percent that an approximation may add to the perplexity, where given
     sparsity: float | None = None  # the largest within it; 0: none is
+
+    def of_layers(self, layers: range) -> Calibration:
+        """These layers' part, counted from 0. None of them follows on the last one of all."""
+        rows, between = slice(layers.start, layers.stop), slice(layers.start, layers.stop - 1)
+
+        def cut(array: Floats | None, of: slice) -> Floats | None:
+            return None if array is None else array[of]
+
+        return replace(
+            self,
+            decode_counts=self.decode_counts[rows],
+            residual_logits=self.residual_logits[between],
+            accuracy={name: array[rows] for name, array in self.accuracy.items()},
+            kept=self.kept[rows],
+            gated_accuracy={name: array[rows] for name, array in self.gated_accuracy.items()},
+            hit_rates=self.hit_rates[rows],
+            sensitivity=cut(self.sensitivity, rows),
+            magnitudes=cut(self.magnitudes, rows),
+            first_gate=None,
+            mlp_inner=cut(self.mlp_inner, between),
+            mlp_outer=cut(self.mlp_outer, between),
+            mlp_accuracy=cut(self.mlp_accuracy, between),
+        )
 
     @property
     def needed(self) -> NDArray[np.float64] | None:

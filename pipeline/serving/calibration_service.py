@@ -133,6 +133,8 @@ class CalibrationService:
 
     def _ids(self, message: Calibrate) -> tuple[int, ...]:
         """Returns the ids of the text, which has been encoded before. Raises RequestError."""
+        if len(self._parts.engine.stages) > 1:
+            raise RequestError("an engine whose layers are on several devices is not calibrated")
         if message.tokens < 1:
             raise RequestError(f"tokens must be at least 1, it is {message.tokens}")
         if message.tokens > MOST_TOKENS:

@@ -6,9 +6,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -18,10 +20,11 @@ from pipeline.backbone.disk_cache import BackboneCache, backbone_fingerprint
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.backbone.protocol import AnyBackbone
+from pipeline.backbone.stages import StagedBackbone, devices_of
 from pipeline.calibration.cost_probe import ROWS
 from pipeline.checkpoint.open import open_model
 from pipeline.config import CoordinatorConfig, WorkerCores
-from pipeline.device import open_device
+from pipeline.device import open_devices
 from pipeline.engine.engine import Engine
 from pipeline.errors import PeerLost
 from pipeline.experts.carriers import ArenaCarrier, SocketCarrier
@@ -95,8 +98,11 @@ class EngineParts:
         self.facts = facts = facts_of(self.source.config)
         # Tokens of prompt and answer together.
         self.context = choose_context(options.context, facts, options.chunk)
-        self.device = device = open_device(options.device, config.cache)
-        closing.callback(device.close)
+        self.devices = open_devices(options, config.cache)
+        self.device = device = self.devices[0]
+        for opened in dict.fromkeys(self.devices):
+            closing.callback(opened.close)
+        device.use()
         self.control = ControlSegment.attach(config.control)
         closing.callback(self.control.close)
         self.tick = self.control.line("coordinator", 0).tick
@@ -124,22 +130,33 @@ class EngineParts:
         self.detokenizer = self._detokenizer(text_up)
         held = kv_budget(options.kv_tokens, self.context)
         sequences = kv_sequences(held, options.max_sequences)
-        self.kv = KVCache(facts, backbone.dtype, device.torch_device, held, sequences)
+        self.kv = KVCache(facts, backbone.dtype, devices_of(backbone), held, sequences)
         # that the KV cache will take: on the host its slabs' memory is touched as it fills
         self.kv_bytes = sequences * state_bytes(facts)
         if device.torch_device.type == "cpu":
             self.kv_bytes += self.kv.budget * kv_token_bytes(facts, kv_dtype(options))
         layout = self.store.layout
-        self.engine = Engine(backbone, layout, device, pool, options.graphs)
+        self.engine = Engine(backbone, layout, pool, options.graphs)
         self.engine.tick = self.tick
         self.notes = [
             f"store: {locked.result()}",
-            f"backbone: {byte_size(backbone.bytes)} {options.backbone_dtype} on {device.describe()}",
+            *self._backbone_notes(backbone),
             f"kernels: {VARIANTS[best().variant]}",
             f"experts: {layout.shape.layers} layers of {layout.shape.experts}; tiles of an expert:"
             f" {layout.shape.tiles}, {byte_size(layout.expert_bytes // layout.shape.tiles)} each",
             f"context: {self.context} tokens; the KV cache holds {self.kv.budget} in {kv_dtype(options)}"
             + (", an approximation" if self.engine.kv_cache else ""),
+        ]
+
+    def _backbone_notes(self, backbone: AnyBackbone) -> list[str]:
+        """Returns what each device has of the backbone, in a line each."""
+        dtype = self.config.options.backbone_dtype
+        if not isinstance(backbone, StagedBackbone):
+            return [f"backbone: {byte_size(backbone.bytes)} {dtype} on {self.device.describe()}"]
+        return [
+            f"{card}: layers {part.decoder_layers.start + 1} to {part.decoder_layers.stop},"
+            f" {byte_size(part.bytes)} {dtype} on {part.device.describe()}"
+            for card, part in zip(self.config.options.cards, backbone.parts, strict=True)
         ]
 
     def _detokenizer(self, text_up: threading.Event) -> Detokenizer | None:
@@ -172,11 +189,30 @@ class EngineParts:
 
         progress(0)
         kv = self.config.options.kv_dtype
-        precision = Precision(dtype, self.device, cache, self.source.own_matrices, kv)
-        backbone = self._backbone_of(precision, progress)
+        own = self.source.own_matrices
+        precisions = [Precision(dtype, device, cache, own, kv) for device in self.devices]
+        if len(precisions) > 1:
+            backbone: AnyBackbone = self._staged_backbone(precisions, progress)
+        else:
+            backbone = self._backbone_of(precisions[0], progress)
         if cache is not None:
             cache.finish()
         return backbone
+
+    def _staged_backbone(
+        self, precisions: Sequence[Precision], progress: Callable[[int], None]
+    ) -> StagedBackbone:
+        """Load each device's layers."""
+        spec, parts = model_spec(self.source.config), list[Backbone]()
+        ends = list(accumulate(self.config.options.stages, initial=0))
+        for precision, (start, end) in zip(precisions, pairwise(ends), strict=True):
+            precision.device.use()
+            before = sum(part.bytes for part in parts)
+            further = partial(_further, progress, before)
+            layers = range(start, end)
+            parts.append(Backbone(self.source, spec, precision, self.context, further, layers))
+        self.device.use()
+        return StagedBackbone(parts)
 
     def _backbone_of(self, precision: Precision, progress: Callable[[int], None]) -> AnyBackbone:
         config = self.source.config
@@ -201,7 +237,8 @@ class EngineParts:
         ]
         prefix = engine_prefix(self.config.runtime)
         lanes = LaneShape(shape.hidden, *slots)
-        carrier = ArenaCarrier(socket, library(), prefix, lanes, self.device)
+        reader = self.device if len(self.devices) == 1 else None  # of several none reads all answers
+        carrier = ArenaCarrier(socket, library(), prefix, lanes, reader)
         self.closing.callback(carrier.close)
         return carrier
 
@@ -228,6 +265,11 @@ class EngineParts:
             )
         pool.wait_ready(CHILD_LIMIT)
         return pool
+
+
+def _further(progress: Callable[[int], None], before: int, done: int) -> None:
+    """Progress of a part, behind others."""
+    progress(before + done)
 
 
 def measure_chunks(engine: Engine, kv: KVCache, context: int) -> tuple[int, int]:

@@ -175,12 +175,13 @@ class EngineService:
 
     def _on_idle(self) -> bool:
         """Handle children's exits, fetch in the background, audit, keep counts. True while tiles move."""
-        self._parts.engine.poll_children()
+        engine = self._parts.engine
+        engine.poll_children()
         self._policies.keep_heat()
-        memory = self._parts.engine.memory
-        if memory.idle:
-            memory.audit()
-        return not memory.idle or any(socket.behind for socket in self._parts.sockets.values())
+        idle = all(stage.memory.idle for stage in engine.stages)
+        for stage in engine.stages if idle else ():
+            stage.memory.audit()
+        return not idle or any(socket.behind for socket in self._parts.sockets.values())
 
     def _send(self, client: bytes, message: object) -> None:
         self._post(ToClients([(client, message)]))

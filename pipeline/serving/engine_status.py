@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.arrays import IntArray
 from pipeline.engine.observer import ActivityObserver
+from pipeline.engine.stage import EngineStage
 from pipeline.memory.needs import kv_dtype
 from pipeline.policies.placements import counted_tokens
 from pipeline.scheduling.scheduler import Scheduler
@@ -59,13 +61,14 @@ class EngineStatus:
         """Returns what happened to each expert. It is recorded for some seconds from now on."""
         seen = self._activity
         seen.look()
-        resident = self._parts.engine.memory.residency.astype(np.int32)
+        stages = self._parts.engine.stages
+        resident: IntArray = np.add.reduce([stage.memory.residency for stage in stages])
         sums = (seen.used.copy(), seen.device.copy(), seen.demanded.copy())  # sent while they change
         return ExpertActivityReply(request, seen.tiles, resident, *sums)
 
     def stats(self) -> dict[str, Any]:
         """Returns the counters as a JSON-like tree."""
-        engine = self._parts.engine
+        engine, first = self._parts.engine, self._parts.engine.first
         sockets = dict(self._parts.sockets)  # a copy: the engine's thread may add the prefetcher's
         stats: dict[str, Any] = {
             "policy": engine.policy.name,
@@ -76,8 +79,8 @@ class EngineStatus:
             "engine": engine.counters.snapshot(),
             "counted_tokens": counted_tokens(engine.popularity, engine.shape.top_k),
             "calibrated": self._policies.calibrated,
-            "prefetch": {"on": engine.driver.prefetch.on, "status": engine.driver.prefetch.status},
-            "graphs": engine.graphs.status,
+            "prefetch": {"on": first.driver.prefetch.on, "status": first.driver.prefetch.status},
+            "graphs": first.graphs.status,
             "tile_bytes": engine.layout.tile_bytes,
             "peers": [child for socket in sockets.values() for child in socket.stats()],
             "recovery": {role: socket.recovery_stats() for role, socket in sockets.items()},
@@ -87,19 +90,33 @@ class EngineStatus:
             stats["exchange"] = carrier.stats()
         elif "worker" in sockets:
             stats["exchange"] = {"name": "zmq"}
-        if (costs := engine.timing.costs or self._policies.costs) is not None:
+        if (costs := first.timing.costs or self._policies.costs) is not None:
             stats["costs"] = costs.to_json()
-        if (corrections := engine.timing.corrections) is not None:
+        if (corrections := first.timing.corrections) is not None:
             stats["cost_updates"] = corrections.report()
-        memory = engine.memory
-        if memory.slab is not None:
-            mover, cache = memory.mover, memory.mover.cache
-            stats["cache"] = {
-                "capacity_tiles": cache.capacity,
-                "all_tiles": cache.residency.size * engine.shape.tiles,
-                "resident_tiles": int(cache.residency.sum()),
-                "demanded_tiles": mover.demanded,
-                "placed_tiles": mover.placed,
-            }
-            stats["prefetcher"] = memory.slab.link.stats() | memory.slab.copier.stats()
+        caches = [(_cache(stage), slab) for stage in engine.stages if (slab := stage.memory.slab) is not None]
+        if caches:
+            stats["cache"] = {name: sum(cache[name] for cache, _ in caches) for name in caches[0][0]}
+            links = [slab.link.stats() | slab.copier.stats() for _, slab in caches]
+            stats["prefetcher"] = links[0] | {"up": all(link["up"] for link in links)}
+        if len(engine.stages) > 1:
+            cards = self._parts.config.options.cards
+            stats["devices"] = [
+                {"device": str(card), "layers": [stage.layers.start, stage.layers.stop]}
+                | ({} if stage.timing.costs is None else {"costs": stage.timing.costs.to_json()})
+                | (_cache(stage) if stage.memory.slab else {})
+                for card, stage in zip(cards, engine.stages, strict=True)
+            ]
         return stats
+
+
+def _cache(stage: EngineStage) -> dict[str, int]:
+    """Returns the counters of a device's cache."""
+    mover, cache = stage.memory.mover, stage.memory.mover.cache
+    return {
+        "capacity_tiles": cache.capacity,
+        "all_tiles": stage.tiles,
+        "resident_tiles": int(cache.residency.sum()),
+        "demanded_tiles": mover.demanded,
+        "placed_tiles": mover.placed,
+    }

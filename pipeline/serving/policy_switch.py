@@ -40,7 +40,7 @@ class PolicySwitch:
     def __init__(self, parts: EngineParts) -> None:
         """Sets the configured policy; errors as in `set`."""
         self._parts, self._opener = parts, DeviceMemoryOpener(parts)
-        self.costs: Costs | None = None  # None until a policy has needed them
+        self._costs: list[Costs] = []  # of each device; none until a policy has needed them
         self._calibration_file = calibration_path(parts.config.cache, parts.source)
         self._heat: Heat | None = None  # None until a policy has needed it
         options = parts.config.options
@@ -57,14 +57,20 @@ class PolicySwitch:
         policy: Policy = make_policy(request, self._parts.config.options.seed)
         if not policy.exact:  # before it is asked to be calibrated
             engine.backbone.check_choices(f"policy {policy.name}")
-        if policy.uses_device and engine.memory.slab is None:
-            engine.memory = self._opener.open()
+        for index, stage in enumerate(engine.stages):
+            if policy.uses_device and stage.memory.slab is None:
+                stage.memory = self._opener.open(index)
         costs, calibration = self._costs_for(policy), self._calibration_for(policy)
         follow = self._parts.config.options.costs is None  # those of a file are meant as they are
         heat = self._heat_for(policy)
         notes = engine.set_policy(policy, costs, calibration, heat=heat, counted=counted, follow=follow)
         self.current, self._counted = canonical(request, self._parts.config.options.seed), counted
         return notes
+
+    @property
+    def costs(self) -> Costs | None:
+        """Returns the costs of the first device."""
+        return self._costs[0] if self._costs else None
 
     @property
     def calibrated(self) -> bool:
@@ -93,14 +99,15 @@ class PolicySwitch:
             self._parts.closing.callback(self.keep_heat, least=1)
         return self._heat.earlier
 
-    def _costs_for(self, policy: Policy) -> Costs | None:
-        """Returns the costs from a file, or measured now or earlier; None if not needed. Raises
+    def _costs_for(self, policy: Policy) -> list[Costs] | None:
+        """Returns each device's costs, from a file, or measured now or earlier; None if not needed. Raises
         PolicyError."""
         if not policy.needs_costs:
             return None
-        if self.costs is None:
-            self.costs = costs_for(self._parts.engine, self._parts.config, self._parts.context)
-        return self.costs
+        parts = self._parts
+        for index in range(len(self._costs), len(parts.engine.stages)):
+            self._costs.append(costs_for(parts.engine, parts.config, parts.context, index))
+        return self._costs
 
     def _calibration_for(self, policy: Policy) -> Calibration | None:
         """Returns the calibration, None without a usable file. Raises CalibrationError where the policy needs
@@ -122,38 +129,41 @@ class DeviceMemoryOpener:
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
-        self._opened: Slab | None = None
+        self._opened: dict[int, Slab] = {}
 
-    def open(self) -> DeviceMemory:
-        """Return memory for the configured share of all expert tiles, and slots to stream through. Raises
-        NoRoom where it does not fit, CudaError, or PrefetcherLost where no prefetcher announces itself."""
+    def open(self, index: int) -> DeviceMemory:
+        """Return a device's memory for the configured share of the tiles of its layers' experts, and slots to
+        stream through. Raises NoRoom where it does not fit, CudaError, or PrefetcherLost where no prefetcher
+        announces itself."""
         parts = self._parts
-        device, engine = parts.device, parts.engine
-        layout = engine.layout
-        slab = self._opened = self._opened or _open(parts)
+        engine, stage = parts.engine, parts.engine.stages[index]
+        device, layout = stage.device, engine.layout
+        device.use()
+        slab = self._opened[index] = self._opened.get(index) or _open(parts, index)
         if not slab.link.wait_up(CHILD_LIMIT):
             if not slab.link.refusal:
                 raise PrefetcherLost(f"no prefetcher was ready after {CHILD_LIMIT:.0f} s")
             log.warning(f"no tile is prefetched, because no other process maps the slab: {slab.link.refusal}")
         staging = slab.memory.slots - slab.capacity
-        parts.notes.append(f"slab: {slab.capacity} tiles and {staging} for streaming")
+        of = f" of {parts.config.options.cards[index]}" if len(engine.stages) > 1 else ""
+        parts.notes.append(f"slab{of}: {slab.capacity} tiles and {staging} for streaming")
         if not layout.head_bytes:
             return DeviceMemory(engine.shape, device, slab, device.expert_kernel(layout))
-        heads = device.load_heads(parts.store, parts.tick)
+        heads = device.load_heads(parts.store, stage.layers, parts.tick)
         parts.closing.callback(heads.clear)
         resident = byte_size(layout.head_stride * len(heads) * layout.shape.experts)
         parts.notes.append(f"up matrices: {resident} resident")
         return ChannelMemory(engine.shape, device, slab, device.channel_kernel(layout), heads, layout)
 
 
-def _open(parts: EngineParts) -> Slab:
-    config, device, engine = parts.config, parts.device, parts.engine
-    layout, shape = engine.layout, engine.layout.shape
-    capacity = cache_tiles(config.options.expert_cache, shape.layers * shape.experts * shape.tiles)
-    fewest = staging_tiles(shape.tiles, engine.shape.top_k, layout.head_bytes > 0)
+def _open(parts: EngineParts, index: int) -> Slab:
+    config, engine, stage = parts.config, parts.engine, parts.engine.stages[index]
+    device, layout = stage.device, engine.layout
+    capacity = cache_tiles(config.options.expert_cache, stage.tiles)
+    fewest = staging_tiles(layout.shape.tiles, engine.shape.top_k, layout.head_bytes > 0)
     slots = capacity + (config.options.staging or fewest)
-    beside = device.heads_bytes(layout) + device.process_bytes
-    beside += engine.graphs.planned_bytes
+    beside = len(stage.layers) * device.heads_bytes(layout) + device.process_bytes
+    beside += stage.graphs.planned_bytes
 
     def check() -> None:
         device.check_memory(slots * layout.tile_bytes, parts.kv_bytes, beside)
@@ -162,10 +172,11 @@ def _open(parts: EngineParts) -> Slab:
     name = new_name(engine_prefix(config.runtime), "slab")
     memory = device.open_slab(name, slots, layout.tile_bytes, parts.tick)
     parts.closing.callback(memory.close)
-    own, prefetcher = parts.control.line("coordinator", 0), parts.control.line("prefetcher", 0)
-    gbps = config.options.link_gbps
-    emulated = None if gbps is None else EmulatedLink(gbps, own, prefetcher)
-    copier = memory.copier(parts.store, emulated)
+    own, prefetcher = parts.control.line("coordinator", index), parts.control.line("prefetcher", index)
+    gbps = config.options.link_of(index)
+    emulated = None if gbps is None else EmulatedLink(gbps, own, prefetcher, parts.tick)
+    other = engine.first.memory.slab
+    copier = memory.copier(parts.store, emulated, None if other is None else other.copier)
     parts.closing.callback(copier.close)
     if "prefetcher" not in parts.sockets:
         parts.bind_socket("prefetcher")
@@ -175,7 +186,8 @@ def _open(parts: EngineParts) -> Slab:
     except CudaError as e:
         log.warning(f"the slab cannot be shared: {e}")
         address = None
-    return Slab(memory, capacity, PrefetchLink(parts.sockets["prefetcher"], address, prefetcher), copier)
+    link = PrefetchLink(parts.sockets["prefetcher"], address, prefetcher, index)
+    return Slab(memory, capacity, link, copier)
 
 
 def wait_for_room(check: Callable[[], None], limit: float, tick: Callable[[], None]) -> None:

@@ -153,7 +153,7 @@ def recorder_of(config: CoordinatorConfig, source: ModelSource, engine: Engine, 
         return sum(sum(seconds[part]) for part in UNSIMULATED)
 
     return Recorder(
-        path, header, first_gate=lambda: engine.probing.has_first_gate, resumed=resumed, spent=spent
+        path, header, first_gate=lambda: engine.first.probing.has_first_gate, resumed=resumed, spent=spent
     )
 
 

@@ -18,11 +18,12 @@ from fake_runtime import FakeRuntime
 from torch import Tensor
 
 from pipeline.device import cuda
-from pipeline.device.base import DeviceKernel
+from pipeline.device.base import DeviceChannelKernel, DeviceKernel
+from pipeline.device.cuda_kernels import TorchKernel
 from shm.layout import StoreLayout
-from workers.cuda import CudaError
 from workers.kernels.cuda.attention import DecodeAttention, program
 from workers.kernels.cuda.compiler import Program
+from workers.kernels.reference import ReferenceChannels
 
 
 @contextmanager
@@ -77,18 +78,16 @@ class LateKernel:
 class FakeCudaDevice(cuda.CudaDevice):
     """With tensors on the CPU."""
 
-    attention = False  # by the kernels; else by torch
+    attention = experts = False  # by the emulated kernels; else by torch
 
     def __init__(self, runtime: FakeRuntime) -> None:
-        super().__init__(in_torch=True)
+        super().__init__()
         self.torch_device = torch.device("cpu", 0)
         self.runtime = runtime
 
     def launcher(self, program: Program) -> Any:
-        """The kernels themselves, emulated: those of sums, or all of them."""
-        if program == Program.of_sums() or self.attention:
-            return RecordedLauncher(library(program), self)
-        raise CudaError("there is no GPU")
+        """The kernels themselves, emulated."""
+        return RecordedLauncher(library(program), self)
 
     def decode_attention(
         self, streams: Sequence[tuple[int, int]], dtype: torch.dtype, context: int
@@ -99,7 +98,11 @@ class FakeCudaDevice(cuda.CudaDevice):
         return DecodeAttention(RecordedLauncher(library(program(dtype)), self), context)
 
     def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:
-        return LateKernel(super().expert_kernel(layout), self.runtime)
+        kernel = super().expert_kernel(layout) if self.experts else TorchKernel(layout, self.from_host)
+        return LateKernel(kernel, self.runtime)
+
+    def channel_kernel(self, layout: StoreLayout) -> DeviceChannelKernel:
+        return ReferenceChannels(layout)
 
     def time_mark(self) -> float:
         return 0.0
@@ -142,7 +145,7 @@ def cuda_device(make: Callable[[], Made], runtime: FakeRuntime) -> Iterator[Made
             device.close()
             left = {"registered"}  # the process's exit unlocks pages, and frees memory that others may map
             left |= {"device"} if runtime.calls["cudaIpcGetMemHandle"] else set()
-            assert runtime.leftovers().keys() <= left
+            assert runtime.leftovers().keys() <= left, runtime.leftovers()
         finally:
             flags.enable_cudnn_sdp(before[0])
             flags.matmul.allow_bf16_reduced_precision_reduction = before[1]

@@ -115,7 +115,8 @@ class Status(int):
 class FakeRuntime:
     """The functions return their status and results as cuda-bindings do."""
 
-    cudaStreamNonBlocking, cudaHostRegisterDefault, cudaIpcMemLazyEnablePeerAccess = 1, 0, 1
+    cudaStreamNonBlocking, cudaHostRegisterDefault, cudaHostRegisterPortable = 1, 0, 1
+    cudaIpcMemLazyEnablePeerAccess = 1
     cudaEventDisableTiming, cudaEventBlockingSync = 2, 1
     cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2)
     cudaIpcMemHandle_t = Handle
@@ -330,6 +331,15 @@ class FakeRuntime:
 
         self._stream(stream).put(copy)
         return (0,)
+
+    def cudaMemcpyPeerAsync(
+        self, to: int, to_device: int, source: int, device: int, size: int, stream: int
+    ) -> tuple[int]:
+        """All devices have one memory here. It lands in pieces on streams other than torch's."""
+        self.calls["cudaMemcpyPeerAsync"] += 1
+        kind = self.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        self.calls["cudaMemcpyAsync"] -= 1
+        return self.cudaMemcpyAsync(to, source, size, kind, stream)
 
     def _one_piece(self, source: int, size: int) -> bool:
         with self._lock:

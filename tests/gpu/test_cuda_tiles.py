@@ -14,7 +14,7 @@ from kernel_runs import any_matrix, plain_expert
 from quantized_cases import BLOCKS, QUANTIZED
 
 from pipeline.device.cuda import CudaDevice
-from pipeline.device.cuda_kernels import FewRows
+from pipeline.device.cuda_kernels import FewRows, TorchKernel
 from shm.blocks import BlockFormat
 from shm.floe import FloeFormat
 from shm.layout import ExpertShape, StoreLayout, format_named
@@ -106,12 +106,11 @@ def test_extreme_numbers_have_the_bits_of_the_host(device: CudaDevice, kind: str
 
 @pytest.mark.parametrize("format", BLOCKS)
 def test_torch_computes_nearly_the_same(device: CudaDevice, format: str) -> None:
-    in_torch = CudaDevice(in_torch=True)
     layer = made(format, 512, 2, 2, 12, 4, "random", "normal", "normal", seed=2)
     computed = [cut for _, cut in layer.items]
     found, expected = (
-        on_device(each.expert_kernel(layer.layout), each.torch_device, layer, computed, computed, 2)
-        for each in (device, in_torch)
+        on_device(kernel, device.torch_device, layer, computed, computed, 2)
+        for kernel in (device.expert_kernel(layer.layout), TorchKernel(layer.layout, device.from_host))
     )
     assert np.abs(found - expected).max() <= 0.02 * np.abs(expected).max()
 

@@ -230,10 +230,6 @@ DEVICE void __syncthreads() { emulation::arrive(emulation::whole); }
 template <class T> static T __shfl_xor_sync(uint32_t, T value, int other) {
     return emulation::exchanged(value, threadIdx.x ^ (unsigned)other);
 }
-template <class T> static T __shfl_down_sync(uint32_t, T value, unsigned far) {
-    unsigned lane = threadIdx.x % 32;
-    return emulation::exchanged(value, lane + far < 32 ? lane + far : lane);
-}
 DEVICE float __uint_as_float(uint32_t bits) {
     float number;
     memcpy(&number, &bits, 4);

@@ -20,7 +20,7 @@ from shm.fp8 import FP8
 from shm.layout import Bytes, Float32, StoreLayout
 from workers.kernels.cuda.compiler import Program
 from workers.kernels.cuda.experts import FEW, CudaExperts
-from workers.kernels.cuda.matrix import FP8_ROWS, CudaFp8Matrix
+from workers.kernels.cuda.matrix import FP8_ROWS, CudaMatrix
 from workers.kernels.matrix import quantized
 
 
@@ -93,7 +93,7 @@ def test_matrices_of_the_backbone_in_fp8(outputs: int, inputs: int, rows: int) -
     w, x = (random.standard_normal(size).astype(np.float32) for size in ((outputs, inputs), (rows, inputs)))
     data = quantized(format, w)
     launcher = EmulatedLauncher(library(Program.of_matrices(format, fused=True)))
-    matrix = CudaFp8Matrix(launcher, format, data, (outputs, inputs))
+    matrix = CudaMatrix(launcher, format, data, (outputs, inputs))
     found = matrix.product(torch.from_numpy(x)).numpy()
     exact = x.astype(np.float64) @ decode_matrix(format, data, outputs, inputs).astype(np.float64).T
     np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5 * inputs)
@@ -101,4 +101,4 @@ def test_matrices_of_the_backbone_in_fp8(outputs: int, inputs: int, rows: int) -
         alone = matrix.product(torch.from_numpy(x[-1:])).numpy()
         np.testing.assert_array_equal(alone, found[-1:])
     with pytest.raises(ValueError, match="are no matrix"):
-        CudaFp8Matrix(launcher, format, data[1:], (outputs, inputs))
+        CudaMatrix(launcher, format, data[1:], (outputs, inputs))

@@ -203,20 +203,47 @@ def test_the_doctor_refuses_what_is_too_large(capfd: Finds) -> None:
     assert (report["fits"], report["chosen"], len(report["why"])) == (False, None, 1)
 
 
+@pytest.mark.usefixtures("known_speeds")
+def test_the_doctor_has_a_line_for_each_device(tiny_model: Path, capfd: Finds) -> None:
+    options = ("--device", "cpu:2GB,cpu:500MB", "--policy", "on-demand", "--format", "bf16")
+    assert main(["doctor", "--model", str(tiny_model), *options]) == 0
+    out = capfd.readouterr().out
+    assert "with --device cpu:2GB,cpu:0.5GB --policy on-demand" in out
+    for line in (r"cpu:2GB \(layers 1-1\) +2\.00 GB", r"cpu:0\.5GB \(layers 2-2\) +500\.0 MB"):
+        assert re.search(line, out), out
+
+
+def test_modules_of_transformers_are_not_divided(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "is_own", lambda config: False)
+    asked = situation(EngineConfig(model=tiny_model, device="cpu:2000000000,cpu:1000000000"), 4)
+    with pytest.raises(UsageError, match=r"^--device cpu:2GB,cpu:1GB: .* give one device$"):
+        make_plan(tiny_model, asked)
+
+
+def test_gpus_are_named_by_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "DRIVER_NODES", (tmp_path,))
+    probe = "import sys; print(2, *(7 + int(word) for word in sys.argv[1:] if int(word) < 2))"
+    monkeypatch.setattr(planning, "PROBE", probe)
+    cards = EngineConfig(device="cuda:1,cuda:0").cards
+    assert planning.usable_device("cuda", cards) == ("cuda", (8, 7))
+    with pytest.raises(WrongUsage, match=r"^--device cuda:2: torch sees 2 CUDA devices here"):
+        planning.usable_device("cuda", EngineConfig(device="cuda:0,cuda:2").cards)
+
+
 def test_device_is_the_gpu_where_one_is_usable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = tmp_path / "nvidiactl"
     monkeypatch.setattr(planning, "DRIVER_NODES", (tmp_path / "dxg", node))
     for probe, driver, asked, expected in (
-        ("print('warning'); print(7)", True, "auto", ("cuda", 7)),
-        ("print(7)", True, "cpu", ("cpu", None)),
-        ("print(7)", False, "auto", ("cpu", None)),
-        ("print(7)", False, "cuda", None),
-        ("print('')", True, "auto", ("cpu", None)),
-        ("print(7); raise SystemExit(1)", True, "auto", ("cpu", None)),
-        ("print('')", True, "cuda", None),
-        ("import time; time.sleep(60)", True, "auto", ("cpu", None)),
+        ("print('warning'); print(1, 7)", True, "auto", ("cuda", (7,))),
+        ("print(1, 7)", True, "cpu", ("cpu", ())),
+        ("print(1, 7)", False, "auto", ("cpu", ())),
+        ("print(1, 7)", False, "cuda", None),
+        ("print(0)", True, "auto", ("cpu", ())),
+        ("print(1, 7); raise SystemExit(1)", True, "auto", ("cpu", ())),
+        ("print(0)", True, "cuda", None),
+        ("import time; time.sleep(60)", True, "auto", ("cpu", ())),
     ):
         monkeypatch.setattr(planning, "PROBE", probe)
         monkeypatch.setattr(planning, "PROBE_LIMIT", 0.2 if "sleep" in probe else 60)
@@ -227,7 +254,7 @@ def test_device_is_the_gpu_where_one_is_usable(
                 planning.usable_device(asked)  # type: ignore[arg-type]
         else:
             assert planning.usable_device(asked) == expected  # type: ignore[arg-type]
-        warned = driver and asked == "auto" and expected == ("cpu", None)
+        warned = driver and asked == "auto" and expected == ("cpu", ())
         assert bool(caplog.messages) is warned
 
 

@@ -56,23 +56,32 @@ class _FailingCopier:
     def __init__(self, inner: Copier, generation: Generation, slab: SlabMemory) -> None:
         self.ahead = inner.ahead
         self._inner, self._generation, self._slab = inner, generation, slab
-        self.close = inner.close
+        self._begun: list[Any] = []  # and not ready
 
     @property
     def copied(self) -> tuple[int, float]:
         return self._inner.copied
 
     def begin(self, copies: Sequence[TileCopy]) -> Any:
-        return copies, self._inner.begin(copies)
+        self._begun.append(self._inner.begin(copies))
+        return copies, self._begun[-1]
 
     def ready(self, begun: Any) -> None:
         copies, inner = begun
         self._inner.ready(inner)
+        self._begun = [other for other in self._begun if other is not inner]
         if not self._generation.may_copy():
             for copy in copies:
                 slot = self._slab.slot(copy.slot).numpy()
                 slot[: len(slot) // 2] ^= 0xFF
             raise _Exit
+
+    def close(self) -> None:
+        """Of a GPU's copies the driver takes back what they hold, as a process ends."""
+        if isinstance(self._inner, CudaCopier):
+            for begun in self._begun:
+                self._inner.ready(begun)
+        self._inner.close()
 
 
 class _FailingLine:
@@ -127,9 +136,11 @@ class FailingPrefetcher:
         line: ControlLine,
         link: EmulatedLink | None = None,
         slab: SlabMemory | None = None,
+        index: int = 0,
     ) -> None:
-        """Without `slab`, the prefetcher maps the slab that the coordinator names, and never exits early."""
-        self._line, self._link, self._slab = line, link, slab
+        """Without `slab`, the prefetcher maps the slab that the coordinator names, and never exits early.
+        `index`: of its device."""
+        self._line, self._link, self._slab, self._index = line, link, slab, index
         self._runtime, self._store, self._socket, self._exits = runtime, store, socket, exits
         self._lock = threading.Lock()
         self._next = 0
@@ -157,7 +168,7 @@ class FailingPrefetcher:
                 return
             present.restarted = False
             present.kill()
-        self._socket.send(0, CancelFetch(NEVER))  # so that its loop wakes up
+        self._socket.send(self._index, CancelFetch(NEVER))  # so that its loop wakes up
         present.thread.join(LIMIT)
         assert not present.thread.is_alive()
 
@@ -168,9 +179,10 @@ class FailingPrefetcher:
             assert self.present is not None
             present = self.present
             present.tiles, present.restarted = NEVER, False
-        while present.number not in [p["generation"] for p in self._socket.stats()]:
+        there = self._index, present.number
+        while there not in [(p["index"], p["generation"]) for p in self._socket.stats()]:
             self._socket.receive(50)
-        self._socket.send(0, Shutdown())
+        self._socket.send(self._index, Shutdown())
         present.thread.join(LIMIT)
         assert not present.thread.is_alive()
 
@@ -182,7 +194,7 @@ class FailingPrefetcher:
 
     def _run(self, generation: Generation) -> None:
         number, print_ = generation.number, self._store.fingerprint
-        endpoint = child_endpoint(self._runtime, "prefetcher", "fetch.sock", print_, 0, number)
+        endpoint = child_endpoint(self._runtime, "prefetcher", "fetch.sock", print_, self._index, number)
         line: Any = _FailingLine(self._line, generation)
         line.end()
         loop = _FailingLoop(endpoint, self._store, line, self._link)
@@ -194,7 +206,7 @@ class FailingPrefetcher:
             loop.close()
             with self._lock:
                 self.present = None
-                self._exits.put(WorkerDied("prefetcher", 0, number, False, -1))
+                self._exits.put(WorkerDied("prefetcher", self._index, number, False, -1))
                 if generation.restarted:
                     self._start()
         finally:
@@ -202,9 +214,14 @@ class FailingPrefetcher:
 
 
 def start_prefetcher(
-    runtime: Path, store: Store, socket: ChildServerSocket, line: ControlLine
+    runtime: Path,
+    store: Store,
+    socket: ChildServerSocket,
+    line: ControlLine,
+    link: EmulatedLink | None = None,
+    index: int = 0,
 ) -> Callable[[], None]:
     """Start one that does not fail, in a thread. Returns the function that stops it."""
-    prefetcher = FailingPrefetcher(runtime, store, socket, ExitEvents(), line)
+    prefetcher = FailingPrefetcher(runtime, store, socket, ExitEvents(), line, link, index=index)
     prefetcher.start()
     return prefetcher.shut_down

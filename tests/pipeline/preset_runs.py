@@ -120,7 +120,7 @@ class PresetRuns:
         engine.observers.append(self)
 
     def patch(self, patch: pytest.MonkeyPatch) -> None:
-        memory = self._engine.memory
+        memory = self._engine.first.memory
         prefetch, mover = memory.prefetch, memory.mover
         collect = mover.collect_landings
 
@@ -153,16 +153,16 @@ class PresetRuns:
             engine.popularity[:] = self._popularity
         policy = make_policy(PolicyRequest(preset, options), 0)
         engine.set_policy(policy, COSTS, self.calibration)
-        run.targets.append(engine.memory.target.copy())
+        run.targets.append(engine.first.memory.target.copy())
         before = engine.counters.snapshot()
         held = [self._kv.allocate(LENGTH) for _ in self._texts]
         for kv, text in zip(held, self._texts, strict=True):
             engine.step([StepInput(TokenSpan(kv, text[:PROMPT]), "none")], "prefill")
-        run.targets.append(engine.memory.target.copy())
+        run.targets.append(engine.first.memory.target.copy())
         for place in range(PROMPT, LENGTH):
             spans = [TokenSpan(kv, [text[place]]) for kv, text in zip(held, self._texts, strict=True)]
             engine.step([StepInput(span, "none") for span in spans], "decode")
-        run.targets.append(engine.memory.target.copy())
+        run.targets.append(engine.first.memory.target.copy())
         for kv in held:
             self._kv.release(kv)
         run.counted = difference(engine.counters.snapshot(), before)

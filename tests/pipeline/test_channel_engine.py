@@ -47,12 +47,12 @@ class Run:
             found += engine.step([StepInput(TokenSpan(sequence, [token]), "last")], "decode")
         self.kv.release(sequence)
         assert wait_until(self._idle, 30)  # predicted tiles may still be under way
-        engine.memory.audit()
+        engine.first.memory.audit()
         return np.concatenate(found), difference(engine.counters.snapshot(), before)["decode"]
 
     def _idle(self) -> bool:
-        self.engine.memory.poll()
-        return bool(self.engine.memory.idle)
+        self.engine.first.memory.poll()
+        return bool(self.engine.first.memory.idle)
 
 
 @pytest.fixture(scope="module")

@@ -157,7 +157,10 @@ def test_predicted_channels_of_the_same_input_are_all_right(parts, memory) -> No
 def test_in_torch_as_on_a_gpu(parts, mask: Mask) -> None:
     """The same bits whatever is resident, and what the workers compute to rounding."""
     layout = parts.store.layout
-    heads, kernel = parts.device.load_heads(parts.store), ReferenceChannels(layout)
+    heads, kernel = (
+        parts.device.load_heads(parts.store, range(layout.shape.layers)),
+        ReferenceChannels(layout),
+    )
     slab = Slab(parts.slab, 9, parts.link, parts.copier)
     memory = ChannelMemory(MODEL, parts.device, slab, kernel, heads, layout)
     rows, found = [[0, 2], [1], [0]], []

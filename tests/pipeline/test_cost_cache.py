@@ -156,7 +156,7 @@ def test_second_start_does_not_measure_again(tiny_model: Path, tmp_path, monkeyp
     cache = tmp_path / "cache"
     config = ResolvedConfig()
     with engine_in_threads(tiny_model, tmp_path) as (engine, _):
-        mover = engine.memory.mover
+        mover = engine.first.memory.mover
 
         def coordinator(config: ResolvedConfig) -> CoordinatorConfig:
             return CoordinatorConfig(

@@ -21,7 +21,7 @@ from pipeline.policies.view import Target
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_measured_costs(tiny_model, tmp_path, monkeypatch) -> None:
     with engine_in_threads(tiny_model, tmp_path) as (engine, _):
-        memory = engine.memory
+        memory = engine.first.memory
         memory.mover.retarget([Target(0, 1, 3), Target(1, 0, 1)])
         memory.mover.wait_idle()
         slots = {key: list(memory.mover.cache.slots_of(*key)) for key in ((0, 1), (1, 0))}
@@ -32,7 +32,7 @@ def test_measured_costs(tiny_model, tmp_path, monkeypatch) -> None:
         assert {key: memory.mover.cache.slots_of(*key) for key in slots} == slots
         assert memory.mover.cache.residency.sum() == 4
         assert memory.mover.demanded > 0
-        without = Engine(engine.backbone, engine.layout, engine.device, engine.pool)
+        without = Engine(engine.backbone, engine.layout, engine.pool)
         with pytest.raises(PolicyError, match="--expert-cache"):
             measure_costs(without)
     assert costs.rows == ROWS
@@ -62,7 +62,7 @@ def test_seconds_are_of_one_tile_one_layer_and_one_round_trip(tiny_model, tmp_pa
     monkeypatch.setattr("pipeline.calibration.cost_probe.BUDGET", 0.0)
     monkeypatch.setattr(cost_probe, "ROUND_TRIPS", 3)
     with engine_in_threads(tiny_model, tmp_path) as (engine, _):
-        assert (engine.shape.tiles, engine.memory.slab.memory.slots) == (3, 10)
+        assert (engine.shape.tiles, engine.first.memory.slab.memory.slots) == (3, 10)
         submitted = []
         submit = engine.pool.submit_parts
 
@@ -72,10 +72,10 @@ def test_seconds_are_of_one_tile_one_layer_and_one_round_trip(tiny_model, tmp_pa
             return SimpleNamespace(result=ticket.result, busy=6.0)
 
         monkeypatch.setattr(engine.pool, "submit_parts", six_seconds)
-        mover = engine.memory.mover
-        monkeypatch.setattr(engine.memory, "copied", lambda: (mover.demanded, mover.demanded / 8))
+        mover = engine.first.memory.mover
+        monkeypatch.setattr(engine.first.memory, "copied", lambda: (mover.demanded, mover.demanded / 8))
         costs = measure_costs(engine)
-        demanded = engine.memory.mover.demanded
+        demanded = engine.first.memory.mover.demanded
     launch, fetch = 1 - 2 / 8, (1 - 6 / 8) / 2
     assert costs == Costs(ROWS, (2.0,) * 4, (1 / 8,) * 4, 1 / 8, 1.0, (1.0,) * 4, launch, fetch)
     one, many = submitted[:1], submitted[-3:]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_gpu import fake_device
+from fake_gpu import cuda_device, fake_device, fake_runtime
 from fake_runtime import FakeRuntime
 from mover_parts import random_store
 from thread_engine import CONTEXT, PROMPT, engine_in_threads
@@ -22,8 +22,10 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.calibration import cost_probe
 from pipeline.checkpoint.open import open_model
+from pipeline.device import open_device
+from pipeline.device.cuda import CudaDevice
 from pipeline.engine.engine import Engine
-from pipeline.errors import DeviceFailed, OutOfDeviceMemory
+from pipeline.errors import DeviceFailed, OutOfDeviceMemory, UsageError
 from pipeline.models.facts import expert_shape
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
@@ -53,7 +55,7 @@ def cuda_engine(model: Path, folder: Path, seed: int = 0) -> Iterator[tuple[Engi
 def texts(engine: Engine, preset: str, each: Any = lambda number: None, **options: str) -> list[np.ndarray]:
     """The logits of TOKENS, decoded after a prompt under a preset; `each` is called before each step."""
     engine.set_policy(make_policy(PolicyRequest(preset, options), 0), COSTS)
-    kv = KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), CONTEXT)
+    kv = KVCache(engine.backbone.facts, torch.float32, torch.device("cpu"), CONTEXT)
     sequence = kv.allocate(64)
     found = engine.step([StepInput(TokenSpan(sequence, PROMPT), "last")], "prefill")
     for number, token in enumerate(TOKENS):
@@ -75,7 +77,7 @@ def test_no_token_is_wrong_while_copies_land_late_and_prefetchers_exit(tiny_mode
         expected = texts(engine, "all-host")
         for preset in ("on-demand", "mixtral-offloading", "layerwise", "fiddler", "hybrimoe", "random"):
             agree(texts(engine, preset), expected)
-            engine.memory.mover.wait_idle()
+            engine.first.memory.mover.wait_idle()
         random = np.random.default_rng(seed)
 
         def exits(number: int) -> None:
@@ -85,8 +87,8 @@ def test_no_token_is_wrong_while_copies_land_late_and_prefetchers_exit(tiny_mode
 
         agree(texts(engine, "on-demand", exits), expected)
         prefetcher.start()
-        engine.memory.mover.wait_idle()
-        engine.memory.audit()
+        engine.first.memory.mover.wait_idle()
+        engine.first.memory.audit()
 
 
 def test_a_step_waits_once_a_layer_and_allocates_nothing(tiny_model, tmp_path) -> None:
@@ -129,16 +131,30 @@ def test_partial_sums_are_read_where_the_worker_has_written_them(tiny_model, tmp
         np.testing.assert_array_equal(ours, expected)
 
 
+def test_a_gpu_for_which_no_kernels_can_be_compiled_is_refused_in_one_line(monkeypatch) -> None:
+    """The stand-in is one, by its compute capability."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with fake_runtime() as runtime, cuda_device(CudaDevice, runtime):
+        for name in ("cuda", "auto"):
+            with pytest.raises(UsageError, match=r"capability 8\.0 or newer; use --device cpu") as refused:
+                open_device(name)
+            assert "\n" not in str(refused.value)
+
+
 def test_step_without_memory_for_it_fails_alone(tiny_model, tmp_path, monkeypatch) -> None:
     """Wherever in a step the device's memory is full, the sequence is as it was, and the next step right."""
     with cuda_engine(tiny_model, tmp_path) as (engine, _, _runtime):
         expected = texts(engine, "on-demand")
-        places = ((engine.device, "from_host"), (engine.memory.kernel, "begin"), (engine.backbone, "head"))
+        places = (
+            (engine.device, "from_host"),
+            (engine.first.memory.kernel, "begin"),
+            (engine.backbone, "head"),
+        )
         places += ((engine.device, "to_host"), (engine.backbone, "embed"), (engine.backbone, "attend"))
         for owner, name in places:
             preset = "all-host" if name == "from_host" else "on-demand"
             engine.set_policy(make_policy(PolicyRequest(preset), 0), COSTS)
-            kv = KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), CONTEXT)
+            kv = KVCache(engine.backbone.facts, torch.float32, torch.device("cpu"), CONTEXT)
             sequence = kv.allocate(64)
 
             def full(*_: Any, **__: Any) -> Any:
@@ -152,8 +168,8 @@ def test_step_without_memory_for_it_fails_alone(tiny_model, tmp_path, monkeypatc
                         engine.step([prompt], "prefill")
                 assert sequence.length == 0, name
             agree(engine.step([StepInput(TokenSpan(sequence, PROMPT), "last")], "prefill"), expected[:1])
-            engine.memory.mover.wait_idle()
-            engine.memory.audit()
+            engine.first.memory.mover.wait_idle()
+            engine.first.memory.audit()
 
 
 def test_a_call_that_fails_ends_one_step_and_a_lost_context_the_engine(
@@ -162,7 +178,7 @@ def test_a_call_that_fails_ends_one_step_and_a_lost_context_the_engine(
     """The engine's error is one line, with which the coordinator ends and is started again."""
     with cuda_engine(tiny_model, tmp_path) as (engine, _, runtime):
         expected = texts(engine, "on-demand")
-        kv = KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), CONTEXT)
+        kv = KVCache(engine.backbone.facts, torch.float32, torch.device("cpu"), CONTEXT)
         sequence = kv.allocate(64)
         prompt = StepInput(TokenSpan(sequence, PROMPT), "last")
         errors = CudaError("cuLaunchKernel: error 1"), torch.AcceleratorError("CUDA error: 1\nCompile with")
@@ -172,7 +188,7 @@ def test_a_call_that_fails_ends_one_step_and_a_lost_context_the_engine(
                 raise error
 
             with monkeypatch.context() as patch:
-                patch.setattr(engine.memory.kernel, "begin", fails)
+                patch.setattr(engine.first.memory.kernel, "begin", fails)
                 if sticky:
                     patch.setitem(runtime.failures, "cudaDeviceSynchronize", 0)
                 with pytest.raises(CudaError if sticky else DeviceFailed, match="error") as raised:
@@ -181,8 +197,8 @@ def test_a_call_that_fails_ends_one_step_and_a_lost_context_the_engine(
             assert ("computes nothing any more" in str(raised.value)) == sticky
             assert sequence.length == 0
         agree(engine.step([prompt], "prefill"), expected[:1])
-        engine.memory.mover.wait_idle()
-        engine.memory.audit()
+        engine.first.memory.mover.wait_idle()
+        engine.first.memory.audit()
 
 
 def test_costs_are_measured(tiny_model, tmp_path, monkeypatch) -> None:
@@ -191,5 +207,5 @@ def test_costs_are_measured(tiny_model, tmp_path, monkeypatch) -> None:
         for _ in range(2):
             costs = cost_probe.measure_costs(engine)
             assert 0 < costs.link < 1
-            engine.memory.mover.wait_idle()
-            engine.memory.audit()
+            engine.first.memory.mover.wait_idle()
+            engine.first.memory.audit()

@@ -39,20 +39,23 @@ class Parts(SimpleNamespace):
 def engine_parts(folder: Path, device: FakeCudaDevice, store: Store) -> Iterator[Parts]:
     folder.chmod(0o700)
     exits, layout = ExitEvents(), store.layout
-    options = SimpleNamespace(expert_cache=0.5, staging=None, link_gbps=None)
+    options = SimpleNamespace(expert_cache=0.5, staging=None, link_of=lambda device: None)
     config = SimpleNamespace(
         options=options, runtime=folder, generation=0, key=KEY, fingerprint=store.fingerprint,
         cache=folder / "cache", slab=False,
     )  # fmt: skip
     shape = ModelShape(SHAPE.layers, SHAPE.experts, SHAPE.tiles, 2)
-    graphs = SimpleNamespace(planned_bytes=0)
-    engine = SimpleNamespace(layout=layout, shape=shape, graphs=graphs)
+    stage = SimpleNamespace(
+        device=device, memory=SimpleNamespace(slab=None), graphs=SimpleNamespace(planned_bytes=0)
+    )
+    stage.tiles = SHAPE.layers * SHAPE.experts * SHAPE.tiles
+    engine = SimpleNamespace(layout=layout, shape=shape, stages=[stage], first=stage)
     with ExitStack() as outer, ExitStack() as closing:
         socket = outer.enter_context(
             child_socket(folder, "fetch.sock", "prefetcher", store.fingerprint, exits)
         )
         parts = Parts(
-            config=config, device=device, engine=engine, store=store, closing=closing, exits=exits,
+            config=config, engine=engine, store=store, closing=closing, exits=exits,
             kv_bytes=0, sockets={}, notes=[], tick=lambda: None,
             control=outer.enter_context(control_segment(1)),
         )  # fmt: skip
@@ -85,7 +88,7 @@ def test_coordinator_copies_where_no_process_can_map_the_slab(place, refused, ca
     parts.config.options.staging = 7  # the plan's
     if refused == "handle":
         runtime.failures["cudaIpcGetMemHandle"] = 0
-    memory = DeviceMemoryOpener(parts).open()
+    memory = DeviceMemoryOpener(parts).open(0)
     assert (memory.staging, memory.slab.link.up) == (7, False)
     assert "no tile is prefetched" in caplog.text
     places_a_tile(memory)
@@ -97,10 +100,10 @@ def test_an_attempt_without_a_prefetcher_is_refused_and_the_next_uses_its_slab(p
     monkeypatch.setattr(policy_switch, "CHILD_LIMIT", 0.3)
     opener = DeviceMemoryOpener(parts)
     with pytest.raises(PrefetcherLost, match="no prefetcher was ready"):
-        opener.open()
+        opener.open(0)
     monkeypatch.undo()
     parts.start_prefetcher()
-    places_a_tile(opener.open())
+    places_a_tile(opener.open(0))
     assert runtime.calls["cudaMalloc"] == 1
 
 
@@ -108,7 +111,7 @@ def test_the_prefetchers_context_is_counted_and_a_first_start_does_not_wait(plac
     parts, runtime = place
     runtime.total = SPARE_BYTES + CONTEXT_BYTES // 2 + 100 * MB
     with pytest.raises(NoRoom, match="of device memory"):
-        DeviceMemoryOpener(parts).open()
+        DeviceMemoryOpener(parts).open(0)
 
 
 def test_a_restarted_engine_waits_for_the_memory_of_the_one_before(monkeypatch) -> None:

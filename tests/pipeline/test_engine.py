@@ -146,11 +146,11 @@ def test_forget_trials_clears_popularity_and_counters(parts) -> None:
     engine, _, kv = parts
     new = prefilled(engine, kv)
     decode(engine, new)
-    assert engine.driver.view.popularity.sum() > 0
+    assert engine.first.driver.view.popularity.sum() > 0
     engine.forget_trials()
-    assert engine.driver.view.popularity.sum() == 0
+    assert engine.first.driver.view.popularity.sum() == 0
     assert engine.counters.phases["decode"].rows == 0
     engine.set_policy(make_policy(PolicyRequest("all-host"), 0), None)
-    assert engine.driver.view.popularity.sum() == 0
+    assert engine.first.driver.view.popularity.sum() == 0
     decode(engine, new)
-    assert engine.driver.view.popularity.sum() == 2 * 2, "two experts in each of two layers"
+    assert engine.first.driver.view.popularity.sum() == 2 * 2, "two experts in each of two layers"

@@ -37,8 +37,8 @@ def test_predictions_that_are_not_used_are_switched_off(parts) -> None:
         decode(engine, new)
         if not policy.asked[-1]:
             break
-    assert not engine.driver.prefetch.on
-    assert "0 were used" in engine.driver.prefetch.status
+    assert not engine.first.driver.prefetch.on
+    assert "0 were used" in engine.first.driver.prefetch.status
     assert policy.asked.count(False) == 1
     assert engine.counters.snapshot()["decode"]["paused_steps"] == 1
 
@@ -70,7 +70,7 @@ def test_demanded_tiles_are_ordered_before_predicted_ones(parts, monkeypatch: py
     engine.set_policy(Crowding((Target(1, 0, 0), Target(1, 2, 3))), None)
     ordered = recorded_orders(engine, monkeypatch)
     (logits,) = engine.step([StepInput(new, "last")], "decode")
-    engine.memory.mover.wait_idle()
+    engine.first.memory.mover.wait_idle()
     np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-5)
     assert [urgency for urgency, _ in ordered] == [0] * 6 + [PREDICTED] * 3
     assert {tile[0] for _, tile in ordered[:6]} == {0}

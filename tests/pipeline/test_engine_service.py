@@ -201,9 +201,9 @@ def test_configured_policy_is_set_first_and_device_memory_opened_once(whole: Who
     assert slab == "slab: 13 tiles and 4 for streaming"
     with pytest.raises(PolicyError):
         whole.policies(policy="layerwise", policy_options={"replacement": "x"})
-    memory = whole.parts.engine.memory
+    memory = whole.parts.engine.first.memory
     whole.policies(policy="on-demand")
-    assert whole.parts.engine.memory is memory
+    assert whole.parts.engine.first.memory is memory
 
 
 def test_costs_are_measured_once(whole: WholeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,11 +214,11 @@ def test_costs_are_measured_once(whole: WholeEngine, monkeypatch: pytest.MonkeyP
     policies.set(PolicyRequest("fiddler"))
     first = policies.costs
     assert first is not None
-    assert engine.driver.view.costs == first
+    assert engine.first.driver.view.costs == first
     policies.set(PolicyRequest("all-host"))
-    assert engine.driver.view.costs is None
+    assert engine.first.driver.view.costs is None
     policies.set(PolicyRequest("bandwidth-split"))
-    assert engine.driver.view.costs == policies.costs == first
+    assert engine.first.driver.view.costs == policies.costs == first
 
 
 def test_policies_get_the_calibration_of_the_model(
@@ -226,13 +226,13 @@ def test_policies_get_the_calibration_of_the_model(
 ) -> None:
     """A damaged one is refused only where it is needed; the policy in use is kept then."""
     engine, policies = whole.parts.engine, whole.policies(costs=costs_file)
-    assert engine.driver.view.calibration is None
+    assert engine.first.driver.view.calibration is None
     path = save_calibration(whole)
     policies.reset()
-    assert engine.driver.view.calibration is not None
+    assert engine.first.driver.view.calibration is not None
     path.write_bytes(b"\0" * 100)
     policies.set(PolicyRequest("layerwise"))
-    assert engine.driver.view.calibration is None
+    assert engine.first.driver.view.calibration is None
     assert "it is not a complete calibration" in caplog.text
     with pytest.raises(CalibrationError):
         policies.set(PolicyRequest("dali"))
@@ -254,13 +254,13 @@ def test_what_one_start_used_is_resident_at_the_next(
     assert path.exists()
     with whole_engine(tiny_model, tmp_path) as whole:
         policies = whole.policies(policy="cache", costs=costs_file)
-        view = whole.parts.engine.driver.view
+        view = whole.parts.engine.first.driver.view
         assert view.heat is not None
         assert np.array_equal(view.heat, used)
         for layer, kept in enumerate(view.target > 0):
             assert used[layer, kept].min() >= used[layer, ~kept].max(initial=0)
         policies.set(PolicyRequest("fiddler"))
-        assert whole.parts.engine.driver.view.heat is None
+        assert whole.parts.engine.first.driver.view.heat is None
         path.unlink()
         whole.serve(ASKED)
     assert not path.exists()
@@ -292,7 +292,7 @@ def test_idle_engine_fetches_in_the_background(whole: WholeEngine, monkeypatch: 
 
     inbox = Inbox(until)
     service = whole.service(inbox, policy="on-demand", link_gbps=0.002)  # 12 ms a tile
-    memory: Any = whole.parts.engine.memory
+    memory: Any = whole.parts.engine.first.memory
     monkeypatch.setattr(memory, "audit", lambda: audits.append(len(inbox.waits)))
     service.serve()
     assert memory.residency.tolist() == [[0] * 4, [3] * 4]
@@ -344,7 +344,7 @@ def test_stats_of_an_engine(whole: WholeEngine, costs_file: Path) -> None:
         inbox.put(b"c", message)
     service.serve()
     engine, socket = whole.parts.engine, whole.parts.sockets["prefetcher"]
-    memory: Any = engine.memory
+    memory: Any = engine.first.memory
     memory.mover.retarget([Target(*np.argwhere(memory.residency == 0)[0].tolist(), 1)])  # not resident yet
     stats = service.status.stats()
     decode, prefill = stats["engine"]["decode"], stats["engine"]["prefill"]

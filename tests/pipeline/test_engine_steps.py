@@ -32,12 +32,12 @@ def placed(experts: tuple[int, ...]) -> Placed:
 def test_policy_that_needs_a_slab_is_refused_and_the_previous_one_stays(parts, monkeypatch) -> None:
     engine, _, kv = parts
     new = prefilled(engine, kv)
-    before, probing = engine.driver, engine.probing
-    monkeypatch.setattr(engine, "memory", DeviceMemory(engine.shape, engine.device))
+    before, probing = engine.first.driver, engine.first.probing
+    monkeypatch.setattr(engine.first, "memory", DeviceMemory(engine.shape, engine.device))
     refused = "^policy on-demand keeps experts on the device, and the engine has no slab$"
     with pytest.raises(PolicyError, match=refused):
         engine.set_policy(make_policy(PolicyRequest("on-demand"), 0), None)
-    assert (engine.driver, engine.probing) == (before, probing)
+    assert (engine.first.driver, engine.first.probing) == (before, probing)
     assert engine.policy.name == "all-host"
     decode(engine, new)
 
@@ -48,7 +48,11 @@ def test_placement_is_resident_at_once_and_the_earlier_one_evicted(parts) -> Non
     for experts in ((0, 1), (2,), ()):
         assert engine.set_policy(placed(experts), None) == ()
         expected = [3 * (expert in experts) for expert in range(4)]
-        assert engine.memory.residency.tolist() == engine.memory.target.tolist() == [[0] * 4, expected]
+        assert (
+            engine.first.memory.residency.tolist()
+            == engine.first.memory.target.tolist()
+            == [[0] * 4, expected]
+        )
 
 
 def test_step_counts_rows_active_experts_and_those_wholly_resident(parts) -> None:

@@ -82,6 +82,7 @@ def test_backbone_has_the_planned_size(family: str, dtype: BackboneDType, tied: 
 
 MIXTRAL = EngineConfig(device="cpu", chunk=16, context=2048, workers=4)
 MIXTRAL_EMBEDDINGS, MIXTRAL_ROW = 4 * 32000 * 4096, 4 * (32000 + 8 * 4096)  # bytes, in float32
+ROW_ON_GPU = MIXTRAL_ROW + 2 * (4 * 4096 + 2 * 14336)  # with what its two experts give
 
 
 TOKENIZER, GRAPHS = 60, GRAPH_BYTES / MB
@@ -110,16 +111,16 @@ IN_CHUNKS = ON_GPU | {"chunk": None}
             690 + arena(4096) + TOKENIZER + 4096 * (MIXTRAL_ROW + 5 * 8192) / MB,
             0,
         ),
-        (ON_GPU, MIXTRAL_ON_GPU + arena(16), 600 + GRAPHS + 16 * (MIXTRAL_ROW + 5 * 2048) / MB),
+        (ON_GPU, MIXTRAL_ON_GPU + arena(16), 600 + GRAPHS + 16 * (ROW_ON_GPU + 5 * 2048) / MB),
         (
             IN_CHUNKS | {"context": 512, "graphs": "off"},
             MIXTRAL_ON_GPU + arena(512),
-            600 + 512 * (MIXTRAL_ROW + 5 * 512) / MB,
+            600 + 512 * (ROW_ON_GPU + 5 * 512) / MB,
         ),
         (
             IN_CHUNKS | {"context": None},
             MIXTRAL_ON_GPU + arena(1024),
-            600 + GRAPHS + 1024 * (MIXTRAL_ROW + 5 * 8192) / MB,
+            600 + GRAPHS + 1024 * (ROW_ON_GPU + 5 * 8192) / MB,
         ),
     ],
 )
@@ -153,7 +154,10 @@ def test_memory_of_a_token_and_of_a_position() -> None:
         tokens = -(-plan.kv_tokens // 64) * 64
         assert memory.parts["KV cache"] == tokens * recurrent.kv_token + sequences * recurrent.states
     latent, plain = needed("deepseek-v2-lite", device="cuda"), needed("olmoe-1b-7b", device="cuda")
-    rows = [4 * 16 * (facts.vocabulary + 8 * facts.hidden) for facts in (latent.facts, plain.facts)]
+    rows = []
+    for facts in (latent.facts, plain.facts):
+        experts = facts.top_k * (4 * facts.hidden + 2 * facts.intermediate)
+        rows.append(16 * (4 * (facts.vocabulary + 8 * facts.hidden) + experts))
     assert latent.steps - rows[0] - (plain.steps - rows[1]) == 4 * EXPANDED_KV_BYTES
 
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cache
+from itertools import permutations
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeline.checkpoint.open import open_model
@@ -267,3 +268,48 @@ def test_contradictory_options_are_refused() -> None:
         smallest(first, EngineConfig(context=100, kv_tokens=99), False)
     plan = chosen([first], EngineConfig(kv_tokens=99), machine)
     assert (plan.context, plan.kv_tokens) == (99, 99)  # the plan chooses the context
+
+
+@settings(deadline=None)  # the first case reads the models
+@given(st.sampled_from(MODELS), st.lists(st.integers(6, 40), min_size=2, max_size=4), st.booleans())
+def test_layers_are_divided_by_the_memory_of_the_devices(model: str, sizes: list[int], on_gpu: bool) -> None:
+    """Each device holds its part, all parts together are the whole, and no layer is better elsewhere."""
+    needed = next(each for each in every(model, on_gpu) if each.format == "int4")
+    cards = tuple((f"card {number}", size * GB) for number, size in enumerate(sizes))
+    machine = Machine(400 * GB, 400 * GB, min(sizes) * GB if on_gpu else None, cards=cards)
+    plan = chosen([needed], EngineConfig(), machine, slab=True)
+    layers = len(needed.facts.moe_layers)
+    assert plan.resolved(EngineConfig()).stages == plan.stages
+    assert (sum(plan.stages), len(plan.stages), min(plan.stages) > 0) == (layers, len(sizes), True)
+    host, _, *pools = plan.pools(machine)
+    assert [pool.free for pool in pools] == [size * GB for size in sizes]
+    assert not any(pool.short for pool in pools)
+    whole = replace(plan, stages=()).pools(replace(machine, cards=()))[-1 if on_gpu else 0]
+    for part in ("KV cache", "backbone"):
+        there = sum(pool.parts[part] for pool in pools)
+        beside = 0 if part == "KV cache" else needed.head + plan.context * needed.position * len(sizes)
+        assert whole.parts[part] <= there + len(sizes) <= whole.parts[part] + beside + 2 * len(sizes)
+        assert host.parts.get(part, there) == there
+    fixed = needed.steps + SPARE_BYTES * on_gpu
+    free = [size * GB - fixed for size in sizes]
+    free[0] -= needed.embedding
+    free[-1] -= needed.head
+    least = min(size / number for size, number in zip(free, plan.stages, strict=True))
+    for giver, taker in permutations(range(len(sizes)), 2):
+        moved = list(plan.stages)
+        moved[giver] -= 1
+        moved[taker] += 1
+        if min(moved):
+            assert min(size / number for size, number in zip(free, moved, strict=True)) <= least + 1
+
+
+def test_unequal_cards_get_unequal_layers() -> None:
+    needed = next(each for each in every("mixtral-8x7b", True) if each.format == "int4")
+    machine = Machine(200 * GB, 200 * GB, 12 * GB, cards=(("cuda:0", 24 * GB), ("cuda:1", 12 * GB)))
+    plan = chosen([needed], EngineConfig(), machine, slab=True)
+    assert plan.stages == (22, 10)
+    alone = chosen([needed], EngineConfig(), Machine(200 * GB, 200 * GB, 24 * GB), slab=True)
+    assert plan.expert_cache > alone.expert_cache
+    few = Machine(200 * GB, 200 * GB, cards=(("cpu:1GB", GB),) * 33)
+    with pytest.raises(UsageError, match="33 devices, and the model has 32 layers"):
+        plan.pools(few)

@@ -113,7 +113,7 @@ def test_requests_wait_for_a_place_for_their_states(engine) -> None:
 def test_a_failed_step_leaves_states_as_they_were(engine, monkeypatch) -> None:
     """It fails at the last layer, when the others have written. Then each request steps by itself."""
     asked = [ask(i, range(3 + i, 9 + 3 * i), 8) for i in range(2)]
-    harness, layer, failed = Harness(engine, CONTEXT, CONTEXT), engine.driver.layer, []
+    harness, layer, failed = Harness(engine, CONTEXT, CONTEXT), engine.first.driver.layer, []
 
     def failing(number: int, executor) -> None:
         layer(number, executor)
@@ -121,7 +121,7 @@ def test_a_failed_step_leaves_states_as_they_were(engine, monkeypatch) -> None:
             failed.append(number)
             raise ShardFailed("this step fails")
 
-    monkeypatch.setattr(engine.driver, "layer", failing)
+    monkeypatch.setattr(engine.first.driver, "layer", failing)
     for message in asked:
         harness.scheduler.enqueue(b"c", message)
     harness.finish()

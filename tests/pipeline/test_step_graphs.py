@@ -6,9 +6,10 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -177,15 +178,22 @@ def test_what_cannot_be_captured_leaves_one_line_and_right_numbers(
     assert found.tolist() == [1, 1]
 
 
-def texts(engine: Engine, preset: str) -> list[np.ndarray]:
-    """Logits of two sequences, decoded beside each other under a preset."""
-    engine.set_policy(make_policy(PolicyRequest(preset), 0), COSTS)
+def texts(
+    engine: Engine,
+    preset: str,
+    each: Callable[[list[StepInput]], None] = lambda inputs: None,
+    costs: Costs = COSTS,
+) -> list[np.ndarray]:
+    """Logits of two sequences, decoded beside each other under a preset; `each` is called before each
+    step."""
+    engine.set_policy(make_policy(PolicyRequest(preset), 0), costs)
     kv = KVCache(engine.backbone.spec, torch.float32, CPU, CONTEXT)
     sequences, found = [kv.allocate(30), kv.allocate(40)], []
     for sequence in sequences:
         engine.step([StepInput(TokenSpan(sequence, PROMPT), "none")], "prefill")
     for token in range(7):
         inputs = [StepInput(TokenSpan(sequence, [9 + token]), "last") for sequence in sequences]
+        each(inputs)
         found += engine.step(inputs, "decode")
     return found
 
@@ -199,13 +207,89 @@ def test_an_engine_answers_as_without_graphs(tiny_model, tmp_path, gpu) -> None:
         engine_in_threads(tiny_model, tmp_path, store=store, device=device) as (engine, _),
     ):
         for preset in ("all-host", "on-demand", "mixtral-offloading", "fiddler", "tandem"):
-            engine.graphs = StepGraphs(engine.backbone, device, "off")
+            engine.first.graphs = StepGraphs(engine.backbone, device, "off")
             expected = texts(engine, preset)
-            engine.graphs = StepGraphs(engine.backbone, device, "auto")
+            engine.first.graphs = StepGraphs(engine.backbone, device, "auto")
             for ours, theirs in zip(texts(engine, preset), expected, strict=True):
                 np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
-            assert engine.graphs.captured > 0, preset
+            assert engine.first.graphs.captured > 0, preset
         assert runtime.calls["graph launches"] > 0
+
+
+def test_no_token_is_wrong_by_graphs_while_prefetchers_exit(tiny_model, tmp_path, gpu) -> None:
+    """Between two tiles or in the middle of one; some are started again at once, others two steps later."""
+    device, runtime = gpu
+    shape, random = expert_shape(open_model(tiny_model).config, 32, format_named("bf16")), Random(0)
+    with (
+        random_store(shape, "graphs_and_exits") as store,
+        engine_in_threads(tiny_model, tmp_path, store=store, device=device) as (
+            engine,
+            prefetcher,
+        ),
+    ):
+        engine.first.graphs = StepGraphs(engine.backbone, device, "off")
+        expected, steps = texts(engine, "all-host"), itertools.count()
+
+        def exits(_: list[StepInput]) -> None:
+            prefetcher.exit_after(random.randrange(4), restarted=random.random() < 0.5)
+            if next(steps) % 2:
+                prefetcher.start()
+
+        for preset in ("on-demand", "mixtral-offloading", "random"):
+            engine.first.graphs = StepGraphs(engine.backbone, device, "auto")
+            for ours, theirs in zip(texts(engine, preset, exits), expected, strict=True):
+                np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+            assert engine.first.graphs.captured > 0
+            prefetcher.start()
+            engine.first.memory.mover.wait_idle()
+            engine.first.memory.audit()
+        assert runtime.calls["graph launches"] > 0
+
+
+STEPS_OF_A_LAYER = (
+    (Bucket, "begin"),
+    (Bucket, "attend"),
+    (Bucket, "read"),
+    (ArenaCarrier, "_place"),
+    (CudaGraphs, "wait"),
+    (Bucket, "add"),
+    (Bucket, "answers"),
+)
+
+
+def test_a_step_by_graphs_that_fails_anywhere_leaves_nothing_for_the_next(
+    tiny_model, tmp_path, gpu, monkeypatch
+) -> None:
+    """At each step of the hand-over between the device and the workers; it fails before and after it."""
+    device, _ = gpu
+    shape = expert_shape(open_model(tiny_model).config, 32, format_named("bf16"))
+    with (
+        random_store(shape, "graphs_fail") as store,
+        engine_in_threads(tiny_model, tmp_path, store=store, device=device, arena=True) as (engine, _),
+    ):
+        engine.first.graphs = StepGraphs(engine.backbone, device, "off")
+        expected = texts(engine, "fiddler")
+        engine.first.graphs = StepGraphs(engine.backbone, device, "auto")
+        failures = iter([(step, done) for step in STEPS_OF_A_LAYER for done in (False, True)])
+
+        def fails(inputs: list[StepInput]) -> None:
+            for (owner, name), done in itertools.islice(failures, 2):
+                works = getattr(owner, name)
+
+                def failing(*arguments: Any, done: bool = done, works: Any = works) -> Any:
+                    if done:
+                        works(*arguments)
+                    out_of_memory()
+
+                with monkeypatch.context() as patch:
+                    patch.setattr(owner, name, failing)
+                    with pytest.raises(OutOfDeviceMemory):
+                        engine.step(inputs, "decode")
+
+        for ours, theirs in zip(texts(engine, "fiddler", fails, NO_FETCHES), expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+        assert next(failures, None) is None
+        assert engine.first.graphs.captured > 0
 
 
 def out_of_memory(*_: Any) -> Any:
@@ -230,7 +314,7 @@ def test_a_layer_is_three_calls_and_a_wait(family: str, tmp_path: Path, gpu, mon
     not for them. Resident experts begin before the host plans its share. Nothing is allocated, and no x is
     copied on the host."""
     device, runtime = gpu
-    device._in_torch = False
+    device.experts = True
     save(Case(family, "plain"), tmp_path)
     shape = expert_shape(open_model(tmp_path).config, 64, format_named("int4"))
     with (
@@ -241,7 +325,7 @@ def test_a_layer_is_three_calls_and_a_wait(family: str, tmp_path: Path, gpu, mon
         kv = KVCache(engine.backbone.spec, torch.float32, CPU, CONTEXT)
         found, layers, early = list[list[np.ndarray]](), list[Counter[str]](), Counter[int]()
         for mode in ("off", "auto"):
-            engine.graphs, sequence = StepGraphs(engine.backbone, device, mode), kv.allocate(60)
+            engine.first.graphs, sequence = StepGraphs(engine.backbone, device, mode), kv.allocate(60)
             engine.step([StepInput(TokenSpan(sequence, PROMPT), "none")], "prefill")
             found.append([])
             for token in range(30):

@@ -56,7 +56,7 @@ def timed(running, monkeypatch) -> list[float]:
     them. What really ran would count as contended or not by what else this machine does."""
     engine, _ = running
     seconds = [1e-3]
-    parts, copied = type(engine.pool).parts, engine.memory.copied
+    parts, copied = type(engine.pool).parts, engine.first.memory.copied
 
     def of_workers(pool, ticket) -> list[np.ndarray]:
         found = parts(pool, ticket)
@@ -64,7 +64,7 @@ def timed(running, monkeypatch) -> list[float]:
         return found
 
     monkeypatch.setattr(type(engine.pool), "parts", of_workers)
-    monkeypatch.setattr(engine.memory, "copied", lambda: (copied()[0], copied()[0] * 1e-6))
+    monkeypatch.setattr(engine.first.memory, "copied", lambda: (copied()[0], copied()[0] * 1e-6))
     monkeypatch.setattr(type(engine.device), "seconds_between", lambda *marks: 1e-6)
     return seconds
 
@@ -85,16 +85,16 @@ def test_costs_of_a_file_stay_and_measured_ones_follow_a_slowed_host(running, ti
         timed[0] = 1e-3 * factor
         for _ in range(100):
             decode(engine, sequence)
-        assert engine.driver.view.costs is engine.timing.costs
-        assert engine.timing.corrections.report()["host"]["decode"] == pytest.approx(factor, rel=0.11)
-    assert engine.timing.corrections.report()["device"]["decode"] < 0.1
-    costs = engine.timing.costs
+        assert engine.first.driver.view.costs is engine.first.timing.costs
+        assert engine.first.timing.corrections.report()["host"]["decode"] == pytest.approx(factor, rel=0.11)
+    assert engine.first.timing.corrections.report()["device"]["decode"] < 0.1
+    costs = engine.first.timing.costs
     engine.set_policy(make_policy(PolicyRequest("all-host"), 0), None)
     engine.set_policy(Halves(), measured, follow=True)
     decode(engine, sequence)
-    assert engine.driver.view.costs == costs != measured
+    assert engine.first.driver.view.costs == costs != measured
     engine.set_policy(Halves(), replace(measured, link=11.0), follow=True)  # measured anew
-    assert engine.driver.view.costs == replace(measured, link=11.0)
+    assert engine.first.driver.view.costs == replace(measured, link=11.0)
 
 
 # --- factors -------------------------------------------------------------------------------------------

@@ -114,8 +114,8 @@ def engine_in_threads(
         exchange = "shm" if arena else "zmq"
         pool = stack.enter_context(pool_in_threads(folder, store, 1, exchange, device=parts.device))
         backbone = backbone_in(parts.device, source, context)
-        engine = Engine(backbone, store.layout, parts.device, pool)
-        engine.memory = device_memory(parts, engine.shape, capacity)
+        engine = Engine(backbone, store.layout, pool)
+        engine.first.memory = device_memory(parts, engine.shape, capacity)
         yield engine, parts.prefetcher
 
 
@@ -138,7 +138,7 @@ def device_memory(parts: MoverParts, shape: ModelShape, capacity: int) -> Device
     slab = Slab(parts.slab, capacity, parts.link, parts.copier)
     if not layout.head_bytes:
         return DeviceMemory(shape, device, slab, device.expert_kernel(layout))
-    heads, kernel = device.load_heads(parts.store), device.channel_kernel(layout)
+    heads, kernel = device.load_heads(parts.store, range(shape.layers)), device.channel_kernel(layout)
     return ChannelMemory(shape, device, slab, kernel, heads, layout)
 
 
@@ -172,7 +172,7 @@ def decode(engine: Engine, after: TokenSpan, token: int = TOKEN) -> None:
 def recorded_orders(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[int, tuple[int, int, int]]]:
     """The tiles that are moved from now on: (urgency, (layer, expert, tile)) of each; 0 for demanded ones."""
     moved: list[tuple[int, tuple[int, int, int]]] = []
-    slab = engine.memory.slab
+    slab = engine.first.memory.slab
     order, begin = slab.link.order, slab.copier.begin
 
     def ordered(layer: int, expert: int, lo: int, slots: list[int], urgency: int, channels: object) -> object:

@@ -117,8 +117,10 @@ class WholeEngine:
         self.reports.append(message)
         if isinstance(message, Needed):
             parts = self.parts
-            socket, line = parts.sockets["prefetcher"], parts.control.line("prefetcher", 0)
-            self._closing.callback(start_prefetcher(self.config.runtime, parts.store, socket, line))
+            for index in range(max(1, len(self.config.options.stages))):
+                socket, line = parts.sockets["prefetcher"], parts.control.line("prefetcher", index)
+                started = start_prefetcher(self.config.runtime, parts.store, socket, line, index=index)
+                self._closing.callback(started)
 
     def policies(self, **options: Any) -> PolicySwitch:
         """The configured policy is in use, with these options changed."""

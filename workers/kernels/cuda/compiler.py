@@ -34,6 +34,7 @@ FOLDER = Path(__file__).parent
 KEPT_IN = "kernels"  # the folder of compiled programs in the disk cache
 FILE_NAME = re.compile(r"[0-9a-f]{16}\.cubin")  # of a compiled program in the disk cache
 KERNELS = re.compile(r"^KERNEL\(\w+, (\w+)", re.MULTILINE)
+EXPERT_KERNELS = re.compile(r"^EXPERT_KERNELS\((\d+)", re.MULTILINE)  # gate_up_N and down_N
 INCLUDES = re.compile(r'^#include "(\w+\.cuh)"', re.MULTILINE)
 OPTIONS = ("--std=c++17", "--fmad=false")  # every fused addition is written as one
 
@@ -64,7 +65,9 @@ class Program:
     @classmethod
     def of_matrices(cls, format: MatrixFormat, fused: bool) -> Program:
         """Matrices of the backbone."""
-        return cls.of_blocks(format, fused) if isinstance(format, BlockFormat) else cls("fp8_matrix.cu")
+        if isinstance(format, BlockFormat):
+            return cls.of_blocks(format, fused)
+        return cls("plain.cu", (("FP8", 1), ("UNGATED", 1), ("LINEAR", 1)))
 
     @classmethod
     def of_sums(cls) -> Program:
@@ -88,7 +91,8 @@ def _constants(math: ExpertMath) -> tuple[tuple[str, int], ...]:
 def kernels(file: str) -> frozenset[str]:
     """Names of the kernels of a program with this file."""
     source = text(file).decode()
-    return frozenset(KERNELS.findall(source)).union(*map(kernels, INCLUDES.findall(source)))
+    pairs = (f"{name}_{rows}" for rows in EXPERT_KERNELS.findall(source) for name in ("gate_up", "down"))
+    return frozenset(KERNELS.findall(source)).union(pairs, *map(kernels, INCLUDES.findall(source)))
 
 
 @cache

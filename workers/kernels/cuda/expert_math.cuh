@@ -1,6 +1,6 @@
 /* What experts compute between their matrices (shm/expert_math.py), with the host's bits (workers/kernels/c/vectors.h).
- * The kind is a constant of the compilation: BIASED 1 where tiles have biases; UNGATED 1 for max(up, 0)^2, else the numbers
- * of the formula, each as the bits of a float32, where they are not SwiGLU's. */
+ * The kind is a constant of the compilation: BIASED 1 where tiles have biases; UNGATED 1 for max(up, 0)^2, or with LINEAR 1
+ * for up itself, else the numbers of the formula, each as the bits of a float32, where they are not SwiGLU's. */
 #pragma once
 
 #include "numbers.cuh"
@@ -10,6 +10,9 @@
 #endif
 #ifndef UNGATED
 #define UNGATED 0
+#endif
+#ifndef LINEAR
+#define LINEAR 0
 #endif
 #ifndef ALPHA
 #define ALPHA 0x3F800000 /* 1 */
@@ -53,6 +56,7 @@ template <uint32_t CAP> DEVICE float capped(float x) {
 
 /* Of a channel's gate, unless ungated, and up, which have their biases. */
 DEVICE float activated(float gate, float up) {
+    if (LINEAR) return up;
     if (UNGATED) return up > 0.0f || up != up ? __fmul_rn(up, up) : 0.0f;
     if (SWIGLU) return __fmul_rn(__fdiv_rn(gate, __fadd_rn(1.0f, exponential(-gate))), up);
     const float most = __uint_as_float(GATE_MAX), limit = __uint_as_float(UP_LIMIT);

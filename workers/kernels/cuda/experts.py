@@ -20,21 +20,10 @@ from shm.blocks import BlockFormat
 from shm.layout import StoreLayout
 from workers.kernels.c_types import Geometry
 from workers.kernels.cuda.launcher import Launcher, Scratch, Tables
-from workers.kernels.cuda.products import (
-    FLOAT,
-    ITEM,
-    LIMITS,
-    BlockProducts,
-    Codes,
-    Items,
-    PlainProducts,
-    Products,
-    in_chunks,
-    limit_of,
-)
+from workers.kernels.cuda.products import FLOAT, ITEM, Codes, Items, Products, in_chunks
 from workers.kernels.cuda.sums import TERM, Weighted
 
-FEW = 8  # most rows of an expert for which its tiles have outputs of their own
+FEW, MANY = 8, 32  # most rows of an expert for which its tiles have outputs of their own; of an item else
 KEPT_PLACES, KEPT_ROWS = 512, 128  # layouts of shares that are kept, with so many rows at most
 NO_LIMIT = 1 << 31
 
@@ -78,12 +67,12 @@ class Places:
         of = np.array([item for item, _, _ in tiles], np.int64)
         tile = np.array([tile for _, tile, _ in tiles], np.int64)
         table = np.arange(len(of))
-        chunk, lo, rows = in_chunks(self._number[of])
+        chunk, lo, rows = in_chunks(self._number[of], MANY)
         inner = self._made(table[chunk], of[chunk], tile[chunk], lo, rows)
         starts = np.flatnonzero(np.append(True, of[1:] != of[:-1]))
         lengths = np.diff(np.append(starts, len(of)))
         of, tile = of[starts], tile[starts]
-        chunk, lo, rows = in_chunks(self._number[of])
+        chunk, lo, rows = in_chunks(self._number[of], MANY)
         down = self._made(table[starts][chunk], of[chunk], tile[chunk], lo, rows)
         down["tiles"], down["step"] = lengths[chunk], self._number[of][chunk]
         down["out"], down["add"] = self._first[of][chunk] + lo, tile[chunk] > 0
@@ -178,7 +167,7 @@ class LayerOnDevice:
             self._computed[item] += 1
         inner, down = places.items(tiles)
         addresses = np.array([data.data_ptr() for _, _, data in tiles], np.int64)
-        limit = limit_of(min(places.most, LIMITS[-1]), products.limits)
+        limit = products.limit(places.most)
         tables = Tables(products.launcher, inner, addresses, places.rows)
         products.gate_up(tables, len(inner), limit, self._inputs.codes, self._inner)
         if down is not inner:
@@ -200,19 +189,12 @@ class CudaExperts:
 
     def __init__(self, launcher: Launcher, layout: StoreLayout) -> None:
         """`launcher` has the layout's program."""
-        shape, format = (layout.shape.hidden, layout.shape.tile), layout.format
-        geometry = Geometry.of_tiles(layout)
-        biases, factors = geometry.biases, geometry.weights.factors
-        self._products: Products
+        shape, geometry = layout.shape, Geometry.of_tiles(layout)
+        of_tile = shape.math.matrices - 1, geometry.biases, geometry.weights.factors
+        self._products = Products(launcher, layout.format, (shape.hidden, shape.tile), *of_tile)
+        self.most_rows = NO_LIMIT if isinstance(layout.format, BlockFormat) else FEW
         self._of_few = Scratch(launcher)  # of shares of few rows, one after the other
         self._x_of_few = Scratch(launcher)
-        if isinstance(format, BlockFormat):
-            self.most_rows = NO_LIMIT
-            before_down = layout.shape.math.matrices - 1
-            self._products = BlockProducts(launcher, format, shape, before_down, biases, factors)
-        else:
-            self.most_rows = FEW
-            self._products = PlainProducts(launcher, format, shape, biases)
 
     def inputs(self, rows: int) -> Inputs:
         """Memory for so many rows of x."""

@@ -1,4 +1,4 @@
-"""Matrices of a quantized format on a GPU: y = x @ W.T by the same kernels as an expert's down.
+"""Matrices of a quantized format on a GPU: y = x @ W.T by the kernels of an expert's down, in fp8 of its up.
 
 With them up of the formats whose gate and down lie by channel (`shm/floe.py`), so with the host's bits and
 its masks; the rest of those is torch's.
@@ -11,27 +11,17 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from shm.blocks import BlockFormat
 from shm.floe import FloeFormat
-from shm.formats import Bytes
+from shm.formats import Bytes, MatrixFormat
 from shm.fp8 import BLOCK, FP8
 from shm.layout import StoreLayout
 from shm.mask import Mask
 from workers.kernels.c_types import Geometry
 from workers.kernels.cuda.launcher import Launcher, Scratch, Tables
-from workers.kernels.cuda.products import (
-    ITEM,
-    PLAIN_CHANNELS,
-    PLAIN_INNER_THREADS,
-    PLAIN_LIMITS,
-    BlockProducts,
-    Codes,
-    Items,
-    in_chunks,
-    limit_of,
-)
+from workers.kernels.cuda.products import ITEM, Codes, Items, Products, in_chunks
 from workers.kernels.reference import ChannelInputs, ReferenceChannels, fp8_parts, widened
 
 FP8_ROWS = 32  # of a product that kernels compute: torch computes more of them faster
@@ -39,27 +29,39 @@ WIDENED = 1 << 24  # numbers of a matrix in fp8 that are float32 at a time
 
 
 @lru_cache(256)
-def row_items(rows: int) -> tuple[Items, int]:
-    """The items of a product of one matrix with so many rows, and the limit of its kernel."""
-    _, lo, number = in_chunks(np.array([rows]))
+def row_items(rows: int, most: int) -> Items:
+    """The items of a product of one matrix with so many rows, of at most `most` each."""
+    _, lo, number = in_chunks(np.array([rows]), most)
     made = np.zeros(len(lo), ITEM)
-    made["tiles"], made["rows"], made["entry"], made["out"] = 1, number, lo, lo
-    return made, limit_of(int(number.max()))
+    made["tiles"], made["rows"], made["entry"], made["row"], made["out"] = 1, number, lo, lo, lo
+    return made
+
+
+def tables_of(
+    products: Products, address: int, rows: int, *places: NDArray[np.int32]
+) -> tuple[Tables, int, int]:
+    """Returns what is launched for so many rows and the matrix there: the tables, the number of items, and
+    their limit."""
+    limit = products.limit(rows)
+    items = row_items(rows, limit)
+    tables = Tables(products.launcher, items, np.array([address], np.int64), *places)
+    return tables, len(items), limit
 
 
 class CudaMatrix:
-    """A matrix [outputs, inputs]; its bytes are copied to the device."""
+    """A matrix [outputs, inputs] of a quantized format, or in fp8, of which torch multiplies many rows; its
+    bytes are copied to the device."""
 
-    def __init__(self, launcher: Launcher, format: BlockFormat, data: Bytes, shape: tuple[int, int]) -> None:
-        """data: uint8 [matrix_bytes], as `BlockFormat.encode_matrix` writes it."""
+    def __init__(self, launcher: Launcher, format: MatrixFormat, data: Bytes, shape: tuple[int, int]) -> None:
+        """data: uint8 [matrix_bytes], as `MatrixFormat.encode_matrix` writes it."""
         self.outputs, self.inputs = shape
         if data.shape != (format.matrix_bytes(*shape),):
             raise ValueError(f"{data.shape} bytes are no matrix {shape} of {format.name}")
         factors = Geometry(format, self.inputs, self.outputs).weights.factors
-        self._products = BlockProducts(launcher, format, shape, factors=factors)
+        self._fp8 = isinstance(format, FP8)
+        self._products = Products(launcher, format, shape[::-1] if self._fp8 else shape, factors=factors)
         writable = np.require(data, requirements=["C", "W"])  # torch refuses others
         self._data = torch.from_numpy(writable).to(launcher.device)
-        self._address = np.array([self._data.data_ptr()], np.int64)
 
     @property
     def bytes(self) -> int:
@@ -67,62 +69,31 @@ class CudaMatrix:
 
     def product(self, x: Tensor) -> Tensor:
         """x float32 [R, inputs] on the device: float32 [R, outputs]."""
-        x = x.contiguous()
-        products = self._products
-        y = torch.empty((len(x), self.outputs), dtype=torch.float32, device=x.device)
-        if len(x) == 0:
-            return y
-        scratch = Scratch(products.launcher)
-        codes, factors = scratch.parts(*products.sizes(len(x), self.inputs))
-        of_x = Codes(codes, factors, products.units(self.inputs))
-        products.quantize(x.data_ptr(), len(x), self.inputs, of_x)
-        items, limit = row_items(len(x))
-        tables = Tables(products.launcher, items, self._address)
-        products.down(tables, len(items), limit, of_x, y.data_ptr())
+        x, rows = x.contiguous(), len(x)
+        if self._fp8 and rows > FP8_ROWS:
+            return self._widened(x)
+        y = torch.empty((rows, self.outputs), dtype=torch.float32, device=x.device)
+        products, address = self._products, self._data.data_ptr()
+        if rows and self._fp8:  # as up, whose result is nothing else
+            of_x, of_y = Codes(x.data_ptr(), 0, self.inputs), Codes(y.data_ptr(), 0, self.outputs)
+            products.gate_up(*tables_of(products, address, rows, np.arange(rows, dtype=np.int32)), of_x, of_y)
+        elif rows:
+            scratch = Scratch(products.launcher)
+            codes, factors = scratch.parts(*products.sizes(rows, self.inputs))
+            of_x = Codes(codes, factors, products.units(self.inputs))
+            products.quantize(x.data_ptr(), rows, self.inputs, of_x)
+            products.down(*tables_of(products, address, rows), of_x, y.data_ptr())
         return y
 
-
-class CudaFp8Matrix:
-    """The same in fp8: products of a few rows by `fp8_matrix.cu`, of more by torch, widened in parts."""
-
-    def __init__(self, launcher: Launcher, format: FP8, data: Bytes, shape: tuple[int, int]) -> None:
-        """data: uint8 [matrix_bytes]."""
-        self.outputs, self.inputs = shape
-        if data.shape != (format.matrix_bytes(*shape),):
-            raise ValueError(f"{data.shape} bytes are no matrix {shape} of {format.name}")
-        self._launcher = launcher
-        writable = np.require(data, requirements=["C", "W"])  # torch refuses others
-        self._data = torch.from_numpy(writable).to(launcher.device)
-        self._codes, self._scales = fp8_parts(self._data, *shape)
-
-    @property
-    def bytes(self) -> int:
-        return self._data.nbytes
-
-    def product(self, x: Tensor) -> Tensor:
-        """x float32 [R, inputs] on the device: float32 [R, outputs]."""
-        x = x.contiguous()
-        if len(x) > FP8_ROWS:
-            step = max(1, WIDENED // (self.inputs * BLOCK))  # blocks
-            codes, scales = self._codes[0], self._scales[0]
-            parts = [
-                x @ widened(codes[lo * BLOCK : (lo + step) * BLOCK], scales[lo : lo + step]).mT
-                for lo in range(0, len(scales), step)
-            ]
-            return torch.cat(parts, dim=1)
-        y = torch.empty((len(x), self.outputs), dtype=torch.float32, device=x.device)
-        if len(x):
-            limit = limit_of(min(len(x), PLAIN_LIMITS[-1]), PLAIN_LIMITS)
-            wide = -(-self.outputs // PLAIN_CHANNELS)
-            self._launcher.launch(
-                f"product_{limit}", -(-len(x) // limit) * wide, PLAIN_INNER_THREADS,
-                self._codes.data_ptr(), self._scales.data_ptr(), x.data_ptr(), len(x), self.inputs,
-                self.outputs, wide, y.data_ptr(),
-            )  # fmt: skip
-        return y
-
-
-DeviceMatrix = CudaMatrix | CudaFp8Matrix
+    def _widened(self, x: Tensor) -> Tensor:
+        """Returns the product by torch, widened in parts."""
+        codes, scales = (part[0] for part in fp8_parts(self._data, self.outputs, self.inputs))
+        step = max(1, WIDENED // (self.inputs * BLOCK))  # blocks
+        parts = [
+            x @ widened(codes[lo * BLOCK : (lo + step) * BLOCK], scales[lo : lo + step]).mT
+            for lo in range(0, len(scales), step)
+        ]
+        return torch.cat(parts, dim=1)
 
 
 class CudaInputs(NamedTuple):
@@ -159,10 +130,8 @@ class CudaChannels:
         codes, factors = x.codes[rows], x.factors[rows]
         u = torch.empty((len(rows), channels), dtype=torch.float32, device=heads.device)
         if u.numel():
-            items, limit = row_items(len(rows))
-            tables = Tables(self._launcher, items, np.array([heads.data_ptr()], np.int64))
-            of_x = Codes(codes.data_ptr(), factors.data_ptr(), factors.shape[1])
-            self._up(channels).down(tables, len(items), limit, of_x, u.data_ptr())
+            of_x, products = Codes(codes.data_ptr(), factors.data_ptr(), factors.shape[1]), self._up(channels)
+            products.down(*tables_of(products, heads.data_ptr(), len(rows)), of_x, u.data_ptr())
         return u if biases is None else u + biases
 
     def keeps(self, u: Tensor, mask: Mask) -> Tensor:
@@ -173,5 +142,5 @@ class CudaChannels:
         """Returns what ReferenceChannels does."""
         return self._reference.channels(records, u, x.reference, rows)
 
-    def _up(self, channels: int) -> BlockProducts:
-        return BlockProducts(self._launcher, self._format.up, (channels, self._hidden))
+    def _up(self, channels: int) -> Products:
+        return Products(self._launcher, self._format.up, (channels, self._hidden))

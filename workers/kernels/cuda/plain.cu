@@ -1,58 +1,143 @@
-/* Tiles of experts in bf16 or fp8 (gate rows unless ungated, up rows, down's columns as rows: shm/formats.py and
- * shm/fp8.py) for up to eight rows, as bound by memory as in the other quantized formats; the launches are those of tiles.cu.
+/* Rows of weights, row-major, in bf16 or with FP8 1 in fp8, for up to eight rows of x, as bound by memory as in the
+ * quantized formats. Of experts' tiles (gate rows unless ungated, up rows, down's columns as rows: shm/formats.py and shm/fp8.py) the
+ * launches are those of tiles.cu; a matrix of the backbone is gate_up_N without what follows its products.
  *
- * x and the inner activations are in bf16 rounded to it, as the host does; products are added in float32. The order of the
- * sums is this file's own and depends on the tile's shape alone, so a row's bits do not depend on other rows. */
+ * bf16 rounds x and the inner activations to it, as the host does, fp8 does not; products are added in float32. The order of
+ * the sums is this file's own and depends on the tile's shape alone, so a row's bits do not depend on other rows. */
 #include "expert_math.cuh"
 #include "items.cuh"
-#include "plain.cuh"
 
-enum { ROUND_THREADS = 256 };
+#ifndef FP8
+#define FP8 0
+#endif
+#if FP8
+typedef uint8_t stored; /* a weight: E4M3, with a scale for each block of SCALED x SCALED */
+typedef float code;     /* a number of x or of inner activations */
+#else
+typedef uint16_t stored, code;
+#endif
+typedef void factors; /* there are none */
+
+enum { BITS = 8 * sizeof(stored), EACH = 4 / sizeof(stored), SCALED = 128 }; /* EACH: in 32 bits */
+enum { VECTOR = 4 * EACH }; /* weights that a lane reads together */
+enum { UNIT = 256 };
+
+/* Of bf16 to nearest even; NaN stays NaN. */
+DEVICE code rounded(float x) {
+    const uint32_t bits = __float_as_uint(x);
+    if (FP8) return (code)x;
+    return (code)((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+DEVICE float as_float(code x) { return FP8 ? (float)x : widened((uint32_t)x); }
+
+/* Weight `i` of a word; of fp8 divided by UNIT, as a binary16 number with nearly the same bits. */
+DEVICE float weight_of(uint32_t word, int i) {
+    uint32_t top = word << (32 - BITS - BITS * i); /* from the highest bit on */
+    return FP8 ? half_number((uint32_t)((int32_t)top >> 17) & 0xBF80u) : __uint_as_float(top & 0xFFFF0000u);
+}
+
+/* EACH weights, 0 beyond `count`. */
+DEVICE uint32_t word_of(const stored *from, int64_t count) {
+    uint32_t word = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) word |= i < count ? read_once(from + i) << BITS * i : 0;
+    return word;
+}
+
+/* VECTOR weights, and numbers of x, 0 beyond `count`. Where rows are no whole vectors, they are not aligned either. */
+struct weights {
+    uint32_t words[4];
+
+    template <bool WHOLE> METHOD void load(const stored *from, int64_t count) {
+        uint4 all = {0, 0, 0, 0};
+        if (WHOLE) all = read_once((const uint4 *)from);
+        words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
+#pragma unroll
+        for (int i = 0; !WHOLE && i < 4; i++) words[i] = word_of(from + EACH * i, count - EACH * i);
+    }
+};
+
+struct inputs {
+    float x[VECTOR];
+
+    template <bool WHOLE> METHOD void load(const code *from, int64_t count) {
+        if (!WHOLE) {
+#pragma unroll
+            for (int i = 0; i < VECTOR; i++) x[i] = i < count ? as_float(__ldg(from + i)) : 0.0f;
+            return;
+        }
+        const int PARTS = VECTOR * sizeof(code) / 16;
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) {
+            uint4 all = __ldg((const uint4 *)from + part);
+            const uint32_t words[4] = {all.x, all.y, all.z, all.w};
+#pragma unroll
+            for (int i = 0; i < VECTOR / PARTS; i++)
+                x[VECTOR / PARTS * part + i] = FP8 ? __uint_as_float(words[i]) : weight_of(words[i / EACH], i % EACH);
+        }
+    }
+
+    /* sum + the dot product with weights that share a scale. */
+    METHOD float dot(const weights &with, float scale, float sum) const {
+        float part = FP8 ? 0.0f : sum;
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++) part = __fmaf_rn(weight_of(with.words[i / EACH], i % EACH), x[i], part);
+        return FP8 ? __fmaf_rn(part, scale, sum) : part;
+    }
+};
+
+/* The scales of rows from `row` on of a matrix [.., numbers], whose first ones these are. */
+DEVICE const float *scales_of(const float *scales, int64_t row, int64_t numbers) {
+    return scales + row / SCALED * ((numbers + SCALED - 1) / SCALED);
+}
+DEVICE float scale_at(const float *scales, int64_t at) {
+    return FP8 ? __fmul_rn(__ldg(scales + at / SCALED), (float)UNIT) : 1.0f;
+}
+
+DEVICE float sum_of_lanes(float sum) {
+#pragma unroll
+    for (int far = WARP / 2; far; far /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, far));
+    return sum;
+}
+
+enum { QUANTIZE_THREADS = 128 };
 enum { INNER_WARPS = 4, INNER_THREADS = INNER_WARPS * WARP }; /* a channel each */
 enum { DOWN_WARPS = 8, DOWN_THREADS = DOWN_WARPS * WARP };    /* each warp a share of the channels */
 enum { COLUMNS = EACH * WARP };
 
 /* x float32 [number] as products take it. */
-KERNEL(ROUND_THREADS, quantize, const float *x, int64_t count, number *to) {
-    int64_t at = (int64_t)blockIdx.x * ROUND_THREADS + threadIdx.x;
-    if (at < count) to[at] = rounded(x[at]);
+KERNEL(QUANTIZE_THREADS, quantize, const float *x, int64_t, int64_t, int64_t number, code *to, factors *) {
+    int64_t at = (int64_t)blockIdx.x * QUANTIZE_THREADS + threadIdx.x;
+    if (at < number) to[at] = rounded(x[at]);
 }
 
-/* The scales of a tile's first matrix; those of the others follow. */
-DEVICE const float *scales_in(const stored *tile, int64_t channels, int64_t hidden) {
-    return (const float *)(tile + (WIDE_MATRICES + 1) * channels * hidden);
-}
-
-#define INNER_ARGUMENTS                                                                                          \
-    const item *items, const stored *const *tiles, const int32_t *rows, const number *x, int64_t hidden,         \
-        int64_t channels, int64_t biases, int64_t wide, number *inner
-
-template <int ROWS, bool WHOLE> DEVICE void inner_of(INNER_ARGUMENTS) {
+template <int ROWS, bool WHOLE> DEVICE void inner_in(INNER_ARGUMENTS) {
     const item it = items[blockIdx.x / wide];
     int64_t channel = blockIdx.x % wide * INNER_WARPS + threadIdx.x / WARP;
-    if (channel >= channels) return; /* the whole warp */
+    if (channel >= inner_units) return; /* the whole warp */
     int lane = threadIdx.x % WARP;
-    const stored *gate = tiles[it.tile] + channel * hidden; /* ungated: up */
-    const stored *up = gate + (WIDE_MATRICES - 1) * channels * hidden;
-    const float *of_gate = scales_of(scales_in(tiles[it.tile], channels, hidden), channel, hidden);
-    const float *of_up = scales_of(of_gate, (WIDE_MATRICES - 1) * channels, hidden);
-    const number *of[ROWS];
+    const uint8_t *tile = tiles[it.tile];
+    const stored *gate = (const stored *)tile + channel * units; /* ungated: up */
+    const stored *up = gate + (WIDE_MATRICES - 1) * inner_units * units;
+    const float *of_gate = scales_of((const float *)(tile + scales), channel, units);
+    const float *of_up = scales_of(of_gate, (WIDE_MATRICES - 1) * inner_units, units);
+    const code *of[ROWS];
     float gates[ROWS], ups[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-        of[r] = x + (int64_t)rows[it.row + (r < it.rows ? r : 0)] * hidden;
+        of[r] = x + (int64_t)rows[it.row + (r < it.rows ? r : 0)] * units;
         gates[r] = ups[r] = 0.0f;
     }
 #pragma unroll 4
-    for (int h = lane * VECTOR; h < (int)hidden; h += WARP * VECTOR) {
+    for (int h = lane * VECTOR; h < (int)units; h += WARP * VECTOR) {
         weights one, two;
-        if (!UNGATED) one.load<WHOLE>(gate + h, hidden - h);
-        two.load<WHOLE>(up + h, hidden - h);
+        if (!UNGATED) one.load<WHOLE>(gate + h, units - h);
+        two.load<WHOLE>(up + h, units - h);
         float scale_one = scale_at(of_gate, h), scale_two = scale_at(of_up, h);
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             inputs numbers;
-            numbers.load<WHOLE>(of[r] + h, hidden - h);
+            numbers.load<WHOLE>(of[r] + h, units - h);
             if (!UNGATED) gates[r] = numbers.dot(one, scale_one, gates[r]);
             ups[r] = numbers.dot(two, scale_two, ups[r]);
         }
@@ -60,57 +145,57 @@ template <int ROWS, bool WHOLE> DEVICE void inner_of(INNER_ARGUMENTS) {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         float gate_of_row = UNGATED ? 0.0f : sum_of_lanes(gates[r]), up_of_row = sum_of_lanes(ups[r]);
-        float both = activated_channel(tiles[it.tile], biases, channels, channel, gate_of_row, up_of_row);
-        if (lane == 0 && r < it.rows) inner[(int64_t)(it.entry + r) * channels + channel] = rounded(both);
+        float both = activated_channel(tile, biases, inner_units, channel, gate_of_row, up_of_row);
+        if (lane == 0 && r < it.rows) inner[(it.entry + r) * inner_units + channel] = rounded(both);
     }
 }
 
-template <int ROWS> DEVICE void inner_of_rows(INNER_ARGUMENTS) {
-    if (hidden % VECTOR == 0)
-        inner_of<ROWS, true>(items, tiles, rows, x, hidden, channels, biases, wide, inner);
+template <int ROWS> DEVICE void inner_of(INNER_ARGUMENTS) {
+    if (units % VECTOR)
+        inner_in<ROWS, false>(items, tiles, rows, x, of_x, units, inner_units, wide, biases, scales, inner, of_inner);
     else
-        inner_of<ROWS, false>(items, tiles, rows, x, hidden, channels, biases, wide, inner);
+        inner_in<ROWS, true>(items, tiles, rows, x, of_x, units, inner_units, wide, biases, scales, inner, of_inner);
 }
 
-#define DOWN_ARGUMENTS                                                                                           \
-    const item *items, const stored *const *tiles, const number *inner, int64_t hidden, int64_t channels,        \
-        int64_t wide, float *out
-
 /* The weights of channel t, or of the last one, for a lane's columns. */
-template <bool WHOLE> DEVICE uint32_t column_words(const stored *down, int t, int last, int64_t hidden, int64_t column) {
-    const stored *from = down + (t < last ? t : last) * hidden;
-    return WHOLE ? read_once((const uint32_t *)from) : word_of(from, hidden - column);
+template <bool WHOLE> DEVICE uint32_t column_words(const stored *down, int t, int last, int64_t outputs, int64_t column) {
+    const stored *from = down + (t < last ? t : last) * outputs;
+    return WHOLE ? read_once((const uint32_t *)from) : word_of(from, outputs - column);
 }
 
 /* COLUMNS columns of one tile: a lane has EACH of them, a warp every DOWN_WARPS-th channel. WHOLE: there are no columns
  * behind the last one in a block. AHEAD channels are under way while one is multiplied; those behind the last one are
  * loaded from it, so that no branch waits for a load. */
-template <int ROWS, bool WHOLE> DEVICE void down_of(float *parts, DOWN_ARGUMENTS) {
+template <int ROWS, bool WHOLE> DEVICE void down_in(float *parts, DOWN_ARGUMENTS) {
     const int AHEAD = FP8 ? 6 : 16; /* of fp8 more would not fit beside scales */
     const item it = items[blockIdx.x / wide];
-    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, last = (int)channels - 1;
+    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, last = (int)units - 1;
     int64_t first = blockIdx.x % wide * COLUMNS, column = first + EACH * lane;
-    const stored *down = tiles[it.tile] + WIDE_MATRICES * channels * hidden + column;
-    const float *scales = scales_of(scales_in(tiles[it.tile], channels, hidden), WIDE_MATRICES * channels, hidden);
+    const uint8_t *tile = tiles[it.tile];
+    const stored *down = (const stored *)tile + WIDE_MATRICES * units * outputs + column; /* `skipped` bytes on */
+    const float *of_down = (const float *)(tile + scales);
+    const code *of[ROWS];
     uint32_t next[AHEAD];
     float sums[ROWS][EACH];
 #pragma unroll
-    for (int r = 0; r < ROWS; r++)
+    for (int r = 0; r < ROWS; r++) {
+        of[r] = inner + (int64_t)(it.entry + (r < it.rows ? r : 0)) * units;
         for (int c = 0; c < EACH; c++) sums[r][c] = 0.0f;
+    }
 #pragma unroll
-    for (int a = 0; a < AHEAD; a++) next[a] = column_words<WHOLE>(down, warp + a * DOWN_WARPS, last, hidden, column);
+    for (int a = 0; a < AHEAD; a++) next[a] = column_words<WHOLE>(down, warp + a * DOWN_WARPS, last, outputs, column);
 #pragma unroll 1
     for (int begin = warp; begin <= last; begin += AHEAD * DOWN_WARPS) {
 #pragma unroll
         for (int a = 0; a < AHEAD; a++) {
             const int t = begin + a * DOWN_WARPS;
             const uint32_t word = next[a];
-            next[a] = column_words<WHOLE>(down, t + AHEAD * DOWN_WARPS, last, hidden, column);
+            next[a] = column_words<WHOLE>(down, t + AHEAD * DOWN_WARPS, last, outputs, column);
             if (t > last) continue;
-            const float scale = scale_at(scales_of(scales, t, hidden), first);
+            const float scale = scale_at(scales_of(of_down, t, outputs), first);
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
-                float x = as_float(__ldg(inner + (int64_t)(it.entry + (r < it.rows ? r : 0)) * channels + t));
+                float x = as_float(__ldg(of[r] + t));
                 if (FP8) x = __fmul_rn(x, scale);
 #pragma unroll
                 for (int c = 0; c < EACH; c++) sums[r][c] = __fmaf_rn(weight_of(word, c), x, sums[r][c]);
@@ -123,29 +208,22 @@ template <int ROWS, bool WHOLE> DEVICE void down_of(float *parts, DOWN_ARGUMENTS
     __syncthreads();
     for (int at = threadIdx.x; at < it.rows * COLUMNS; at += DOWN_THREADS) {
         int r = at / COLUMNS, c = at % COLUMNS;
-        if (first + c >= hidden) continue;
+        if (first + c >= outputs) continue;
         float y = parts[r * COLUMNS + c];
         for (int w = 1; w < DOWN_WARPS; w++) y = __fadd_rn(y, parts[(w * ROWS + r) * COLUMNS + c]);
-        out[(int64_t)(it.out + r) * hidden + first + c] = y;
+        out[(int64_t)(it.out + r) * outputs + first + c] = y;
     }
 }
 
-template <int ROWS> DEVICE void down_of_rows(DOWN_ARGUMENTS) {
+template <int ROWS> DEVICE void down_of(DOWN_ARGUMENTS) {
     SHARED(float, parts, DOWN_WARPS *ROWS *COLUMNS);
-    if (hidden % COLUMNS == 0)
-        down_of<ROWS, true>(parts, items, tiles, inner, hidden, channels, wide, out);
+    if (outputs % COLUMNS == 0)
+        down_in<ROWS, true>(parts, items, tiles, inner, of_inner, units, outputs, wide, skipped, scales, out);
     else
-        down_of<ROWS, false>(parts, items, tiles, inner, hidden, channels, wide, out);
+        down_in<ROWS, false>(parts, items, tiles, inner, of_inner, units, outputs, wide, skipped, scales, out);
 }
 
-#define INNER_CALL (table(here, items), table(here, tiles), table(here, rows), x, hidden, channels, biases, wide, inner)
-#define DOWN_CALL (table(here, items), table(here, tiles), inner, hidden, channels, wide, out)
-
-KERNEL(INNER_THREADS, gate_up_1, INNER_ARGUMENTS, TABLES) { inner_of_rows<1> INNER_CALL; }
-KERNEL(INNER_THREADS, gate_up_2, INNER_ARGUMENTS, TABLES) { inner_of_rows<2> INNER_CALL; }
-KERNEL(INNER_THREADS, gate_up_4, INNER_ARGUMENTS, TABLES) { inner_of_rows<4> INNER_CALL; }
-KERNEL(INNER_THREADS, gate_up_8, INNER_ARGUMENTS, TABLES) { inner_of_rows<8> INNER_CALL; }
-KERNEL(DOWN_THREADS, down_1, DOWN_ARGUMENTS, TABLES) { down_of_rows<1> DOWN_CALL; }
-KERNEL(DOWN_THREADS, down_2, DOWN_ARGUMENTS, TABLES) { down_of_rows<2> DOWN_CALL; }
-KERNEL(DOWN_THREADS, down_4, DOWN_ARGUMENTS, TABLES) { down_of_rows<4> DOWN_CALL; }
-KERNEL(DOWN_THREADS, down_8, DOWN_ARGUMENTS, TABLES) { down_of_rows<8> DOWN_CALL; }
+EXPERT_KERNELS(1, 1)
+EXPERT_KERNELS(2, 2)
+EXPERT_KERNELS(4, 4)
+EXPERT_KERNELS(8, 8)

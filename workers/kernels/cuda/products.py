@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shm.blocks import LANES, BlockFormat
-from shm.formats import TileFormat
-from shm.fp8 import FP8
+from shm.formats import MatrixFormat, TileFormat, whole_lines
+from shm.fp8 import FP8, blocks_in
 from workers.kernels.cuda.launcher import Launcher, Tables
 
-LIMITS = (1, 2, 4, 8, 32)  # most rows of an item, of the kernels that there are
-PLAIN_LIMITS = LIMITS[:-1]
-WARP = 32
-QUANTIZE_THREADS, DOWN_THREADS = 128, 128
-DOWN_OUTPUTS = DOWN_THREADS // WARP * 2 * LANES  # of one block of threads
-ROUND_THREADS, PLAIN_INNER_THREADS, PLAIN_DOWN_THREADS = 256, 128, 256  # of plain.cu
-PLAIN_CHANNELS = PLAIN_INNER_THREADS // WARP  # of one block of threads
-PLAIN_COLUMNS = 4 * WARP  # the same, where a column has one byte
-FACTORS, FLOAT = 8, 4  # bytes of a group's step and sum, and of a float32
+WARP, FLOAT = 32, 4
+QUANTIZE_THREADS = 128
+FACTORS = 8  # bytes of a group's step and sum
 
 ITEM = np.dtype([(name, np.int32) for name in "tile tiles rows entry step row out add".split()])
 
@@ -37,13 +31,8 @@ class Codes:
     units: int  # of a row: its groups; in bf16 and fp8 its numbers
 
 
-def limit_of(rows: int, limits: tuple[int, ...] = LIMITS) -> int:
-    """The least limit of a kernel that takes items of so many rows."""
-    return next(limit for limit in limits if rows <= limit)
-
-
 def in_chunks(
-    rows: NDArray[np.int64], most: int = LIMITS[-1]
+    rows: NDArray[np.int64], most: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Items of so many rows each, in parts of at most `most`: of each part the item, its first row and its
     number of rows."""
@@ -53,124 +42,93 @@ def in_chunks(
     return of, first, np.minimum(rows[of] - first, most)
 
 
-class Products(ABC):
+class Kernels(NamedTuple):
+    """The sizes of a format's kernels."""
+
+    limits: tuple[int, ...]  # most rows of an item
+    numbers: int  # of a unit of activations
+    code_bytes: int  # of a unit; and of what belongs to its codes
+    factor_bytes: int
+    together: int  # units of a record of weights
+    quantized: int  # units that a block of threads rounds
+    inner_threads: int  # of a block of gate and up, and its channels
+    channels: int
+    down_threads: int  # of a block of down, and its outputs
+    outputs: int
+
+
+def kernels_of(format: TileFormat | MatrixFormat) -> Kernels:
+    """Returns those of a quantized format, of fp8, or of bf16."""
+    if isinstance(format, BlockFormat):
+        sizes = format.group, format.group, FACTORS, format.inputs // format.group, QUANTIZE_THREADS // WARP
+        return Kernels((8, 32), *sizes, format.inputs // LANES * WARP, format.inputs, 4 * WARP, 4 * 2 * LANES)
+    each = 4 if isinstance(format, FP8) else 2  # bytes of an activation, and weights of 4 bytes
+    return Kernels((1, 2, 4, 8), 1, each, 0, 1, QUANTIZE_THREADS, 4 * WARP, 4, 8 * WARP, each * WARP)
+
+
+class Products:
     """The kernels of one format, whose program the launcher has."""
-
-    limits: tuple[int, ...] = LIMITS
-
-    def __init__(self, launcher: Launcher, shape: tuple[int, int], biases: int = 0) -> None:
-        """`shape`: H and channels of the tiles; of a matrix, outputs and inputs. `biases`: where a tile's
-        begin, in bytes; 0: there are none."""
-        self.launcher = launcher
-        self.hidden, self.channels = shape
-        self._biases = biases
-
-    @abstractmethod
-    def units(self, inputs: int) -> int:
-        """Returns the units of a row of activations."""
-
-    @abstractmethod
-    def sizes(self, rows: int, inputs: int) -> tuple[int, int]:
-        """Returns the bytes that codes and factors of so many rows take."""
-
-    @abstractmethod
-    def quantize(self, x: int, rows: int, inputs: int, to: Codes) -> None:
-        """x: address of float32 [rows, inputs]."""
-
-    @abstractmethod
-    def gate_up(self, tables: Tables, number: int, limit: int, x: Codes, inner: Codes) -> None:
-        """tables: `number` items of at most `limit` rows, the tiles' addresses, and the rows of x."""
-
-    @abstractmethod
-    def down(self, tables: Tables, number: int, limit: int, inner: Codes, out: int) -> None:
-        """tables: items, and the tiles' addresses; out: float32 [.., H]."""
-
-
-class BlockProducts(Products):
-    """`tiles.cu`: the quantized formats."""
 
     def __init__(
         self,
         launcher: Launcher,
-        format: BlockFormat,
+        format: TileFormat | MatrixFormat,
         shape: tuple[int, int],
         before_down: int = 0,
         biases: int = 0,
         factors: int = 0,
     ) -> None:
-        """`before_down`: the matrices of a tile before down; 0: this is for a single matrix. `factors`: where
-        the matrices' factors begin, in bytes from the tile's or the matrix's beginning; 0: there are none."""
-        super().__init__(launcher, shape, biases)
-        self._format = format
-        self._together = format.inputs // format.group  # groups of a record
-        self._skipped = before_down * format.blocks_bytes(self.channels, self.hidden)
-        self._factors, self._of_down = factors, factors + FLOAT * before_down
+        """`shape`: H and channels of the tiles; of a matrix that `down` multiplies, outputs and inputs.
+        `before_down`: the matrices of a tile before down; 0: this is for a single matrix. `biases` and
+        `factors` (of matrices): where these begin, in bytes from a tile's beginning; 0: there are none."""
+        self.launcher, self._kernels = launcher, kernels_of(format)
+        self.limits = self._kernels.limits
+        self.hidden, self.channels = shape
+        size = self.channels * self.hidden
+        self._biases, self._scales, scale_bytes = biases, factors, FLOAT
+        if isinstance(format, BlockFormat):
+            size = format.blocks_bytes(self.channels, self.hidden)
+        elif isinstance(format, FP8):
+            self._scales = whole_lines((before_down + 1) * size)
+            scale_bytes = FLOAT * blocks_in(self.channels) * blocks_in(self.hidden)
+        else:
+            size *= 2
+        self._skipped, self._of_down = before_down * size, self._scales + before_down * scale_bytes
 
     def units(self, inputs: int) -> int:
-        return -(-inputs // self._format.inputs) * self._together
+        """Returns the units of a row of activations."""
+        together = self._kernels.together
+        return -(-inputs // (together * self._kernels.numbers)) * together
 
     def sizes(self, rows: int, inputs: int) -> tuple[int, int]:
-        groups = rows * self.units(inputs)
-        return groups * self._format.group, groups * FACTORS
+        """Returns the bytes that codes and factors of so many rows take."""
+        units = rows * self.units(inputs)
+        return units * self._kernels.code_bytes, units * self._kernels.factor_bytes
+
+    def limit(self, rows: int) -> int:
+        """Returns the least limit of a kernel that takes items of so many rows, or the largest of all."""
+        return next((limit for limit in self.limits if rows <= limit), self.limits[-1])
 
     def quantize(self, x: int, rows: int, inputs: int, to: Codes) -> None:
+        """x: address of float32 [rows, inputs]."""
         number = rows * to.units
-        blocks = -(-number * WARP // QUANTIZE_THREADS)
-        self.launcher.launch(
-            "quantize", blocks, QUANTIZE_THREADS, x, inputs, to.units, number, to.codes, to.factors
-        )
+        blocks, arguments = -(-number // self._kernels.quantized), (x, inputs, to.units, number)
+        self.launcher.launch("quantize", blocks, QUANTIZE_THREADS, *arguments, to.codes, to.factors)
 
     def gate_up(self, tables: Tables, number: int, limit: int, x: Codes, inner: Codes) -> None:
-        parts = inner.units // self._together  # records of a tile's channels
+        """tables: `number` items of at most `limit` rows, the tiles' addresses, and the rows of x."""
+        wide = -(-inner.units * self._kernels.numbers // self._kernels.channels)
         self.launcher.launch(
-            f"gate_up_{limit}", number * parts, self._format.inputs // LANES * WARP,
-            *tables.addresses, x.codes, x.factors, x.units, parts, self._biases, inner.codes, inner.factors,
-            self._factors, tables=tables,
+            f"gate_up_{limit}", number * wide, self._kernels.inner_threads,
+            *tables.addresses, x.codes, x.factors, x.units, inner.units, wide, self._biases, self._scales,
+            inner.codes, inner.factors, tables=tables,
         )  # fmt: skip
 
     def down(self, tables: Tables, number: int, limit: int, inner: Codes, out: int) -> None:
-        wide = -(-self.hidden // DOWN_OUTPUTS)
+        """tables: items, and the tiles' addresses; out: float32 [.., H]."""
+        wide = -(-self.hidden // self._kernels.outputs)
         self.launcher.launch(
-            f"down_{limit}", number * wide, DOWN_THREADS,
-            *tables.addresses[:2], self._skipped, inner.codes, inner.factors, inner.units, self.hidden, wide,
-            out, self._of_down, tables=tables,
-        )  # fmt: skip
-
-
-class PlainProducts(Products):
-    """`plain.cu`: bf16 and fp8, for few rows."""
-
-    limits = PLAIN_LIMITS
-
-    def __init__(
-        self, launcher: Launcher, format: TileFormat, shape: tuple[int, int], biases: int = 0
-    ) -> None:
-        super().__init__(launcher, shape, biases)
-        fp8 = isinstance(format, FP8)
-        self._number = 4 if fp8 else 2  # bytes of an activation
-        self._columns = PLAIN_COLUMNS if fp8 else PLAIN_COLUMNS // 2
-
-    def units(self, inputs: int) -> int:
-        return inputs
-
-    def sizes(self, rows: int, inputs: int) -> tuple[int, int]:
-        return self._number * rows * inputs, 0
-
-    def quantize(self, x: int, rows: int, inputs: int, to: Codes) -> None:
-        number = rows * inputs
-        self.launcher.launch("quantize", -(-number // ROUND_THREADS), ROUND_THREADS, x, number, to.codes)
-
-    def gate_up(self, tables: Tables, number: int, limit: int, x: Codes, inner: Codes) -> None:
-        wide = -(-self.channels // PLAIN_CHANNELS)
-        self.launcher.launch(
-            f"gate_up_{limit}", number * wide, PLAIN_INNER_THREADS,
-            *tables.addresses, x.codes, self.hidden, self.channels, self._biases, wide, inner.codes,
-            tables=tables,
-        )  # fmt: skip
-
-    def down(self, tables: Tables, number: int, limit: int, inner: Codes, out: int) -> None:
-        wide = -(-self.hidden // self._columns)
-        self.launcher.launch(
-            f"down_{limit}", number * wide, PLAIN_DOWN_THREADS,
-            *tables.addresses[:2], inner.codes, self.hidden, self.channels, wide, out, tables=tables,
+            f"down_{limit}", number * wide, self._kernels.down_threads,
+            *tables.addresses[:2], inner.codes, inner.factors, inner.units, self.hidden, wide, self._skipped,
+            self._of_down, out, tables=tables,
         )  # fmt: skip
