@@ -208,7 +208,7 @@ def test_plans_of_typical_machines() -> None:
     gpu = planned("mixtral-8x7b", 130, 130, 24)
     assert gpu.needs.format == "bf16"
     assert 0.1 < gpu.expert_cache < 0.25  # a whole context, then experts
-    assert (gpu.context, gpu.kv_tokens) == (8192, 8192 + 448)  # and less than a thousandth of them was left
+    assert (gpu.context, gpu.kv_tokens) == (8192, 8192 + 384)  # and less than a thousandth of them was left
     assert gpu.staging == 2 * 16 + 2  # both experts of a layer
     for gigabytes, staging, share in ((8, 11, 0.0), (12, 17, 0.06)):
         smaller = planned("mixtral-8x7b", 130, 130, gigabytes)
