@@ -246,6 +246,37 @@ def test_no_token_is_wrong_by_graphs_while_prefetchers_exit(tiny_model, tmp_path
         assert runtime.calls["graph launches"] > 0
 
 
+@pytest.mark.parametrize("arena", [False, True])
+def test_no_token_is_wrong_by_graphs_while_workers_exit(arena: bool, tiny_model, tmp_path, gpu) -> None:
+    """Before a Work and after it, before its answer is sent; each is followed by another."""
+    device, runtime = gpu
+    shape, random = expert_shape(open_model(tiny_model).config, 32, format_named("bf16")), Random(0)
+    chance, exits = 0.0, 0
+
+    def dies() -> bool:
+        nonlocal exits
+        exits += (now := random.random() < chance)
+        return now
+
+    with (
+        random_store(shape, f"graphs_and_workers_{arena}") as store,
+        engine_in_threads(tiny_model, tmp_path, store=store, device=device, arena=arena, dies=dies) as (
+            engine,
+            _,
+        ),
+    ):
+        engine.first.graphs = StepGraphs(engine.backbone, device, "off")
+        expected = texts(engine, "all-host")
+        for preset in ("all-host", "fiddler"):
+            engine.first.graphs, chance = StepGraphs(engine.backbone, device, "auto"), 0.2
+            for ours, theirs in zip(texts(engine, preset), expected, strict=True):
+                np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+            assert engine.first.graphs.captured > 0
+            chance = 0.0
+        assert exits > 0
+        assert runtime.calls["graph launches"] > 0
+
+
 STEPS_OF_A_LAYER = (
     (Bucket, "begin"),
     (Bucket, "attend"),

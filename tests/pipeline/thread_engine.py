@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,18 +32,19 @@ from pipeline.experts.carriers import ArenaCarrier, SocketCarrier
 from pipeline.experts.channel_share import ChannelMemory
 from pipeline.experts.device_share import DeviceMemory, Slab
 from pipeline.experts.division import Divider, largest
+from pipeline.experts.peers import ExitEvents
 from pipeline.experts.pool import HostPool
 from pipeline.models.facts import expert_shape, facts_of, is_own
 from pipeline.models.registry import model_spec
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import ModelShape, Plan, Policy, PolicyRequest, Routing, View
-from protocol.messages import Shutdown
+from protocol.messages import Shutdown, WorkerDied
 from shm.lane import LaneShape, library
 from shm.layout import format_named
 from shm.store import Store
 from workers.copiers import TileCopy
 from workers.expert_worker import serve
-from workers.kernels.native import store_kernel
+from workers.kernels.native import WorkKernel, store_kernel
 
 CONTEXT = 256
 PROMPT = [5, 6, 7, 8, 9]
@@ -50,24 +52,59 @@ TOKEN = 11
 _NUMBERS = itertools.count()
 
 
+class Exited(BaseException):
+    """A worker ends here, as by a kill."""
+
+
+class Mortal:
+    """A worker's kernel; the worker exits before or after a Work where `dies` says so."""
+
+    def __init__(self, kernel: WorkKernel, dies: Callable[[], bool]) -> None:
+        self.hidden = kernel.hidden
+        self._kernel, self._dies = kernel, dies
+
+    def compute(self, *arguments: Any) -> Any:
+        if self._dies():
+            raise Exited
+        tally = self._kernel.compute(*arguments)
+        if self._dies():
+            raise Exited
+        return tally
+
+
 @contextmanager
 def pool_in_threads(
-    folder: Path, store: Store, workers: int, exchange: str, top_k: int = 2, device: Device | None = None
+    folder: Path,
+    store: Store,
+    workers: int,
+    exchange: str,
+    top_k: int = 2,
+    device: Device | None = None,
+    dies: Callable[[], bool] = lambda: False,
 ) -> Iterator[HostPool]:
     """Yields a pool whose workers are threads of this process. `exchange`: zmq or shm; `device` reads answers
-    in shared memory, if it can."""
+    in shared memory, if it can. `dies`: asked before and after each Work; the worker that exits is followed
+    by another."""
     torch_threads = torch.get_num_threads()  # which the workers, being threads, set for all of us
-    cores, shape = WorkerCores.equal(workers), store.layout.shape
+    cores, shape, exits = WorkerCores.equal(workers), store.layout.shape, ExitEvents()
     with ExitStack() as stack:
-        socket = stack.enter_context(child_socket(folder, "work.sock", "worker", store.fingerprint))
+        socket = stack.enter_context(child_socket(folder, "work.sock", "worker", store.fingerprint, exits))
         control = stack.enter_context(control_segment(workers))
 
         def work(index: int) -> None:
-            peer = child_endpoint(folder, "worker", "work.sock", store.fingerprint, index, index + 5)
-            peer.announce()
             line = control.line("worker", index)
-            serve(peer, line, store_kernel(store, None, line, generation=peer.generation), slowdown=1.0)
-            peer.close()
+            for generation in itertools.count(index + 5):
+                peer = child_endpoint(folder, "worker", "work.sock", store.fingerprint, index, generation)
+                peer.announce()
+                kernel: Any = Mortal(store_kernel(store, None, line, generation=generation), dies)
+                try:
+                    serve(peer, line, kernel, slowdown=1.0)
+                except Exited:
+                    exits.put(WorkerDied("worker", index, generation, False, -1))
+                else:
+                    return
+                finally:
+                    peer.close()
 
         threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(workers)]
         for thread in threads:
@@ -102,9 +139,10 @@ def engine_in_threads(
     device: Device | None = None,
     arena: bool = False,
     context: int = CONTEXT,
+    dies: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[Engine, FailingPrefetcher]]:
     """With a DeviceMemory for `capacity` tiles, of a store's experts or of random ones, of 24 tiles in
-    all. `arena`: Work goes through shared memory."""
+    all. `arena`: Work goes through shared memory. `dies`: as of pool_in_threads."""
     source = open_model(model)
     with ExitStack() as stack:
         if store is None:
@@ -112,7 +150,9 @@ def engine_in_threads(
             store = stack.enter_context(random_store(shape, "thread_engine"))
         parts = stack.enter_context(mover_parts(folder, store, capacity + staging, device=device))
         exchange = "shm" if arena else "zmq"
-        pool = stack.enter_context(pool_in_threads(folder, store, 1, exchange, device=parts.device))
+        pool = stack.enter_context(
+            pool_in_threads(folder, store, 1, exchange, device=parts.device, dies=dies)
+        )
         backbone = backbone_in(parts.device, source, context)
         engine = Engine(backbone, store.layout, pool)
         engine.first.memory = device_memory(parts, engine.shape, capacity)
