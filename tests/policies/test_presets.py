@@ -185,7 +185,7 @@ def test_unused_predictions_are_released_after_their_layer() -> None:
     assert full.view.target.sum() == 2 * 24
 
 
-@pytest.mark.parametrize("module", ["policies.presets", "engine.first.driver", "replay.machine"])
+@pytest.mark.parametrize("module", ["policies.presets", "engine.driver", "replay.machine"])
 def test_planning_imports_no_torch(module: str) -> None:
     code = f"import sys, pipeline.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
@@ -202,7 +202,7 @@ def test_planning_imports_no_torch(module: str) -> None:
         ("x\ny", {}, r"unknown policy 'x\\ny' \(supported: all-host"),
         ("on-demand", {"size": "even"}, r"no option 'size'; did you mean sizes\? \(it has placement, "),
         ("all-host", {"sizes": "even"}, r"no option 'sizes' \(it has placement, "),
-        ("on-demand", {"sizes": "evn"}, r"sizes='evn' must be even\|dp; did you mean even\?"),
+        ("on-demand", {"sizes": "evn"}, r"sizes='evn' must be even\|dp\|predicted; did you mean even\?"),
         ("dali", {"predction": "none"}, r"no option 'predction'; did you mean prediction"),
         ("dali", {"prediction": "residul"}, r"prediction='residul' must be .*; did you mean residual\?"),
         ("dali", {"window": "0"}, r"policy dali: window=0 must be in 1\.\."),
