@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 MODULES = {
     **{name: f"launch.{name}" for name in ("calibrate", "generate", "serve")},
     **{name: f"launch.{name}.command" for name in ("chat", "stress", "bench", "doctor", "cache", "advise")},
+    "cluster": "launch.cluster.command",
     "score": "launch.score.command",
     "evaluate": "launch.score.evaluate",
     "replay": "launch.bench.replay",

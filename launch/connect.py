@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from launch.command_line.checks import check_calibration, check_engine
 from launch.command_line.options import Options
@@ -13,6 +13,7 @@ from launch.processes.supervisor import Supervisor
 from launch.runtime import find_engine
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.log import notice
+from pipeline.config import EngineConfig
 from protocol.client import Client
 
 log = logging.getLogger("tandem")
@@ -59,9 +60,30 @@ async def started(options: Options, interrupts: Interrupts) -> AsyncIterator[Sup
     config = options.config()
     check_engine(config)
     check_calibration(config, options.policies())
-    supervisor = Supervisor(config, log_level=options.log_level)
-    interrupts.at_once(supervisor.kill)
-    async with supervisor:
+    async with AsyncExitStack() as stack:
+        if "cluster" in options.written:
+            supervisor = await _of_cluster(options, config, interrupts, stack)
+        else:
+            supervisor = Supervisor(config, log_level=options.log_level)
+            interrupts.at_once(supervisor.kill)
+        await stack.enter_async_context(supervisor)
         if supervisor.http:
             notice(f"HTTP is served at {supervisor.http} (for OpenAI's clients: {supervisor.http}/v1)")
         yield supervisor
+
+
+async def _of_cluster(
+    options: Options, config: EngineConfig, interrupts: Interrupts, stack: AsyncExitStack
+) -> Supervisor:
+    """Returns the supervisor of an engine whose experts lie on several machines; their expert hosts run until
+    the stack ends."""
+    from launch.cluster.placing import placed
+    from launch.cluster.share import share
+
+    shared = await share(options, config)
+    for line in shared.lines():
+        notice(line)
+    supervisor = Supervisor(shared.config, log_level=options.log_level, machines=shared.machines)
+    interrupts.at_once(supervisor.kill)
+    await stack.enter_async_context(placed(shared, supervisor.name, supervisor.set_machines))
+    return supervisor

@@ -77,7 +77,7 @@ class Machine:
     name: str
     endpoint: str  # tcp://ADDRESS:PORT
     key: str  # its public CURVE key, 40 characters
-    lanes: tuple[int, ...]
+    lanes: tuple[int, ...]  # its own first, then those that it has as replicas
 
 
 @dataclass(frozen=True)

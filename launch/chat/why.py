@@ -54,10 +54,18 @@ def why_text(reply: Reply | None, stats: dict[str, Any], welcome: Welcome) -> Re
     request = PolicyRequest(policy, options)
     lines = [*_facts(profile, request), stats.get("prefetch", {}).get("status")]
     lines += [stats.get("policy_status")] if stats.get("policy") == policy else []
+    lines += [_machine(each) for each in stats.get("machines") or ()]
     lines.append(f"fidelity: {approximation(answer.get('fidelity', {})) or 'exact'}")
     parts: list[RenderableType] = [_time(profile, policy, stats), "", _layers(profile, request), ""]
     parts += [Text(line) for line in lines if line]
     return Group(*parts, "", _advice(profile, stats, welcome, policy))
+
+
+def _machine(machine: dict[str, Any]) -> str:
+    """Returns a line about another machine that holds experts."""
+    if machine["state"] != "ready":
+        return f"machine {machine['name']} is {machine['state']}: {machine['why']}"
+    return f"machine {machine['name']}: {machine['round_trip_us']:,.0f} us a layer"
 
 
 def _time(profile: PhaseProfile, policy: str, stats: dict[str, Any]) -> Text:

@@ -94,6 +94,7 @@ class Options:
 
     command: str | None  # None: chat
     written: dict[str, Any]
+    words: tuple[str, ...] = ()  # of `cluster`: what to do, and with which head
 
     @property
     def connect(self) -> bool:
@@ -191,11 +192,13 @@ def parse(arguments: list[str]) -> Options:
     words: list[str] = written.pop("words", [])
     if command == "generate" and words and "prompt" not in written:
         written["prompt"] = words.pop(0)
+    action = tuple(words) if command == "cluster" else ()
+    words = [] if action else words
     for word in (*unknown, *words):
         if word.startswith("-") or word in words:
             raise WrongUsage(_unknown(word, command))
     _check(command, [taken[key] for key in written], written)
-    return Options(command, written)
+    return Options(command, written, action)
 
 
 def _unknown(word: str, command: str | None) -> str:

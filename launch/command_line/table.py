@@ -21,11 +21,15 @@ from launch.command_line.values import (
     at_least,
     between,
     devices,
+    head_address,
     http_address,
+    ip_address,
+    machine_name,
     model_path,
     names,
     not_empty,
     origins,
+    port,
     rates,
     size,
     token_ids,
@@ -50,6 +54,7 @@ from protocol.messages import CALIBRATION_TOKENS, MAX_TOKENS, Sampling
 DEFAULTS = {field.name: field.default for field in structs.fields(Sampling)}
 DEFAULTS |= {field.name: field.default for field in fields(EngineConfig)}
 DEFAULT_HTTP = "127.0.0.1:8000"
+DEFAULT_PORT, PORTS = 6379, 27  # of Ray on a machine: the first, and how many
 LOG_LEVELS = ("debug", "info", "notice", "warning", "error")
 
 COMMANDS = {
@@ -64,13 +69,14 @@ COMMANDS = {
     "advise": "which policy, cache and format for a model, on any machine",
     "doctor": "what this machine can do, and what to change",
     "cache": "list and prune what is kept on disk and in shared memory",
+    "cluster": "several machines as one: cluster start, cluster join HEAD:PORT, cluster status, cluster stop",
 }
 CLIENTS = "chat, generate, score, evaluate, stress, bench, calibrate"
 ENGINE = f"{CLIENTS}, serve"
 SIZES = f"{ENGINE}, doctor --model, advise"
 REPLAY = "bench --replay"
-JSON = f"generate, score, evaluate, stress, bench, calibrate, doctor, advise, cache, {REPLAY}"
-EVERYWHERE = f"{ENGINE}, doctor, advise, cache, {REPLAY}"
+JSON = f"generate, score, evaluate, stress, bench, calibrate, doctor, advise, cache, cluster, {REPLAY}"
+EVERYWHERE = f"{ENGINE}, doctor, advise, cache, cluster, {REPLAY}"
 
 FORMATS = (
     f"format of the experts' weights: {', '.join(get_args(OwnName))};"
@@ -117,6 +123,11 @@ REPLAYED = (
     "simulate the policies on what --record wrote, without an engine; or on routing that is drawn with the"
     f" locality of a known model: {PREFIX}NAME, or {PREFIX}NAME/N"
 )
+CLUSTER = "divide the experts among the machines of this cluster (docs/cluster.md)"
+REPLICAS = "copies of each other machine's experts on further ones, as many as memory allows (default 0)"
+TOKEN = "file with the cluster's token (default: where `cluster start` makes it)"
+ADDRESS = "this machine's IP address, at which the others reach it (default: the one that leads there)"
+PORT = f"the first of {PORTS} ports that Ray takes on this machine (default {DEFAULT_PORT})"
 SWEEP = "measure each of these values: cache, batch, prompt, gen, or POLICY.OPTION; repeatable, crossed"
 
 
@@ -284,6 +295,20 @@ _cache = _section(
     Option("to SIZE", size, "the least recently used, until SIZE is left on disk (such as 20GB)"),
     Option("dry-run", None, "only list what would be removed"),
 )
+_cluster = _section(
+    f"{', '.join(f'{command} --cluster' for command in ENGINE.split(', '))}, doctor --cluster",
+    Option("cluster HEAD:PORT", head_address, CLUSTER, takes=f"{ENGINE}, doctor"),
+    Option("replicas N", at_least(0), REPLICAS),
+    Option("token FILE", Path, TOKEN, also="cluster"),
+    of_engine=True,
+)
+_machines = _section(
+    "cluster",
+    Option("address IP", ip_address, ADDRESS),
+    Option("port N", port, PORT),
+    Option("name NAME", machine_name, "the machine's name in the cluster (default: its host name)"),
+    Option("foreground", None, "run until a signal, as a service does"),
+)
 _every = _section(
     EVERYWHERE,
     Option("connect NAME", str, "use a running engine instead of starting one", takes=CLIENTS, bare=""),
@@ -293,9 +318,10 @@ _every = _section(
 
 # By the headings of --help.
 TABLE = {
-    "options": _generate + _texts + _stress + _bench + _calibrate + _cache + _every,
+    "options": _generate + _texts + _stress + _bench + _calibrate + _cache + _machines + _every,
     "answer": _answer,
     "model and memory": _sizes,
     "engine": _engine,
+    "several machines": _cluster,
     "a machine (default: this one, on which the model is run for a moment)": _advise,
 }

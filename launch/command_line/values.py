@@ -6,6 +6,7 @@ import argparse
 import ipaddress
 import math
 import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,6 +73,43 @@ def http_address(text: str) -> str:
             f"{text!r}: write it as HOST:PORT, with an IP address of this machine"
         )
     return f"[{host}]:{int(port)}" if ":" in host else f"{host}:{int(port)}"
+
+
+def head_address(text: str) -> str:
+    """Reads HOST:PORT of a cluster's head, by its IP address or name; without a port, the default one."""
+    host, colon, number = text.rpartition(":")
+    host, number = (host, number) if colon else (text, "6379")
+    try:
+        return f"{socket.gethostbyname(host)}:{port(number)}"
+    except (OSError, UnicodeError):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r}: no machine has that name or address") from None
+
+
+def port(text: str) -> int:
+    """Reads the first of the ports that Ray takes."""
+    number = at_least(1024)(text)
+    if number > 65000:
+        raise argparse.ArgumentTypeError(f"must be at most 65000, not {number}")
+    return number
+
+
+def ip_address(text: str) -> str:
+    """Reads an address at which other machines can reach this one."""
+    try:
+        address = ipaddress.IPv4Address(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not an IPv4 address") from None
+    if address.is_unspecified or text == "127.0.0.1":
+        raise argparse.ArgumentTypeError(f"other machines do not reach this one at {text}")
+    return text
+
+
+def machine_name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,24}", text):
+        raise argparse.ArgumentTypeError(
+            f"{text[:80]!r}: a machine's name has 1 to 24 letters, digits, _ or -"
+        )
+    return text
 
 
 def origins(text: str) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """`launch.py doctor`: what this machine can do, what is missing, what to change. Each finding is a fact, its
 meaning for an engine, and what to do about it. At the end an engine is started on the embedded model. Exit
 code 0: it answered, and no finding prevents engines from running; else 1. With `--model` the doctor reports a
-memory plan instead, see `model_plan.py`."""
+memory plan instead, see `model_plan.py`; with `--cluster` its machines, see `cluster.py`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rich.text import Text
 
 from launch.command_line.options import Options
 from launch.doctor import gpu, machine, measure
+from launch.doctor.cluster import show_cluster
 from launch.doctor.machine import Finding
 from launch.doctor.model_plan import show_plan
 from launch.errors import LaunchError
@@ -41,6 +42,8 @@ async def doctor(options: Options, interrupts: Interrupts) -> int:
     """Examine the machine. Raises LaunchError on another system than Linux and for a damaged installation."""
     if sys.platform != "linux":
         raise LaunchError(f"Tandem runs on Linux; this is {sys.platform}")
+    if "cluster" in options.written:
+        return await show_cluster(options)
     if "model" in options.written:
         return await show_plan(options, interrupts)
     try:

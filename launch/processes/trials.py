@@ -26,8 +26,9 @@ class Trial:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
-    async def result(self, limit: float) -> Any:
-        """The next value, within `limit` seconds. Raises TrialFailed with the last line of its stderr."""
+    async def result(self, limit: float | None) -> Any:
+        """The next value, within `limit` seconds, if there is a limit. Raises TrialFailed with the last line
+        of its stderr."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         try:
@@ -52,8 +53,11 @@ class Trial:
 
 
 @asynccontextmanager
-async def trial(module: str, config: dict[str, Any], pass_fds: tuple[int, ...] = ()) -> AsyncIterator[Trial]:
-    """`python -m MODULE` with this configuration during the block. Raises TrialFailed."""
+async def trial(
+    module: str, config: dict[str, Any], pass_fds: tuple[int, ...] = (), env: dict[str, str] | None = None
+) -> AsyncIterator[Trial]:
+    """`python -m MODULE` with this configuration during the block. `env`: its environment, if it is not that
+    of other children. Raises TrialFailed."""
     for_child, lifeline = os.pipe()
     try:
         try:
@@ -65,7 +69,7 @@ async def trial(module: str, config: dict[str, Any], pass_fds: tuple[int, ...] =
                 stderr=asyncio.subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C in the terminal signals the parent alone
                 pass_fds=(for_child, *pass_fds),
-                env=environment(1),
+                env=env or environment(1),
             )
         except OSError as e:
             raise TrialFailed(f"no process could be started: {e.strerror}") from e

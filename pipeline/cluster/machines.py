@@ -318,9 +318,10 @@ class Machines:
             self._poller.register(socket, zmq.POLLIN)
 
     def _holders(self, lane: int) -> list[Link]:
-        """Returns the machines that can be asked for a lane, those that answer first."""
+        """Returns the machines that can be asked for a lane: those that answer first, and of these the one
+        whose own lane it is, so that replicas share the work."""
         able = [link for link in self._links.values() if lane in link.machine.lanes and link.able]
-        return sorted(able, key=lambda link: link.silent)
+        return sorted(able, key=lambda link: (link.silent, link.machine.lanes.index(lane)))
 
     def _why(self, lanes: Sequence[int]) -> str:
         """Returns what these lanes wait for."""

@@ -3,7 +3,7 @@ vLLM's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
@@ -78,6 +78,7 @@ class _Collector:
             yield from _scheduler(self._stats["scheduler"])
             yield from _engine({phase: self._stats["engine"][phase] for phase in PHASES})
             yield from _cache(self._stats.get("cache"))
+            yield from _machines(self._stats.get("machines") or ())
             labels = {
                 "model": model_name(self._welcome),
                 "policy": str(self._stats["policy"]),
@@ -121,6 +122,21 @@ def _cache(cache: dict[str, Any] | None) -> Iterator[Any]:
     if cache is not None:
         yield GaugeMetricFamily("tandem_cache_tiles", "That fit the device.", cache["capacity_tiles"])
         yield GaugeMetricFamily("tandem_resident_tiles", "Now on the device.", cache["resident_tiles"])
+
+
+def _machines(machines: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
+    """Yields what the coordinator knows of the other machines that hold experts."""
+    for name, text, key in (
+        ("tandem_machine_works", "Layers that it was asked for.", "works"),
+        ("tandem_machine_asked_again", "Layers that it was asked for again.", "asked_again"),
+    ):
+        yield _by(("machine",), name, text, {(each["name"],): each[key] for each in machines})
+    ready = GaugeMetricFamily("tandem_machine_ready", "1 while it can be asked.", labels=("machine",))
+    trip = GaugeMetricFamily("tandem_machine_round_trip_seconds", "Of its answers.", labels=("machine",))
+    for each in machines:
+        ready.add_metric((each["name"],), float(each["state"] == "ready"))
+        trip.add_metric((each["name"],), each["round_trip_us"] / 1e6)
+    yield from (ready, trip)
 
 
 def _by(labels: tuple[str, ...], name: str, text: str, values: Mapping[Any, float]) -> CounterMetricFamily:

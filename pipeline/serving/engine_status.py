@@ -62,7 +62,7 @@ class EngineStatus:
         seen = self._activity
         seen.look()
         stages = self._parts.engine.stages
-        resident: IntArray = np.add.reduce([stage.memory.residency for stage in stages])
+        resident: IntArray = np.add.reduce([stage.memory.residency for stage in stages], dtype=np.int32)
         sums = (seen.used.copy(), seen.device.copy(), seen.demanded.copy())  # sent while they change
         return ExpertActivityReply(request, seen.tiles, resident, *sums)
 

@@ -46,8 +46,9 @@ def engine_parts(folder: Path, device: FakeCudaDevice, store: Store) -> Iterator
     )  # fmt: skip
     shape = ModelShape(SHAPE.layers, SHAPE.experts, SHAPE.tiles, 2)
     stage = SimpleNamespace(
-        device=device, memory=SimpleNamespace(slab=None), graphs=SimpleNamespace(planned_bytes=0)
-    )
+        device=device, memory=SimpleNamespace(slab=None), graphs=SimpleNamespace(planned_bytes=0),
+        layers=range(SHAPE.layers),
+    )  # fmt: skip
     stage.tiles = SHAPE.layers * SHAPE.experts * SHAPE.tiles
     engine = SimpleNamespace(layout=layout, shape=shape, stages=[stage], first=stage)
     with ExitStack() as outer, ExitStack() as closing:

@@ -1,0 +1,121 @@
+"""Which machine holds which tiles of every expert: by its memory, and by how fast it reads that. Only
+calculates.
+
+A decode step waits for the machine that needs longest to read its tiles. So tiles are given one by one to the
+machine that would still be done first with one more, as long as it has room. A machine's tiles are one lane;
+replicas are copies of whole lanes, on the machines with most room to spare."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Ints = NDArray[np.int64]
+
+
+def divide(tiles: int, tile_bytes: int, rooms: ArrayLike, rates: ArrayLike) -> Ints | None:
+    """Returns how many of an expert's tiles each machine holds, int64 [machines], the first at least one;
+    None where they have no room for all. `tile_bytes`: of one tile of all experts; `rooms`: bytes; `rates`:
+    bytes a second.
+
+    No other division has a smaller largest time to read them: a tile that a machine gets as its n-th is done
+    after n tiles' time whoever gets the others, and the tiles taken are those with the least such times."""
+    most = np.maximum(0, np.asarray(rooms, np.int64) // max(1, tile_bytes))
+    pace = np.asarray(rates, np.float64)
+    held = np.zeros(len(most), np.int64)
+    if not len(most) or most[0] < 1 or most.sum() < tiles:
+        return None
+    held[0] = 1
+    for _ in range(tiles - 1):
+        time = np.where(held < most, (held + 1) / pace, np.inf)
+        held[int(np.argmin(time))] += 1
+    return held
+
+
+def replicate(
+    lanes: ArrayLike, held: Sequence[int | None], tile_bytes: int, rooms: ArrayLike, copies: int
+) -> list[list[int]]:
+    """Returns the lanes that each machine holds, its own one first, with up to `copies` of each beside the
+    first: of all lanes where there is room, else of as many as possible, each once before any twice. `lanes`:
+    tiles of each; `held`: the machines' own lanes; None: a machine without one.
+
+    The first machine, the coordinator's, neither has nor needs copies: it computes what it holds itself, so a
+    copy there would leave nothing to the other machine; and without it there is no engine."""
+    size = np.asarray(lanes, np.int64) * tile_bytes
+    free = np.asarray(rooms, np.int64).copy()
+    parts = [[] if own is None else [own] for own in held]
+    for machine, part in enumerate(parts):
+        free[machine] -= sum(int(size[lane]) for lane in part)
+    for _ in range(copies):
+        # Small ones first: more of them fit.
+        for lane in np.argsort(size, kind="stable"):
+            able = [m for m in range(1, len(parts)) if lane not in parts[m] and free[m] >= size[lane]]
+            if able and lane not in parts[0]:
+                machine = max(able, key=lambda m: int(free[m]))
+                parts[machine].append(int(lane))
+                free[machine] -= size[lane]
+    return parts
+
+
+def coarse(rate: float) -> float:
+    """Returns a measured rate in steps of a quarter of a binary order (19 %): equal machines are never
+    measured equal, and hold equal parts."""
+    return float(2.0 ** (round(4 * math.log2(max(rate, 1.0))) / 4))
+
+
+@dataclass(frozen=True)
+class Room:
+    """A machine that takes part."""
+
+    name: str
+    memory: int  # bytes that experts may take
+    rate: float  # bytes a second that it reads
+
+
+@dataclass(frozen=True)
+class Division:
+    """Who holds what. The first machine is the coordinator's."""
+
+    bounds: tuple[int, ...]  # of the lanes, in tiles
+    parts: tuple[tuple[int, ...], ...]  # lanes of each machine, its own first, then replicas
+    tile_bytes: int
+
+    @property
+    def lanes(self) -> int:
+        return len(self.bounds) - 1
+
+    def holders(self, lane: int) -> list[int]:
+        """Returns the machines that hold a lane."""
+        return [machine for machine, part in enumerate(self.parts) if lane in part]
+
+    def bytes_of(self, lanes: Sequence[int]) -> int:
+        """Returns what these lanes take."""
+        return sum((self.bounds[lane + 1] - self.bounds[lane]) * self.tile_bytes for lane in lanes)
+
+    def alone(self, machine: int) -> list[int]:
+        """Returns the lanes that only this machine holds."""
+        return [lane for lane in self.parts[machine] if self.holders(lane) == [machine]]
+
+    def spares(self, machine: int, rooms: Sequence[Room]) -> list[int]:
+        """Returns the machines with room for all that only this one holds, most room first."""
+        alone = self.bytes_of(self.alone(machine))
+        free = {m: room.memory - self.bytes_of(self.parts[m]) for m, room in enumerate(rooms) if m != machine}
+        return sorted((m for m in free if free[m] >= alone), key=lambda m: -free[m])
+
+
+def plan(tiles: int, tile_bytes: int, rooms: Sequence[Room], replicas: int) -> Division | None:
+    """Returns the division among these machines, the coordinator's first; None where they have no room."""
+    memory, rates = [room.memory for room in rooms], [room.rate for room in rooms]
+    held = divide(tiles, tile_bytes, memory, rates)
+    if held is None:
+        return None
+    lanes = [int(count) for count in held if count]
+    own = [None if not count else int(np.count_nonzero(held[:m])) for m, count in enumerate(held)]
+    parts = replicate(lanes, own, tile_bytes, memory, replicas)
+    bounds = (0, *accumulate(lanes))
+    return Division(bounds, tuple(map(tuple, parts)), tile_bytes)

@@ -1,0 +1,70 @@
+"""Who holds which tiles of every expert, on machines of any memory and speed."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch.cluster.plan import Room, coarse, divide, plan
+
+ROOMS = st.lists(
+    st.builds(Room, st.just("m"), st.integers(0, 60), st.sampled_from([1.0, 2.0, 3.5, 8.0])), max_size=5
+)
+
+
+@given(tiles=st.integers(1, 24), rooms=ROOMS, tile=st.integers(1, 7), copies=st.integers(0, 3))
+def test_every_tile_has_a_holder_and_nobody_more_than_it_has_room_for(
+    tiles: int, rooms: list[Room], tile: int, copies: int
+) -> None:
+    division = plan(tiles, tile, rooms, copies)
+    room = [each.memory // tile for each in rooms]
+    if division is None:
+        assert sum(room) < tiles or room[0] < 1
+        return
+    assert division.bounds[0] == 0
+    assert division.bounds[-1] == tiles
+    assert all(low < high for low, high in pairwise(division.bounds))
+    assert division.parts[0], "the coordinator's machine takes part"
+    for each, part in zip(rooms, division.parts, strict=True):
+        assert len(part) == len(set(part))
+        assert division.bytes_of(part) <= each.memory
+    holders = [len(division.holders(lane)) for lane in range(division.lanes)]
+    assert all(1 <= number <= 1 + copies for number in holders)
+
+
+@pytest.mark.parametrize("rooms", [(9, 9, 9), (2, 9, 4), (1, 3, 4)])
+@pytest.mark.parametrize("rates", [(1.0, 1.0, 1.0), (1.0, 5.0, 2.0), (4.0, 1.0, 1.0)])
+def test_no_other_division_reads_its_tiles_sooner(rooms: tuple[int, ...], rates: tuple[float, ...]) -> None:
+    held = divide(8, 1, rooms, rates)
+    assert held is not None
+    every = [each for each in product(*(range(room + 1) for room in rooms)) if sum(each) == 8 and each[0]]
+    least = min(max(np.divide(each, rates)) for each in every)
+    assert max(held / np.array(rates)) == least
+
+
+def test_replicas_are_of_all_lanes_where_they_fit_and_else_of_some() -> None:
+    def machines(*memory: int) -> list[Room]:
+        return [Room("m", each, 1.0) for each in memory]
+
+    whole = plan(6, 1, machines(12, 12, 12), 1)
+    assert whole is not None
+    assert whole.parts == ((0,), (1, 2), (2, 1))
+    some = plan(6, 1, machines(2, 4, 2), 1)
+    assert some is not None
+    assert some.parts == ((0,), (1, 2), (2,))
+    none = plan(6, 1, machines(12, 12), 0)
+    assert none is not None
+    assert [none.alone(machine) for machine in range(2)] == [[0], [1]]
+    assert none.spares(1, machines(12, 12)) == [0]
+    assert none.spares(1, machines(5, 12)) == []
+
+
+def test_equal_machines_hold_equal_parts_though_they_are_measured_unequal() -> None:
+    rooms = [Room("m", 100, coarse(rate)) for rate in (40e9, 41e9, 39.5e9)]
+    division = plan(12, 1, rooms, 0)
+    assert division is not None
+    assert division.bounds == (0, 4, 8, 12)
