@@ -34,10 +34,15 @@ PRESETS = EXACT + ",pre-gated,daop,adapmoe"
 PREDICTING = "mixtral-offloading,whole-layer,pre-gated,hybrimoe,dali,adapmoe"
 LINK_BOUND = "on-demand,mixtral-offloading,whole-layer,pre-gated,adapmoe"  # nothing is computed on the host
 DALI = "dali,hybrimoe,fiddler,layerwise,all-host"
-BREAKDOWN = (
-    "all-host,dali:prediction=none:replacement=keep,dali:replacement=keep,dali,"
-    "dali:pause=0,dali:prediction=none,hybrimoe:prediction=none:replacement=keep,"
-    "dali:prediction=none:replacement=keep:assignment=two-ended"
+# HybriMoE's assignment as DALI describes it, of which the paper does not say the workload
+ROWS_ON_HOST = (1, 2, 4, 8, 16, 32)
+THRESHOLDS = ",".join(f"hybrimoe:assignment=threshold:rows={rows}" for rows in ROWS_ON_HOST)
+# DALI's figure 14, assignments alone, and its figure 19, where each bar has one technique more. All of them
+# begin with every expert on the host; of the last two the first has a static cache instead.
+ALONE = "placement=empty:prediction=none:replacement=keep"
+BARS = (
+    f"all-host,dali:{ALONE},dali:placement=empty:replacement=keep,dali:replacement=keep,dali,"
+    f"hybrimoe:{ALONE}," + ",".join(f"dali:{ALONE}:assignment=threshold:rows={n}" for n in ROWS_ON_HOST)
 )
 DAOP = "fiddler,daop,daop:first_layer=1,daop:early=0,daop:predict=0,on-demand"
 
@@ -90,23 +95,23 @@ def daop(c: Commands) -> dict[str, list[Row]]:
 def dali(c: Commands) -> dict[str, list[Row]]:
     rows = []
     for batch in (1, 4, 16, 64):
-        found = c.replay(f"dali-{batch}", f"batch-{batch}.trace", DALI, "dali", "--expert-cache", "0.5")
+        every = f"{DALI},{THRESHOLDS}"
+        found = c.replay(f"dali-{batch}", f"batch-{batch}.trace", every, "dali", "--expert-cache", "0.5")
         rows += [{"batch": batch} | row for row in found]
     relative(rows, "dali", "batch")
     parts = []
-    for batch in (4, 16, 64):
-        found = c.replay(
-            f"parts-{batch}", f"batch-{batch}.trace", BREAKDOWN, "dali", "--expert-cache", "0.25"
-        )
+    for batch in (1, 4, 16, 64):
+        found = c.replay(f"bars-{batch}", f"batch-{batch}.trace", BARS, "dali", "--expert-cache", "0.25")
         parts += [{"batch": batch} | row for row in found]
     relative(parts, "all-host", "batch")
-    return {"DALI, replayed": rows, "DALI's parts, replayed": parts}
+    return {"DALI, replayed": rows, "DALI's bars, replayed": parts}
 
 
 def adapmoe_policies(c: Commands) -> str:
     """Table 2's, with the threshold at which a quarter of the tokens uses one expert."""
     gate = f"gate=adaptive:threshold={quarter(c.calibration()):.3g}"
     every = ["on-demand", f"on-demand:{gate}", "adapmoe:gate=own:sizes=even", f"on-demand:{gate}:sizes=dp"]
+    every.append(f"on-demand:{gate}:sizes=predicted")
     every += ["adapmoe:gate=own", f"adapmoe:sizes=even:{gate.split(':')[1]}", f"adapmoe:{gate.split(':')[1]}"]
     return ",".join([*every, "adapmoe", "mixtral-offloading", "pre-gated", "whole-layer"])
 

@@ -1,11 +1,12 @@
 """FloE's figures for Mixtral-8x7B on a GPU of 11 and of 24 GB, by replay, and on an engine that emulates one.
 
-    python -m benchmarks.floe [--tokens N] [--accuracy A] [--right R]
+    python -m benchmarks.floe [--tokens N] [--accuracy A] [--right R] [--sweep]
 
 Routing is drawn for Mixtral's shape as in `benchmarks/moepic.py`. The costs are those of the paper's RTX 3090
 where it has any: an expert's 300 MB in 15 ms over the link, and in 5 ms on the device. Its processor is not
 named: the host reads 100 GB/s, or 40. Every preset has the GPU's whole memory: up matrices, staging and
-reserve are taken from the cache. Times are of the layers alone.
+reserve are taken from the cache. Times are of the layers alone. `--sweep`: `floe` beside every layer streamed
+over the device's rate, of which the paper gives two, and over the share that is left out.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest
 from pipeline.replay.machine import RIGHT, Replay
-from pipeline.traces.synthetic import EMBEDDED, SyntheticText
+from pipeline.traces.synthetic import EMBEDDED, PROFILES, Skew, SyntheticText
 from pipeline.traces.trace import Header, TracedStep
 from shm.layout import ExpertShape, StoreLayout, format_named
 
@@ -36,7 +37,9 @@ TOP_K = 2
 LINK, DEVICE = 300e6 / 15e-3, 300e6 / 5e-3  # bytes a second
 HOSTS = (100e9, 40e9)
 BESIDE = 2 * 42e6  # bytes of a layer beside its experts
+DEVICES = (60e9, 100e9, 200e9, 300e9)  # bytes a second: its 5 ms are the first, its "300GB/s" the last
 MEMORY = {"11 GB": 11e9, "24 GB": 24e9}
+TARGET = {"12 GB": 12e9}  # where it verifies its headline
 RESIDENT = 3.2e9 + 1.5e9  # the backbone in bf16; KV cache, a step's allocations, the context
 ROWS = (1, 2, 4)
 WARM = 40  # tokens before those that are measured
@@ -55,17 +58,17 @@ class Case:
     def layout(self) -> StoreLayout:
         return StoreLayout(MIXTRAL, format_named(self.format))
 
-    def costs(self, host: float) -> Costs:
-        """Returns a tile's costs, with so many bytes a second on the host."""
+    def costs(self, host: float, rate: float) -> Costs:
+        """Returns a tile's costs, with so many bytes a second on the host and on the device."""
         layout = self.layout
         read = layout.head_bytes + layout.tile_bytes
         return Costs(
             rows=ROWS,
             host=(read / host,) * len(ROWS),
-            device=(read / DEVICE,) * len(ROWS),
+            device=(read / rate,) * len(ROWS),
             link=layout.tile_bytes / LINK,
             round_trip=6e-5,
-            other=(BESIDE / DEVICE,) * len(ROWS),
+            other=(BESIDE / rate,) * len(ROWS),
             fetch=1e-5,
         )
 
@@ -105,7 +108,9 @@ def header_of(case: Case) -> Header:
     )
 
 
-def speed(case: Case, host: float, memory: float, steps: Sequence[TracedStep], right: float) -> Row:
+def speed(
+    case: Case, host: float, memory: float, steps: Sequence[TracedStep], right: float, rate: float = DEVICE
+) -> Row:
     """Tokens a second, without the first WARM, and bytes a token over the link."""
     capacity = case.capacity(memory)
     if capacity < 0:
@@ -113,7 +118,7 @@ def speed(case: Case, host: float, memory: float, steps: Sequence[TracedStep], r
     text = SyntheticText(header_of(case), EMBEDDED)
     policy = make_policy(PolicyRequest(case.preset, dict(case.options)), 0)
     machine = Replay(
-        header_of(case), policy, case.costs(host), capacity, popularity=text.counts(400), right=right
+        header_of(case), policy, case.costs(host, rate), capacity, popularity=text.counts(400), right=right
     )
     began, moved, size = 0.0, 0, case.layout.tile_bytes
     counters = machine.outcome.counters
@@ -129,20 +134,51 @@ def speed(case: Case, host: float, memory: float, steps: Sequence[TracedStep], r
     }
 
 
-def streamed() -> Row:
+def streamed(rate: float = DEVICE) -> Row:
     """A program that moves every layer to the device as a whole, needed or not, as DeepSpeed's inference
     does: all experts but those that its cache holds, while others are computed. No preset does that:
     `whole-layer` moves what is needed first, and whole layers in the time that is left."""
     case = Case("every layer streamed", "bf16", "")
     experts, size = MIXTRAL.experts * MIXTRAL.layers, case.layout.expert_bytes
-    device = (MIXTRAL.layers * (TOP_K * size + BESIDE)) / DEVICE
+    device = (MIXTRAL.layers * (TOP_K * size + BESIDE)) / rate
     row: Row = {"preset": case.name, "format": case.format}
-    for label, memory in MEMORY.items():
+    for label, memory in (MEMORY | TARGET).items():
         moved = max(0, experts - case.capacity(memory) // MIXTRAL.tiles) * size
         for host in HOSTS:
             row[f"{label}, host {host / 1e9:.0f}"] = 1 / max(moved / LINK, device)
         row[f"{label}, MB"] = moved / 1e6
     return row
+
+
+def swept(tokens: int, skew: Skew, right: float) -> list[Row]:
+    """A row for each rate of the device, share of channels that is left out, and memory: `floe`, every layer
+    streamed on the same device, and their ratio."""
+    rows = []
+    for sparsity in ("0.8", "0.9"):
+        case = Case("floe", "floe", "floe", (("sparsity", sparsity),))
+        steps = SyntheticText(header_of(case), skew).steps(prompt=0, chunk=1, tokens=tokens + WARM)
+        for label, memory in (MEMORY | TARGET).items():
+            for rate in DEVICES:
+                found = speed(case, HOSTS[0], memory, steps, right, rate)["tok_s"]
+                whole = streamed(rate)[f"{label}, host {HOSTS[0] / 1e9:.0f}"]
+                row: Row = {"left out": sparsity, "memory": label, "device GB/s": rate / 1e9}
+                rows.append(row | {"streamed": whole, "floe": found, "x": found / whole})
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    return rows
+
+
+def compression() -> list[Row]:
+    """Times that an expert in 16 bits is larger than what is read of it: with up in 2 bits without scales, as
+    the paper counts, with up as it is stored here, and than what crosses the link, without up."""
+    layout = StoreLayout(MIXTRAL, format_named("floe"))
+    whole = 3 * MIXTRAL.hidden * MIXTRAL.intermediate * 2
+    rows = []
+    for sparsity in (0.8, 0.9):
+        kept = (1 - sparsity) * layout.tile_bytes * MIXTRAL.tiles
+        heads = layout.head_bytes * MIXTRAL.tiles
+        row: Row = {"left out": sparsity, "paper's count": whole / (whole / 3 / 8 + kept)}
+        rows.append(row | {"read": whole / (heads + kept), "link": whole / kept})
+    return rows
 
 
 def replayed(tokens: int, accuracy: float, right: float) -> list[Row]:
@@ -183,6 +219,8 @@ def floe(c: Commands) -> dict[str, list[Row]]:
     tables = {
         f"FloE, replayed, {a:g} and {r:g}": replayed(200, a, r) for a, r in ((0.79, RIGHT), (0.95, 0.95))
     }
+    tables["FloE's bytes"] = compression()
+    tables["FloE, over the device's rate"] = swept(200, replace(EMBEDDED, accuracy=0.95), 0.95)
     return {**tables, "FloE, emulated": rows}
 
 
@@ -206,8 +244,15 @@ def main() -> int:
     parser.add_argument(
         "--right", type=float, default=RIGHT, help="share of predicted channels that are kept"
     )
-    arguments = parser.parse_args()
-    print(json.dumps(replayed(arguments.tokens, arguments.accuracy, arguments.right), indent=1))
+    parser.add_argument("--profile", choices=list(PROFILES), help="draw this model's routing instead")
+    parser.add_argument("--sweep", action="store_true", help="over the device's rate")
+    given = parser.parse_args()
+    if given.sweep:
+        skew = PROFILES[given.profile] if given.profile else EMBEDDED
+        rows = compression() + swept(given.tokens, replace(skew, accuracy=given.accuracy), given.right)
+    else:
+        rows = replayed(given.tokens, given.accuracy, given.right)
+    print(json.dumps(rows, indent=1))
     return 0
 
 

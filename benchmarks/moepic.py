@@ -69,6 +69,7 @@ MODELS = {
 LAYERS = {"mixtral-8x7b": (1e-4, 2e-3, 4e-3, 6e-3), "qwen1.5-moe": (1e-4, 3e-4, 6e-4)}
 BASELINES: dict[str, PolicyRequest] = {
     "on-demand": PolicyRequest("on-demand"),
+    "whole-layer": PolicyRequest("whole-layer", {"pause": "0"}),
     "mixtral-offloading": PolicyRequest("mixtral-offloading", {"pause": "0"}),
     "no split": PolicyRequest("moepic", {"theta": "1", "pause": "0"}),
 }

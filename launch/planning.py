@@ -126,7 +126,7 @@ def situation(asked: EngineConfig, workers: int) -> Situation:
     cards = asked.cards
     check_rates(asked)
     device, free = usable_device(asked.kind, cards)
-    name = asked.policy or ("all-host" if device == "cpu" else "fiddler")
+    name = asked.policy or ("all-host" if device == "cpu" else "tandem")
     config = replace(
         asked,
         device=asked.device if cards else device,

@@ -118,7 +118,7 @@ class EngineConfig:
     name: str | None = None  # None: made from the supervisor's process id
     # auto, cpu or cuda; or devices that divide the layers: cuda:NUMBER,... or cpu:BYTES,...
     device: str = "auto"
-    policy: str | None = None  # None: all-host without a GPU, fiddler with one
+    policy: str | None = None  # None: all-host without a GPU, tandem with one
     policy_options: dict[str, str] = field(default_factory=dict)
     format: FormatName | None = None  # of the experts; None: the file's own, or the most exact that fits
     backbone_dtype: BackboneDType | None = None  # of all the rest; None: bf16, or own for a quantized file

@@ -22,7 +22,7 @@ UNCALIBRATED = {
 }
 ALIKE = 0.98  # of the fastest: not to be told apart
 CLOSE = 0.95  # of the fastest: as good, where the format is more exact
-DEFAULTS = ("all-host", "tandem", "fiddler")  # of several that are alike, the first of these
+DEFAULTS = ("all-host", "tandem")  # of several that are alike, the first of these
 
 
 @dataclass(frozen=True)

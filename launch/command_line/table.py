@@ -94,7 +94,7 @@ MODEL = (
     " or random weights in the shape of a known model, to see its speed:"
     f" {PREFIX}NAME, or {PREFIX}NAME/N for N of its layers ({', '.join(SHAPES)}; or PATH/config.json)"
 )
-POLICY = "what to compute where (default all-host without a GPU, fiddler with one)"
+POLICY = "what to compute where (default all-host without a GPU, tandem with one)"
 SET = "set an option of the policy; repeatable"
 DEVICES = (
     "of the backbone and the resident experts: auto, cpu, cuda; or several that divide the layers by their"

@@ -92,6 +92,7 @@ class EngineStage:
             staging=memory.staging,
             heat=None if heat is None else heat[rows],
             up=up,
+            probing=_can_probe(self.backbone),
         )
         driver: PolicyDriver[Ticket] = PolicyDriver(policy, view, *counters.prefetched)
         if any(policy.probes(layer, driver.view) for layer in range(len(self.layers))):
@@ -116,6 +117,14 @@ class EngineStage:
         """Handle the prefetcher's messages, starts and exits."""
         self.device.use()
         self.memory.poll()
+
+
+def _can_probe(backbone: AnyBackbone) -> bool:
+    try:
+        backbone.check_probes("")
+    except PolicyError:
+        return False
+    return True
 
 
 def begin_step(

@@ -22,6 +22,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from pipeline.arrays import IntArray
+from pipeline.policies.options import Number, Option
 from pipeline.policies.parts import Assignment
 from pipeline.policies.view import Routing, View
 
@@ -217,6 +218,26 @@ class Cheaper(ByCosts):
         return _whole(cheaper(fetched, active.host, active.exchange, active.launch), view)
 
 
+class Threshold(Resident):
+    """HybriMoE as DALI describes it (sections 1 and 3.1): by the workload alone, whatever the costs and the
+    loads of the two sides are. What is resident needs no transfer, and is computed on the device."""
+
+    name: ClassVar[str] = "threshold"
+    help: ClassVar[str] = "a missing expert on the host unless it has more than so many rows"
+    fetches: ClassVar[bool] = True
+    options: ClassVar[tuple[Option, ...]] = (
+        Number(name="rows", help="that an expert on the host has at most", default=4, low=0, high=10**6),
+    )
+
+    def __init__(self, *, rows: int) -> None:
+        self._most = rows
+
+    def cut(self, layer: int, routing: Routing, view: View) -> IntArray:
+        active, cut = routing.active, super().cut(layer, routing, view)
+        cut[active.experts[active.counts > self._most]] = view.shape.tiles
+        return cut
+
+
 class Greedy(ByCosts):
     """DALI's greedy assignment (section 4.1, Algorithm 1). On the device an expert takes the longer of its
     transfer and its computing, which overlap: t_gpu = max(transfer, compute). The host's sum T_cpu begins
@@ -256,5 +277,5 @@ class Bandwidth(ByCosts):
 
 
 ASSIGNMENTS: tuple[type[Assignment], ...] = (
-    Device, Host, Resident, Cheaper, Greedy, TwoEnded, Bandwidth,
+    Device, Host, Resident, Cheaper, Threshold, Greedy, TwoEnded, Bandwidth,
 )  # fmt: skip

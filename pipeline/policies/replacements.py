@@ -59,20 +59,22 @@ class Lru(Replacement):
     options: ClassVar[tuple[Option, ...]] = (
         Choice(
             name="sizes",
-            help="a layer's share of the cache: even, or dp, by the calibration's expected loads",
+            help="a layer's share of the cache: even, or dp, by the calibration's expected loads; predicted:"
+            " by those of a prefetch, also where nothing is prefetched",
             default="even",
-            choices=("even", "dp"),
+            choices=("even", "dp", "predicted"),
         ),
     )
     fills: ClassVar[str] = "fetched"
     without: ClassVar[str] = "sizes=even"
 
     def __init__(self, *, sizes: str) -> None:
-        self.needs_calibration = sizes == "dp"
+        self.needs_calibration = sizes != "even"
+        self._imagined: Predictor | None = "raw" if sizes == "predicted" else None
 
     def join(self, parts: Parts) -> None:
         self._gate = parts.gate
-        self._predictor = parts.prediction.predictor
+        self._predictor = parts.prediction.predictor or self._imagined
 
     def room(self, view: View, tiles: int) -> Room:
         if not self.needs_calibration:

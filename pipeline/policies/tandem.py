@@ -96,6 +96,10 @@ class Tandem(Policy):
             return "experts: all on the host; by the costs it would be faster even with all of them resident"
         return ""
 
+    def notes(self, view: View) -> tuple[str, ...]:
+        lacks = "this model's routers cannot be applied to another layer's input"
+        return () if view.probing else (f"tandem prefetches nothing: {lacks}",)
+
     def placement(self, view: View) -> IntArray:
         known = view.calibration
         counts = view.popularity if known is None else known.decode_counts
@@ -113,7 +117,7 @@ class Tandem(Policy):
 
     def probes(self, layer: int, view: View) -> tuple[int, ...]:
         following = layer + 1
-        wanted = view.prefetching and view.capacity and following < view.shape.layers
+        wanted = view.prefetching and view.probing and view.capacity and following < view.shape.layers
         return (following,) if wanted and self._ahead[layer] else ()
 
     def gate(self, layer: int, signals: Signals, view: View) -> Gated:

@@ -184,6 +184,7 @@ class View:
     seconds: float = 0.0  # that the step before took; 0 where costs do not follow what runs
     heat: Counts | None = None  # [L, E]: as popularity, of earlier starts; the later count more
     up: str = ""  # the format of up matrices that are apart, so that channels can be left out; "" without
+    probing: bool = True  # False: no router can be applied to another layer's input
 
 
 class Policy(ABC):

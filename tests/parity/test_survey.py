@@ -26,7 +26,7 @@ pytestmark = pytest.mark.survey
 TEXTS = ((5, 3), (7, 11))  # of the texts, how tokens follow from places
 CHUNK = 12  # so that a prefill takes several chunks
 NEW = 8  # tokens of a greedy continuation
-POLICIES = [(name, dict[str, str]()) for name in ("all-host", "on-demand", "fiddler", "layerwise")]
+POLICIES = [(name, dict[str, str]()) for name in ("all-host", "on-demand", "fiddler", "layerwise", "tandem")]
 # One that has a description of ours; test_families.py takes all of those, and gpt-oss, through more.
 SAMPLE = ("qwen3_moe", "gemma4", "nemotron_h", "granitemoehybrid", "ernie4_5_vl_moe")
 # Sparse attention chooses this many tokens or blocks. Of equal scores the choice depends on the chunks, so

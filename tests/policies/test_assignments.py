@@ -80,6 +80,22 @@ def test_layerwise_computes_each_tile_where_it_is(data: st.DataObject) -> None:
         assert plan.targets == ()
 
 
+@given(data=st.data())
+def test_a_threshold_decides_by_rows_alone(data: st.DataObject) -> None:
+    shape, most = data.draw(shapes()), data.draw(st.integers(0, 6))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    view = make_view(shape, data.draw(capacities(shape)), costs=None)
+    chosen = policy("layerwise", assignment="threshold", rows=str(most))
+    machine = Machine(chosen, view, rng, landing=0.5)
+    machine.start()
+    for layer in range(shape.layers):
+        routing = make_routing(shape, rng, data.draw(st.sampled_from([1, 4, 9])))
+        resident = np.minimum(machine.view.residency[layer], machine.view.target[layer])
+        wanted = np.where(routing.workload(shape.experts) > most, shape.tiles, resident)
+        active = routing.active.experts
+        assert machine.layer(layer, routing).cut[active].tolist() == wanted[active].tolist()
+
+
 def run_random(engine_seed: int, view: View, **options: str) -> tuple[list[IntArray], list[IntArray]]:
     machine = Machine(
         make_policy(PolicyRequest("random", options), engine_seed), view, np.random.default_rng(1)

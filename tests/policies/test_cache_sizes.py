@@ -91,6 +91,12 @@ def test_cache_sizes_follow_the_threshold_in_force() -> None:
     assert sizes_of(view, gate="own") == every[0]
 
 
+def test_cache_sizes_may_be_those_of_a_prefetch_that_does_not_take_place() -> None:
+    view, alone = mixtral_view(), {"gate": "own", "prediction": "none"}
+    assert sizes_of(view, sizes="dp", **alone) == [4] * 32
+    assert sizes_of(view, sizes="predicted", **alone) == layer_sizes(view, 128, UNGATED) != [4] * 32
+
+
 def test_cache_sizes_follow_the_accuracy_of_gated_predictions() -> None:
     """Not that of all predictions, of prompts too: here a gate makes a layer's predictions useless."""
     view = mixtral_view()

@@ -202,7 +202,7 @@ def test_planning_imports_no_torch(module: str) -> None:
         ("x\ny", {}, r"unknown policy 'x\\ny' \(supported: all-host"),
         ("on-demand", {"size": "even"}, r"no option 'size'; did you mean sizes\? \(it has placement, "),
         ("all-host", {"sizes": "even"}, r"no option 'sizes' \(it has placement, "),
-        ("on-demand", {"sizes": "evn"}, r"sizes='evn' must be even\|dp; did you mean even\?"),
+        ("on-demand", {"sizes": "evn"}, r"sizes='evn' must be even\|dp\|predicted; did you mean even\?"),
         ("dali", {"predction": "none"}, r"no option 'predction'; did you mean prediction"),
         ("dali", {"prediction": "residul"}, r"prediction='residul' must be .*; did you mean residual\?"),
         ("dali", {"window": "0"}, r"policy dali: window=0 must be in 1\.\."),

@@ -134,6 +134,17 @@ def test_only_what_lands_in_time_is_fetched_ahead(other: float) -> None:
     assert (machine.predicted > 0) == (other > 0)
 
 
+def test_a_model_whose_routers_cannot_be_asked_ahead_is_not_prefetched() -> None:
+    costs = replace(COSTS, link=10.0, other=(20.0,) * 3)
+    view = replace(make_view(SHAPE, 4 * 20, costs), probing=False)
+    machine = Machine(policy("tandem"), view, np.random.default_rng(0))
+    machine.start()
+    for _ in range(6):
+        machine.step(1)
+    assert machine.predicted == 0
+    assert "prefetches nothing" in machine.driver.notes[0]
+
+
 def steps(batch: int) -> list[TracedStep]:
     text = SyntheticText(HEADER, EMBEDDED)
     return text.steps(prompt=64, chunk=64, tokens=40, batch=batch)
