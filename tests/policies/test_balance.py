@@ -171,4 +171,6 @@ def test_small_experts_stay_on_the_device_where_the_exchange_takes_longer(part: 
 def test_layer_without_active_experts_has_no_cuts() -> None:
     nothing = Routing(ROUTING.experts, np.zeros_like(ROUTING.weights))
     for part in ASSIGNMENTS:
-        assert part().cut(1, nothing, view_of([0, 4, 0, 0], COSTS)).shape == (4,)
+        assert part(**{option.name: option.default for option in part.options}).cut(
+            1, nothing, view_of([0, 4, 0, 0], COSTS)
+        ).shape == (4,)
