@@ -123,7 +123,7 @@ def check_ray() -> None:
     found = installed("ray")
     if not found.startswith(f"{RAY}."):
         command = shlex.join((sys.executable, "-m", "pip", "install", f"ray=={RAY}.*"))
-        raise WrongUsage(f"several machines need Ray {RAY}, and it is {found}: run {command}")
+        raise WrongUsage(f"several machines need Ray {RAY} (here: {found.strip('()')}): run {command}")
 
 
 def check_token(path: Path) -> None:

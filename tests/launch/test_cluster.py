@@ -32,7 +32,7 @@ def test_other_or_missing_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     assert f'"ray>={node.RAY},<' in (ROOT / "pyproject.toml").read_text()
     for found in ("(not installed)", "1.2.3"):
         monkeypatch.setattr(node, "installed", lambda package, found=found: found)
-        with pytest.raises(WrongUsage, match=rf"need Ray {node.RAY}, and it is .* pip install 'ray=="):
+        with pytest.raises(WrongUsage, match=rf"need Ray {node.RAY} \(here: .* pip install 'ray=="):
             node.check_ray()
 
 
