@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from pipeline.fairness import Turns
@@ -116,7 +117,9 @@ class Line:
     """Requests that wait for their turns, the first one first. One whose client goes is out of it. Used by
     the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, unused: Callable[[], None] = lambda: None) -> None:
+        """`unused`: called where a request is cancelled that has just been given its turn."""
+        self._unused = unused
         self._turns: dict[asyncio.Future[bool], None] = {}
 
     async def wait(self, gone: asyncio.Future[None]) -> None:
@@ -132,6 +135,10 @@ class Line:
         try:
             if not await turn:
                 raise ConnectionResetError
+        except asyncio.CancelledError:
+            if not turn.cancelled() and turn.result():
+                self._unused()
+            raise
         finally:
             gone.remove_done_callback(leave)
             self._turns.pop(turn, None)
@@ -215,7 +222,7 @@ class Decoding:
         if key in self._lines:
             await self._lines[key].wait(gone)
         else:
-            self._lines[key] = Line()
+            self._lines[key] = Line(partial(self._next, key))
         cost = 0.0
 
         def timed() -> T:

@@ -467,6 +467,25 @@ async def test_after_a_costly_body_its_keys_next_waits_while_others_are_computed
         await waiting
 
 
+async def test_a_body_that_is_given_up_in_its_turn_blocks_no_other_of_its_key() -> None:
+    stays = asyncio.get_running_loop().create_future()
+    decoding, begun = Decoding(Places()), []
+
+    async def decode(name: str) -> None:
+        await decoding.run("anna", partial(begun.append, name), stays)
+
+    async def first() -> None:
+        await decode("first")
+        second.cancel()  # its turn has just come
+
+    async with asyncio.timeout(AMPLE):
+        running = asyncio.create_task(first())
+        second = asyncio.create_task(decode("second"))
+        await running
+        await decode("third")
+    assert begun == ["first", "third"]
+
+
 async def test_what_an_answer_keeps_of_its_body_counts_until_its_end() -> None:
     service = Service(EngineLinks("ipc:///x"), Path("/x"), bodies=Bodies(most=100_000, own=10))
     first, second = (a_call(service, "anna", asyncio.Queue()) for _ in range(2))
