@@ -30,8 +30,8 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Body:
-    """A body that is read, or `grows` as an answer does that is sent as a whole. `limit`: of its arrival;
-    None once it is complete. `ended`: its memory was needed."""
+    """A body that is read, or `grows` as an answer does, of which something waits. `limit`: of its arrival,
+    None once it is complete; or of sending it, once that has begun. `ended`: its memory was needed."""
 
     key: str
     grows: bool = False
@@ -77,11 +77,19 @@ class Bodies:
                 victim.limit.reschedule(asyncio.get_running_loop().time())
             self._remove(victim)
 
+    def shrink(self, body: Body, size: int) -> None:
+        """Count bytes that were sent, or are kept no longer."""
+        if not body.ended:
+            body.size -= size
+            self._bytes[body.key] -= size
+
     def _victim(self, least: int) -> Body | None:
         """Returns the oldest incomplete body of the key with most bytes, None where no key with `least` bytes
-        has one."""
+        has one. Small ones, of which there may be many, are left alone."""
         incomplete = [
-            body for body in self._bodies if (body.limit or body.grows) and self._bytes[body.key] >= least
+            body
+            for body in self._bodies
+            if (body.limit or body.grows) and body.size > self._most >> 10 and self._bytes[body.key] >= least
         ]
         return max(incomplete, key=lambda body: self._bytes[body.key], default=None)
 

@@ -31,8 +31,9 @@ from pipeline.gateway.engine_links import EngineLinks
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.settings import Settings, Tools
 from pipeline.gateway.shares import COSTLY, Bodies, Decoding, Places, Starts
+from protocol.answer import Answer
 from protocol.client import Client
-from protocol.messages import Sampling
+from protocol.messages import Sampling, Token
 
 ANNA, BERT = "k" * 20, "b" * 20
 AMPLE = 60.0  # seconds
@@ -554,6 +555,47 @@ async def test_log_probabilities_count_until_the_answers_end_and_have_a_limit() 
     with pytest.raises(ApiError, match="the memory") as refused:
         await Likely(call("bert"), 400).send()
     assert refused.value.status == 429
+
+
+async def test_what_clients_do_not_read_of_their_answers_counts_and_is_dropped() -> None:
+    """Of whole answers, and of streams, to which tokens come meanwhile."""
+    service = Service(EngineLinks("ipc:///x"), Path("/x"), bodies=Bodies(most=100_000, own=2000))
+    service.served = ("m",)
+    begun: list[Call] = []
+
+    def unread() -> Call:
+        made = a_call(service, "anna", asyncio.Queue())
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                begun.append(made)
+                await asyncio.Event().wait()
+
+        made.send = send
+        return made
+
+    async with asyncio.timeout(AMPLE):
+        calls = [unread(), unread()]
+        first = asyncio.create_task(Likely(calls[0], 200).send())
+        await until(lambda: begun == calls[:1])
+        second = asyncio.create_task(Likely(calls[1], 200).send())
+        with pytest.raises(ConnectionResetError):
+            await first
+        await until(lambda: begun == calls)
+
+        answer = Answer(0, lambda request: None)
+        call = unread()
+        client = cast(Any, SimpleNamespace(welcome=None, generate=lambda **_: answer))
+        settings = Settings(9, Sampling(), (), False, 1, True, False, logprobs=20)
+        streaming = asyncio.create_task(Chat(call, client, ChatRequest((), settings, Tools(), {})).send())
+        best = tuple(range(20)), (-1.5,) * 20
+        for number in range(200):
+            answer.feed(Token(0, number, 5, "x", 0.0, 0, -1.5, *best))
+            if not number:
+                await until(lambda: call in begun)
+        for sending in (second, streaming):
+            with pytest.raises(ConnectionResetError):
+                await sending
 
 
 async def test_a_key_with_all_dashboards_gives_one_of_them_to_another() -> None:
