@@ -18,7 +18,7 @@ LINES = {
     "protocol": 2_540,
     "shm": 4_610,
     "workers": 9_820,
-    "pipeline": 39_800,
+    "pipeline": 39_815,
     "launch": 14_090,
     "benchmarks": 6_620,
     "tests": 62_850,

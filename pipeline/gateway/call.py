@@ -213,7 +213,7 @@ class Call:
             self.service.bodies.grow(self._answer, size)
         except ApiError:
             if self._sending is not None and self.status:
-                self._sending.reschedule(asyncio.get_running_loop().time())
+                self.service.bodies.end(self._answer)
             raise
 
     def release(self, size: int) -> None:

@@ -72,10 +72,14 @@ class Bodies:
                 return
             if victim is None or victim is body:
                 raise ApiError(429, BUSY)
-            victim.ended = True
-            if victim.limit is not None:
-                victim.limit.reschedule(asyncio.get_running_loop().time())
-            self._remove(victim)
+            self.end(victim)
+
+    def end(self, body: Body) -> None:
+        """End one, whose memory is needed."""
+        body.ended = True
+        if body.limit is not None and not body.limit.expired():  # it may be about to end by itself
+            body.limit.reschedule(asyncio.get_running_loop().time())
+        self._remove(body)
 
     def shrink(self, body: Body, size: int) -> None:
         """Count bytes that were sent, or are kept no longer."""

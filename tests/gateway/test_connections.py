@@ -530,6 +530,24 @@ class Likely(Chat):
         yield 0, End("stop")
 
 
+async def test_a_body_that_is_late_can_lose_its_memory_in_the_same_moment() -> None:
+    bodies, loop = Bodies(most=100, own=10), asyncio.get_running_loop()
+
+    async def late() -> None:
+        with bodies.one("anna") as body:
+            async with asyncio.timeout_at(loop.time()) as body.limit:
+                bodies.grow(body, 90)
+                await loop.create_future()
+
+    reading = asyncio.create_task(late())
+    for _ in range(2):  # it begins; its time is over, which it does not know yet
+        await asyncio.sleep(0)
+    with bodies.one("bert") as body:
+        bodies.grow(body, 20)
+    with pytest.raises(TimeoutError):
+        await reading
+
+
 async def test_log_probabilities_count_until_the_answers_end_and_have_a_limit() -> None:
     """The key with most loses its oldest answer."""
     service = Service(EngineLinks("ipc:///x"), Path("/x"), bodies=Bodies(most=100_000, own=2000))
