@@ -38,7 +38,6 @@ HEARTBEAT_SECONDS = 0.5
 SILENCE_SECONDS = 2.5
 _WAITS = 10  # in a row without a message make an engine silent
 ATTEMPT_SECONDS = 2.0  # for one Hello, which is lost if the engine exits before it answers
-PAUSE_SECONDS = 0.05  # between attempts, which may fail at once
 
 
 @dataclass(frozen=True)
@@ -228,7 +227,7 @@ class Link:
         except zmq.ZMQError as e:  # no free descriptor, maybe only for a moment
             if socket is not None:
                 socket.close(linger=0)
-            raise ConnectionLost(f"no connection to {endpoint} can be opened: {e.strerror}") from None
+            raise EngineGone(f"no connection to {endpoint} can be opened: {e.strerror}") from None
         try:
             async with asyncio.timeout(timeout):
                 await connection.shake_hands(self._options.name)
@@ -309,7 +308,7 @@ class Link:
             try:
                 return await self._open(min(rest, ATTEMPT_SECONDS))
             except ConnectionLost:
-                await asyncio.sleep(PAUSE_SECONDS)
+                continue
         raise EngineGone(f"{lost} (no other engine was ready within {self._options.retry:g} s)")
 
     def _check_ended(self) -> None:
