@@ -220,8 +220,14 @@ class Link:
         """Raises ConnectionLost if no engine answers within `timeout` seconds, VersionMismatch, EngineGone
         for another model and another user's, and ProtocolError for an unusable endpoint."""
         endpoint, known = self._options.endpoint, self._known
-        socket = client_dealer(zmq.asyncio.Context.instance(), endpoint, self._options.receive_hwm)
-        connection = Connection(socket, endpoint, self._options.silence)
+        socket = None
+        try:
+            socket = client_dealer(zmq.asyncio.Context.instance(), endpoint, self._options.receive_hwm)
+            connection = Connection(socket, endpoint, self._options.silence)
+        except zmq.ZMQError as e:  # no free descriptor, maybe only for a moment
+            if socket is not None:
+                socket.close(linger=0)
+            raise EngineGone(f"no connection to {endpoint} can be opened: {e.strerror}") from None
         try:
             async with asyncio.timeout(timeout):
                 await connection.shake_hands(self._options.name)

@@ -36,25 +36,30 @@ AFTER_TOOL = (
 )
 MOST_OPENINGS = 256  # different variables of templates whose openings are remembered
 
+TOKEN_BYTES, BEST_BYTES = 400, 72  # of a token that waits, and of each of the best of its step
+
 Event = tuple[int, Token | Done]
+Queue = asyncio.Queue[Event | ProtocolError | ApiError]
 
 
-async def events_of(answers: Iterable[Answer]) -> AsyncGenerator[Event, None]:
+async def events_of(call: Call, answers: Iterable[Answer]) -> AsyncGenerator[Event, None]:
     """Yields tokens, and at the end of each answer its Done, with the answer's place. Answers are sent as
-    they are taken from `answers`; leaving the loop cancels them all. Raises ProtocolError as the first that
-    fails, ApiError where the engine has cancelled one."""
-    queue: asyncio.Queue[Event | ProtocolError] = asyncio.Queue()
+    they are taken from `answers`; leaving the loop cancels them all. Tokens that have come and wait for the
+    client count as held by `call`. Raises ProtocolError as the first that fails, ApiError where the engine
+    has cancelled one, or there is no memory."""
+    queue: Queue = asyncio.Queue()
     begun: list[Answer] = []
     tasks: list[asyncio.Task[None]] = []
     try:
         for place, answer in enumerate(answers):
             begun.append(answer)
-            tasks.append(asyncio.create_task(_feed(queue, place, answer)))
+            tasks.append(asyncio.create_task(_feed(call, queue, place, answer)))
         left = len(begun)
         while left:
             event = await queue.get()
-            if isinstance(event, ProtocolError):
+            if isinstance(event, ProtocolError | ApiError):
                 raise event
+            call.release(_size(event[1]))
             if isinstance(done := event[1], Done):
                 left -= 1
                 if done.reason == "cancelled":  # by the engine: a client that cancels does not read on
@@ -69,14 +74,20 @@ async def events_of(answers: Iterable[Answer]) -> AsyncGenerator[Event, None]:
                 await answer.cancel()
 
 
-async def _feed(queue: asyncio.Queue[Event | ProtocolError], place: int, answer: Answer) -> None:
+async def _feed(call: Call, queue: Queue, place: int, answer: Answer) -> None:
     try:
         async for token in answer:
+            call.hold(_size(token))
             queue.put_nowait((place, token))
         assert answer.done is not None
         queue.put_nowait((place, answer.done))
-    except ProtocolError as e:
+    except (ProtocolError, ApiError) as e:
         queue.put_nowait(e)
+
+
+def _size(event: Token | Done) -> int:
+    """Returns about the bytes of memory of a token that waits."""
+    return TOKEN_BYTES + BEST_BYTES * len(event.top_tokens) if isinstance(event, Token) else 0
 
 
 class Usage:
@@ -330,7 +341,7 @@ class ChatAnswer(ABC):
             for _ in range(request.settings.choices)
         ]
         answers = (self._generate(index) for index in range(len(outputs)))
-        async with aclosing(events_of(answers)) as events:
+        async with aclosing(events_of(self.call, answers)) as events:
             async for place, event in events:
                 self.usage.add(event, new_prompt=place == 0)
                 output = outputs[place]

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -163,6 +163,7 @@ class Call:
     placed: bool = False  # it has one of the places of requests
     kept: ExitStack = field(default_factory=ExitStack)  # until the answer's end
     _answer: HeldBody | None = None  # where it is large
+    _sending: asyncio.Timeout | None = None  # ends it where its memory is needed
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -201,13 +202,39 @@ class Call:
             return await decoding.run(self.key_name, partial(self._made, raw, kind, make), self.gone)
 
     def hold(self, size: int) -> None:
-        """Count bytes of an answer that is kept until its end. Raises ApiError where there is no memory for
-        them."""
+        """Count bytes of an answer that is kept until its end, or until `release`. Raises ApiError where
+        there is no memory for them; one that is being sent ends then, as its client may not read."""
         if not size:
             return
         if self._answer is None:
             self._answer = self.kept.enter_context(self.service.bodies.one(self.key_name, grows=True))
-        self.service.bodies.grow(self._answer, size)
+            self._answer.limit = self._sending
+        try:
+            self.service.bodies.grow(self._answer, size)
+        except ApiError:
+            if self._sending is not None and self.status:
+                self.service.bodies.end(self._answer)
+            raise
+
+    def release(self, size: int) -> None:
+        """Count that bytes of an answer are held no longer."""
+        if self._answer is not None:
+            self.service.bodies.shrink(self._answer, size)
+
+    @asynccontextmanager
+    async def _endable(self) -> AsyncGenerator[None, None]:
+        """Sending an answer, until its memory is needed. Raises ConnectionError then."""
+        try:
+            async with asyncio.timeout(None) as self._sending:
+                if self._answer is not None:
+                    self._answer.limit = self._sending
+                yield
+        except TimeoutError:
+            raise ConnectionResetError from None
+        finally:
+            self._sending = None
+            if self._answer is not None:
+                self._answer.limit = None
 
     def keep(self, value: object) -> None:
         """Count a part of the body as long as the request runs. Raises ApiError where there is no memory for
@@ -270,12 +297,20 @@ class Call:
 
     async def answer(self, work: Coroutine[Any, Any, dict[str, Any]]) -> None:
         """Send the object that `work` makes; it is cancelled where the client disconnects."""
-        await self.send_json(await self._unless_gone(work))
+        value = await self._unless_gone(work)
+        if self._answer is not None and self._answer.ended:
+            raise ApiError(429, BUSY)
+        async with self._endable():
+            await self.send_json(value)
 
     async def stream(self, events: AsyncGenerator[bytes, None]) -> None:
         """Send events; the generator is ended where the client disconnects. An error before the first one, or
         the first second, is an HTTP error, a later one an event."""
-        await self._unless_gone(self._stream(events))
+        await self._unless_gone(self._stream_endable(events))
+
+    async def _stream_endable(self, events: AsyncGenerator[bytes, None]) -> None:
+        async with self._endable():
+            await self._stream(events)
 
     async def _stream(self, events: AsyncGenerator[bytes, None]) -> None:
         last = b""

@@ -180,7 +180,7 @@ class Completion:
     async def _events(self) -> AsyncGenerator[tuple[int, Token | Done], None]:
         choices = self._request.settings.choices
         answers = (self._generate(p, index) for p in self._request.prompts for index in range(choices))
-        async with aclosing(events_of(answers)) as events:
+        async with aclosing(events_of(self._call, answers)) as events:
             async for place, event in events:
                 self._usage.add(event, new_prompt=place % choices == 0)
                 yield place, event

@@ -267,16 +267,16 @@ class Compacted(Compaction):
 
 async def _patient(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event | None, None]:
     """Yields the events, and None whenever there has been none for a while."""
-    queue: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
+    queue: asyncio.Queue[Event | Exception | None] = asyncio.Queue(1)  # what waits is counted before
 
     async def read() -> None:
         try:
             async with aclosing(events):
                 async for event in events:
-                    queue.put_nowait(event)
-            queue.put_nowait(None)
+                    await queue.put(event)
+            await queue.put(None)
         except Exception as e:
-            queue.put_nowait(e)
+            await queue.put(e)
 
     reading = asyncio.create_task(read())
     seconds = HEADERS_WITHIN

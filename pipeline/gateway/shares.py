@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from pipeline.fairness import Turns
@@ -29,8 +30,8 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Body:
-    """A body that is read, or `grows` as an answer does that is sent as a whole. `limit`: of its arrival;
-    None once it is complete. `ended`: its memory was needed."""
+    """A body that is read, or `grows` as an answer does, of which something waits. `limit`: of its arrival,
+    None once it is complete; or of sending it, once that has begun. `ended`: its memory was needed."""
 
     key: str
     grows: bool = False
@@ -71,16 +72,28 @@ class Bodies:
                 return
             if victim is None or victim is body:
                 raise ApiError(429, BUSY)
-            victim.ended = True
-            if victim.limit is not None:
-                victim.limit.reschedule(asyncio.get_running_loop().time())
-            self._remove(victim)
+            self.end(victim)
+
+    def end(self, body: Body) -> None:
+        """End one, whose memory is needed."""
+        body.ended = True
+        if body.limit is not None and not body.limit.expired():  # it may be about to end by itself
+            body.limit.reschedule(asyncio.get_running_loop().time())
+        self._remove(body)
+
+    def shrink(self, body: Body, size: int) -> None:
+        """Count bytes that were sent, or are kept no longer."""
+        if not body.ended:
+            body.size -= size
+            self._bytes[body.key] -= size
 
     def _victim(self, least: int) -> Body | None:
         """Returns the oldest incomplete body of the key with most bytes, None where no key with `least` bytes
-        has one."""
+        has one. Small ones, of which there may be many, are left alone."""
         incomplete = [
-            body for body in self._bodies if (body.limit or body.grows) and self._bytes[body.key] >= least
+            body
+            for body in self._bodies
+            if (body.limit or body.grows) and body.size > self._most >> 10 and self._bytes[body.key] >= least
         ]
         return max(incomplete, key=lambda body: self._bytes[body.key], default=None)
 
@@ -116,7 +129,9 @@ class Line:
     """Requests that wait for their turns, the first one first. One whose client goes is out of it. Used by
     the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, unused: Callable[[], None] = lambda: None) -> None:
+        """`unused`: called where a request is cancelled that has just been given its turn."""
+        self._unused = unused
         self._turns: dict[asyncio.Future[bool], None] = {}
 
     async def wait(self, gone: asyncio.Future[None]) -> None:
@@ -132,6 +147,10 @@ class Line:
         try:
             if not await turn:
                 raise ConnectionResetError
+        except asyncio.CancelledError:
+            if not turn.cancelled() and turn.result():
+                self._unused()
+            raise
         finally:
             gone.remove_done_callback(leave)
             self._turns.pop(turn, None)
@@ -215,7 +234,7 @@ class Decoding:
         if key in self._lines:
             await self._lines[key].wait(gone)
         else:
-            self._lines[key] = Line()
+            self._lines[key] = Line(partial(self._next, key))
         cost = 0.0
 
         def timed() -> T:

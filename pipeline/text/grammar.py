@@ -80,7 +80,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._made: Any = None  # what llguidance needs of the tokenizer
         self._compiled: dict[int, _Compiled] = {}  # by answer
-        self._ended = -1  # the answer that was dropped last, maybe while its grammar was being compiled
+        self._ended: set[int] = set()  # answers dropped since the last compilation, maybe during this one
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -99,8 +99,9 @@ class Grammars:
         except BaseException as e:  # as in `process.encoded`
             return _unfollowed(asked, _reason(e))
         self._compiled[asked.answer] = _Compiled(matcher, len(asked.grammar), asked.client)
-        if self._ended == asked.answer:
-            self.drop(asked.answer)
+        ended, self._ended = self._ended, set()
+        if asked.answer in ended:
+            self._compiled.pop(asked.answer, None)
         return answer
 
     def follow(self, asked: Follow) -> Allowed:
@@ -118,7 +119,7 @@ class Grammars:
 
     def drop(self, answer: int) -> None:
         """Free the grammar of an answer that has ended."""
-        self._ended = answer
+        self._ended.add(answer)  # first: `compile` looks the other way round
         self._compiled.pop(answer, None)
 
     def drop_largest(self) -> None:

@@ -31,8 +31,9 @@ from pipeline.gateway.engine_links import EngineLinks
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.settings import Settings, Tools
 from pipeline.gateway.shares import COSTLY, Bodies, Decoding, Places, Starts
+from protocol.answer import Answer
 from protocol.client import Client
-from protocol.messages import Sampling
+from protocol.messages import Sampling, Token
 
 ANNA, BERT = "k" * 20, "b" * 20
 AMPLE = 60.0  # seconds
@@ -467,6 +468,25 @@ async def test_after_a_costly_body_its_keys_next_waits_while_others_are_computed
         await waiting
 
 
+async def test_a_body_that_is_given_up_in_its_turn_blocks_no_other_of_its_key() -> None:
+    stays = asyncio.get_running_loop().create_future()
+    decoding, begun = Decoding(Places()), []
+
+    async def decode(name: str) -> None:
+        await decoding.run("anna", partial(begun.append, name), stays)
+
+    async def first() -> None:
+        await decode("first")
+        second.cancel()  # its turn has just come
+
+    async with asyncio.timeout(AMPLE):
+        running = asyncio.create_task(first())
+        second = asyncio.create_task(decode("second"))
+        await running
+        await decode("third")
+    assert begun == ["first", "third"]
+
+
 async def test_what_an_answer_keeps_of_its_body_counts_until_its_end() -> None:
     service = Service(EngineLinks("ipc:///x"), Path("/x"), bodies=Bodies(most=100_000, own=10))
     first, second = (a_call(service, "anna", asyncio.Queue()) for _ in range(2))
@@ -510,6 +530,24 @@ class Likely(Chat):
         yield 0, End("stop")
 
 
+async def test_a_body_that_is_late_can_lose_its_memory_in_the_same_moment() -> None:
+    bodies, loop = Bodies(most=100, own=10), asyncio.get_running_loop()
+
+    async def late() -> None:
+        with bodies.one("anna") as body:
+            async with asyncio.timeout_at(loop.time()) as body.limit:
+                bodies.grow(body, 90)
+                await loop.create_future()
+
+    reading = asyncio.create_task(late())
+    for _ in range(2):  # it begins; its time is over, which it does not know yet
+        await asyncio.sleep(0)
+    with bodies.one("bert") as body:
+        bodies.grow(body, 20)
+    with pytest.raises(TimeoutError):
+        await reading
+
+
 async def test_log_probabilities_count_until_the_answers_end_and_have_a_limit() -> None:
     """The key with most loses its oldest answer."""
     service = Service(EngineLinks("ipc:///x"), Path("/x"), bodies=Bodies(most=100_000, own=2000))
@@ -535,6 +573,47 @@ async def test_log_probabilities_count_until_the_answers_end_and_have_a_limit() 
     with pytest.raises(ApiError, match="the memory") as refused:
         await Likely(call("bert"), 400).send()
     assert refused.value.status == 429
+
+
+async def test_what_clients_do_not_read_of_their_answers_counts_and_is_dropped() -> None:
+    """Of whole answers, and of streams, to which tokens come meanwhile."""
+    service = Service(EngineLinks("ipc:///x"), Path("/x"), bodies=Bodies(most=100_000, own=2000))
+    service.served = ("m",)
+    begun: list[Call] = []
+
+    def unread() -> Call:
+        made = a_call(service, "anna", asyncio.Queue())
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                begun.append(made)
+                await asyncio.Event().wait()
+
+        made.send = send
+        return made
+
+    async with asyncio.timeout(AMPLE):
+        calls = [unread(), unread()]
+        first = asyncio.create_task(Likely(calls[0], 200).send())
+        await until(lambda: begun == calls[:1])
+        second = asyncio.create_task(Likely(calls[1], 200).send())
+        with pytest.raises(ConnectionResetError):
+            await first
+        await until(lambda: begun == calls)
+
+        answer = Answer(0, lambda request: None)
+        call = unread()
+        client = cast(Any, SimpleNamespace(welcome=None, generate=lambda **_: answer))
+        settings = Settings(9, Sampling(), (), False, 1, True, False, logprobs=20)
+        streaming = asyncio.create_task(Chat(call, client, ChatRequest((), settings, Tools(), {})).send())
+        best = tuple(range(20)), (-1.5,) * 20
+        for number in range(200):
+            answer.feed(Token(0, number, 5, "x", 0.0, 0, -1.5, *best))
+            if not number:
+                await until(lambda: call in begun)
+        for sending in (second, streaming):
+            with pytest.raises(ConnectionResetError):
+                await sending
 
 
 async def test_a_key_with_all_dashboards_gives_one_of_them_to_another() -> None:

@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import resource
 import shutil
 import time
+from contextlib import ExitStack, suppress
 
 import pytest
 import zmq.asyncio
@@ -51,6 +53,31 @@ async def test_silent_engine_counts_as_gone(endpoint):
             assert watch.shows(0.0, 0.1)
         with pytest.raises(EngineGone, match=line):
             client.generate(prompt="hi")
+
+
+@pytest.mark.parametrize("free", [0, 1, 2])  # descriptors: a connection takes more
+async def test_client_without_a_free_descriptor_says_so_and_may_try_again(endpoint, free):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with engine_process(endpoint), ExitStack() as taken:
+        async with Client.connect(endpoint):  # its context has what it needs
+            pass
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+        try:
+            few = []
+            with suppress(OSError):
+                while True:
+                    few.append(os.dup(0))
+            for number in few[free:]:
+                taken.callback(os.close, number)
+            for number in few[:free]:
+                os.close(number)
+            with pytest.raises(EngineGone, match="can be opened: Too many open files"):
+                async with Client.connect(endpoint):
+                    pass
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        async with Client.connect(endpoint) as client:
+            assert await client.stats()
 
 
 @pytest.mark.parametrize("what", ["directory", "pipe in an open directory"])
