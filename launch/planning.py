@@ -18,7 +18,7 @@ from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_model
 from pipeline.config import DEFAULT_CACHE, KV_CONTEXTS, Card, DeviceName, EngineConfig, FormatName
 from pipeline.errors import ModelError, UsageError
-from pipeline.memory.needs import Needs, choose_context, needs
+from pipeline.memory.needs import LAYERS_IN_MEMORY, NEEDS_ALL, Needs, choose_context, needs
 from pipeline.memory.plan import (
     AUTOMATIC,
     GOOD_CONTEXT,
@@ -33,7 +33,8 @@ from pipeline.memory.plan import (
 from pipeline.models.facts import is_own
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
-from protocol.program import COMMAND
+from protocol.program import COMMAND, user_folder
+from shm.disk_cache import free_on_disk, store_path
 from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes, total_memory
 from workers.lifetime import PYTHON, environment
 
@@ -186,8 +187,33 @@ def make_plan(model: Path, now: Situation) -> tuple[Plan, list[str]]:
     every = every_format(source, now.config, formats(now.config, source))
     plan = now.plan(now.config, every)
     if plan is None:
+        plan = plan_on_disk(source, now, every[-1])
+    if plan is None:
         raise UsageError(refusal(source, now, every))
+    if plan.needs.partial and (why := needs_all(now.policy)):
+        raise UsageError(why)
     return plan, [*memory_lines(plan, now.machine), *reasons(plan, now, every)]
+
+
+def needs_all(policy: Policy) -> str:
+    """Tells why a policy cannot be used with experts on disk; empty where it can."""
+    return f"policy {policy.name} {NEEDS_ALL}" if policy.uses_device or policy.needs_costs else ""
+
+
+def plan_on_disk(source: ModelSource, now: Situation, needs_: Needs) -> Plan | None:
+    """The plan with as many experts in memory as fit, in the last format that was tried, and the others on
+    disk; None where these have no room there, or the rest of the engine has none in memory."""
+    config = now.config
+    if config.host_memory is not None or config.lanes is not None or needs_all(now.policy):
+        return None
+    bare = smallest(replace(needs_, store=0, present=0), config, False, GOOD_CONTEXT)
+    pools = [pool for pool in bare.pools(now.machine) if "experts" in pool.parts]
+    room = min(pool.free - pool.needed for pool in pools)
+    file = store_path(user_folder("CACHE"), needs_.fingerprint)
+    if room < LAYERS_IN_MEMORY * needs_.layer or not (file.exists() or free_on_disk(file) >= needs_.whole):
+        return None
+    partial = replace(config, format=needs_.format, host_memory=room)
+    return now.plan(partial, [needs(source, partial, needs_.format)])
 
 
 def start_line(model: Path, plan: Plan, machine: Machine, backbone_dtype: str) -> str:
@@ -225,6 +251,8 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
         if not pool.short:
             why = f"with {names[position - 1]} fewer than {GOOD_CONTEXT} tokens of context would fit"
         lines.append(f"--format {plan.needs.format}: {why}")
+    if plan.needs.partial:
+        lines.append(on_disk_line(plan.needs))
     lines += second_roundings(plan.needs)
     if plan.needs.kv_dtype == "int8":
         lines.append("--kv-dtype int8: keys and values are rounded, so answers are approximate")
@@ -242,6 +270,13 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
         what = "all experts fit" if plan.expert_cache == 1 else "more experts do not fit"
         lines.append(f"--expert-cache {plan.expert_cache:g}: {what}")
     return lines
+
+
+def on_disk_line(needs: Needs) -> str:
+    """Tells how many of the experts are in memory, and where the others are."""
+    file = store_path(user_folder("CACHE"), needs.fingerprint)
+    sizes = f"{byte_size(needs.store)} of the experts' {byte_size(needs.whole)} are in memory"
+    return f"--host-memory {needs.store / 1e9:.4g}GB: {sizes}, the others are read from {file}"
 
 
 def second_roundings(needs: Needs) -> list[str]:

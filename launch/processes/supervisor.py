@@ -227,6 +227,8 @@ class Supervisor:
             self._add_slot("worker", len(cpus.cores), index, cpus)
         if self._slab:
             self._add_prefetchers()
+        if self._config.host_memory is not None:
+            self._add_slot("reader")
         if self.config.http is not None:
             self._add_slot("gateway")
         await self._monitor.start()
@@ -276,6 +278,7 @@ class Supervisor:
                     "tile": config.tile,
                     "reserve_bytes": self._reserve,
                     "nodes": list(self._cores.nodes),
+                    "host_memory": config.host_memory,
                     "part": None if config.lanes is None else config.lanes.part.plain(),
                 }
             case "coordinator":
@@ -388,6 +391,7 @@ class Supervisor:
 
     def _release_store(self) -> None:
         if self._lease is not None:
-            self._lease.release(self.config.keep_store)
+            # Of a partial store the file is what is kept.
+            self._lease.release(self.config.keep_store and self._config.host_memory is None)
         else:
             sweep_stores()  # a store that a stopped loader has half built
