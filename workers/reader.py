@@ -8,12 +8,17 @@ nothing, and nothing is lost with it: what it has not reported is asked of the n
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import heapq
 import logging
+import mmap
 import os
+import random
 import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,6 +138,33 @@ class Readers:
                     return str(e)
             time.sleep(PAUSE)
         return ""
+
+
+def read_rate(path: Path, seconds: float = 0.5) -> float:
+    """Bytes a second that this many threads read of a file in pieces of this size, past the page cache where
+    that can be done. Raises OSError, also for a file of less than a piece."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_DIRECT)
+        last = os.fstat(descriptor).st_size // PIECE - 1
+        places = random.Random(0)
+        end = time.perf_counter() + seconds
+
+        def run(_: int) -> int:
+            memory, done = mmap.mmap(-1, PIECE), 0
+            while time.perf_counter() < end:
+                done += os.preadv(descriptor, [memory], places.randint(0, last) * PIECE)
+            return done
+
+        if last < 0:
+            raise OSError(errno.EINVAL, "it is too small to measure", str(path))
+        began = time.perf_counter()
+        with ThreadPoolExecutor(THREADS) as pool:
+            read = sum(pool.map(run, range(THREADS)))
+        return read / (time.perf_counter() - began)
+    finally:
+        os.close(descriptor)
 
 
 def serve(peer: ChildEndpoint, store: Store, readers: Readers) -> None:

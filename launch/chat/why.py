@@ -27,6 +27,7 @@ LARGER = ("f32", "bf16", "int8")  # formats than int4
 CAUSE_NAMES = {
     "workers": "waiting for the workers",
     "link": "waiting for the link",
+    "disk": "waiting for the disk",
     "device": "experts on the device",
     "attention": "attention and routers",
     "planning": "planning",

@@ -317,6 +317,9 @@ class TensorExecutor:
             self._outputs.append(self._memory.compute(work, self.call.inputs, self.clock, timed))
             self.timing.device_began(split)
         if not ticket.empty:
+            if ticket.held:
+                ticket.begin_held()
+                self.clock.mark("disk")
             self._parts = ticket.parts()
             self.timing.host_ends(ticket.busy)
             self.clock.mark("wait")

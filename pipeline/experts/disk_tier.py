@@ -143,7 +143,7 @@ class DiskTier:
                 ahead = np.flatnonzero(self._state[following] == ABSENT).tolist()
             elif logits is not None and self._meter.on:
                 ahead = [e for e in _named(logits, self._top_k) if self._state[following, e] == ABSENT]
-        self._ahead = following, ahead
+        self._ahead = following % self._layers, ahead
         for expert in ahead:
             # Demands of a whole layer must find room: what is read can make none.
             if len(self._orders) >= self.capacity - self._experts or not self._make_room(1):

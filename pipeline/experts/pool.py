@@ -111,6 +111,10 @@ class Ticket:
         self.pool.release(self)
         return y
 
+    def begin_held(self) -> None:
+        """Wait until each Work's experts are in memory, and begin those that waited. Raises DiskFailed."""
+        self.pool.begin_held(self)
+
     def parts(self) -> list[FloatArray]:
         """Wait for the partial sums, in the workers' order: float32 [R, H] each, perhaps the workers' memory
         until `release`. Raises as `result`."""
@@ -266,7 +270,7 @@ class HostPool:
     def parts(self, ticket: Ticket) -> list[FloatArray]:
         """Wait for the partial sums, in the workers' order; until `release` they may be the workers'
         memory."""
-        self._begin_held(ticket)
+        self.begin_held(ticket)
         for task in ticket.own:
             self._compute_own(task)
         deadline = time.monotonic() + POOL_LIMIT
@@ -337,7 +341,7 @@ class HostPool:
         else:
             self._assign(task)
 
-    def _begin_held(self, ticket: Ticket) -> None:
+    def begin_held(self, ticket: Ticket) -> None:
         """Begin the tasks that wait for the disk as their experts land, and compute own ones meanwhile.
         Raises DiskFailed."""
         while ticket.held:
