@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launch.errors import WrongUsage
+from launch.planning import speed_on_disk
 from launch.profile import PhaseProfile
 from pipeline.calibration.file import NAME, load
 from pipeline.checkpoint.model_source import ModelSource
@@ -166,6 +167,14 @@ def by_rates(sizes: Sizes, speeds: Speeds, left_out: float) -> Expected:
     seconds = experts / speeds.experts[sizes.format] + backbone / speeds.backbone + rest
     limit = speeds.memory / (experts + backbone + kv)
     return Expected(experts, backbone, kv, limit, min(1 / seconds, limit))
+
+
+def with_disk(expected: Expected, needs: Needs, rate: float) -> Expected:
+    """Returns the speed where only some experts are in memory: the bytes of the others are read from a
+    disk of so many bytes a second, while nothing else of the token is done."""
+    disk = 1 / speed_on_disk(needs, rate)
+    usual, limit = 1 / (1 / expected.usual + disk), 1 / (1 / expected.limit + disk)
+    return replace(expected, usual=usual, limit=max(usual, limit))
 
 
 # --- by a replay --------------------------------------------------------------------------------------------

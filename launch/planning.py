@@ -279,6 +279,22 @@ def on_disk_line(needs: Needs) -> str:
     return f"--host-memory {needs.store / 1e9:.4g}GB: {sizes}, the others are read from {file}"
 
 
+def speed_on_disk(needs: Needs, rate: float) -> float:
+    """Tokens a second for which a disk of so many bytes a second can read the experts, where all are used
+    evenly."""
+    facts = needs.facts
+    return rate / ((1 - needs.store / needs.whole) * needs.whole * facts.top_k / facts.experts)
+
+
+def disk_line(needs: Needs, rate: float) -> str:
+    """Tells what the disk's rate means for the speed."""
+    return (
+        f"experts: {byte_size(needs.store)} of {byte_size(needs.whole)} in memory; the disk reads"
+        f" {byte_size(rate)}/s, enough for {speed_on_disk(needs, rate):.3g} tok/s where experts are used"
+        " evenly, and for more where some are used more often"
+    )
+
+
 def second_roundings(needs: Needs) -> list[str]:
     """A line for experts that are rounded a second time, and for other matrices in each format."""
     rounded: list[tuple[str, str, str, dict[str, str]]] = []
