@@ -8,7 +8,6 @@ nothing, and nothing is lost with it: what it has not reported is asked of the n
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import heapq
 import logging
@@ -28,7 +27,7 @@ from protocol.messages import ExpertRead, ReadExpert
 from shm.control import ControlLine, ControlSegment
 from shm.disk_cache import CachedStore
 from shm.errors import ShmError, StoreDamaged, StoreInvalid
-from shm.layout import Bytes
+from shm.layout import PAGE, Bytes
 from shm.store import Store
 from workers.child_endpoint import ChildEndpoint
 from workers.lifetime import pin
@@ -142,23 +141,22 @@ class Readers:
 
 def read_rate(path: Path, seconds: float = 0.5) -> float:
     """Bytes a second that this many threads read of a file in pieces of this size, past the page cache where
-    that can be done. Raises OSError, also for a file of less than a piece."""
+    that can be done. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with suppress(OSError):
             fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_DIRECT)
-        last = os.fstat(descriptor).st_size // PIECE - 1
+        size = os.fstat(descriptor).st_size
+        piece, last = min(PIECE, size // PAGE * PAGE or PAGE), max(0, size // PIECE - 1)
         places = random.Random(0)
         end = time.perf_counter() + seconds
 
         def run(_: int) -> int:
-            memory, done = mmap.mmap(-1, PIECE), 0
+            memory, done = mmap.mmap(-1, piece), 0
             while time.perf_counter() < end:
                 done += os.preadv(descriptor, [memory], places.randint(0, last) * PIECE)
             return done
 
-        if last < 0:
-            raise OSError(errno.EINVAL, "it is too small to measure", str(path))
         began = time.perf_counter()
         with ThreadPoolExecutor(THREADS) as pool:
             read = sum(pool.map(run, range(THREADS)))
