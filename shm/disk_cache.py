@@ -149,7 +149,7 @@ class CachedStore:
     def hold(self) -> None:
         """Mark the file as being in use, until this object or this process ends."""
         with contextlib.suppress(OSError):  # some file systems have no locks
-            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
     def pass_page_cache(self) -> bool:
         """Read past the page cache from now on, where the file system can do that: `read_pages` then moves
