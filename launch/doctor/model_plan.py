@@ -64,7 +64,7 @@ class ModelPlan:
         names = AUTOMATIC if asked[0] in AUTOMATIC else (asked[0], *AUTOMATIC)
         each = every_format(source, now.config, names)
         allowed = [needs for needs in each if needs.format in asked]
-        chosen = now.plan(now.config, allowed) or plan_on_disk(source, now, allowed[-1])
+        chosen = now.plan(now.config, allowed) or plan_on_disk(source, now, allowed)
 
         def row(needs: Needs) -> Plan:
             if chosen is not None and chosen.needs.format == needs.format:

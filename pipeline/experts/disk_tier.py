@@ -102,7 +102,7 @@ class DiskTier:
         self._ahead: tuple[int, list[int]] = 0, []  # experts of a later layer
         self._orders: dict[tuple[int, int], Order] = {}
         self._failed: dict[tuple[int, int], str] = {}
-        self._next = 0
+        self._next = self._tidied = 0
         self._heard = 0.0  # monotonic seconds: the reader's latest message, or the first order after none
         self._victims: Iterator[tuple[int, int]] = iter(())
         self._watch, self._meter = ProgressWatch(), PrefetchMeter()
@@ -161,8 +161,11 @@ class DiskTier:
         """Nothing is computed: handle messages, and free what a worker has made of holes for a Work that was
         abandoned."""
         self.update(0)
+        if self._orders or self._tidied == self.figures.read:
+            return
+        self._tidied = self.figures.read
         kept = (self._held + 1) * self._store.layout.expert_pages + len(self._store.segment.array) // 512
-        if not self._orders and allocated_bytes(self._store.segment.name) > kept:
+        if allocated_bytes(self._store.segment.name) > kept:
             for layer, expert in np.argwhere(self._state == ABSENT).tolist():
                 self._give_back(layer, expert)
 
@@ -181,9 +184,12 @@ class DiskTier:
             for expert in experts.tolist():
                 if (why := self._failed.get((layer, expert))) is not None:
                     raise DiskFailed(why)
+        self._wait()
+        self.figures.waited += time.perf_counter() - began
+
+    def _wait(self) -> None:
         if not self.update(WAIT_MS) and time.monotonic() - self._heard > LIMIT:
             raise DiskFailed(f"for {LIMIT:.0f} s nothing was read from {self.file}")
-        self.figures.waited += time.perf_counter() - began
 
     def update(self, wait_ms: int) -> bool:
         """Handle the reader's reports, starts and exits; False if nothing has arrived."""
@@ -219,8 +225,8 @@ class DiskTier:
     def _demand(self, layer: int, expert: int) -> None:
         order = self._orders.get((layer, expert))
         if order is None:
-            if not self._make_room(1):
-                raise AssertionError(f"{self._held} experts are held and none can be evicted")
+            while not self._make_room(1):  # all else is being read, for a step that has failed
+                self._wait()
             self._order(layer, expert, DEMANDED)
         elif order.urgency != DEMANDED:
             order.urgency = DEMANDED

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from fault_engines import KILL, LONG, STOP, State, answer, bits
+from fault_engines import KILL, LIMIT, LONG, STOP, State, answer, bits, same
 
 from launch.errors import StartFailed
 from launch.processes.monitor import Limits
@@ -50,7 +50,6 @@ FAULTS = {
     "the reader killed": [(KILL, "reader", 0)],
     "the reader stopped": [(STOP, "reader", 0)],
     "a worker stopped, the reader killed": [(STOP, "worker", 0), (KILL, "reader", 0)],
-    "the coordinator killed": [(KILL, "coordinator", 0)],
 }
 
 
@@ -147,3 +146,12 @@ async def test_a_start_that_cannot_have_experts_on_disk_says_why(
     line = await _refused(start_engine, on_disk)
     assert "must be on disk, and" in line
     assert "\n" not in line
+
+
+async def test_a_restarted_coordinator_begins_without_experts_in_memory(reference, state) -> None:
+    async with Client.connect(state.supervisor.endpoint, name="tests", retry=LIMIT) as client:
+        resumed = await answer(client, fault=lambda: state.send(KILL, "coordinator"))
+        assert same(resumed, reference[0])
+        assert bits(await answer(client)) == bits(reference[0])
+        disk = await _disk(client)
+        assert 0 < disk["read"] <= disk["misses"] + disk["predicted"]
