@@ -94,7 +94,7 @@ def test_the_numbers_of_a_refusal_add_up_and_its_advice_is_good(
 def test_refusal_names_options_that_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Path("shape:mixtral-8x7b")
     machine = Machine(40 * GB, 39 * GB)
-    monkeypatch.setattr(planning, "free_on_disk", lambda path: 25 * GB)  # less than all experts
+    monkeypatch.setattr(planning, "free_on_disk", lambda path: 20 * GB)  # less than all experts
     for asked, words in (
         ({"format": "bf16"}, "use --format int4"),
         ({"format": "int4", "context": 32768, "kv_tokens": 100_000}, "use --kv-dtype int8 "),
