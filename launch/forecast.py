@@ -13,14 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launch.errors import WrongUsage
-from launch.planning import speed_on_disk
 from launch.profile import PhaseProfile
 from pipeline.calibration.file import NAME, load
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import EngineConfig, FormatName
 from pipeline.counters import difference
 from pipeline.errors import CalibrationError
-from pipeline.memory.needs import Needs, needs, plain_bytes, quantized_bytes
+from pipeline.memory.needs import Needs, needs, plain_bytes, quantized_bytes, speed_on_disk
 from pipeline.models.facts import expert_shape
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs, Rates, derived

@@ -26,7 +26,7 @@ from pipeline.config import (
     FormatName,
 )
 from pipeline.errors import ModelError, UsageError
-from pipeline.memory.needs import LAYERS_IN_MEMORY, NEEDS_ALL, Needs, choose_context, needs
+from pipeline.memory.needs import LAYERS_IN_MEMORY, NEEDS_ALL, Needs, choose_context, needs, speed_on_disk
 from pipeline.memory.plan import (
     AUTOMATIC,
     GOOD_CONTEXT,
@@ -291,13 +291,6 @@ def on_disk_line(needs: Needs) -> str:
     file = store_path(user_folder("CACHE"), needs.fingerprint)
     sizes = f"{byte_size(needs.store)} of the experts' {byte_size(needs.whole)} are in memory"
     return f"--host-memory {needs.store / 1e9:.4g}GB: {sizes}, the others are read from {file}"
-
-
-def speed_on_disk(needs: Needs, rate: float) -> float:
-    """Tokens a second for which a disk of so many bytes a second can read the experts, where all are used
-    evenly."""
-    facts = needs.facts
-    return rate / ((1 - needs.store / needs.whole) * needs.whole * facts.top_k / facts.experts)
 
 
 def disk_line(needs: Needs, rate: float) -> str:

@@ -162,6 +162,13 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     )
 
 
+def speed_on_disk(needs: Needs, rate: float) -> float:
+    """Tokens a second for which a disk of so many bytes a second can read the experts, where all are used
+    evenly."""
+    facts = needs.facts
+    return rate / ((1 - needs.store / needs.whole) * needs.whole * facts.top_k / facts.experts)
+
+
 def _budget(config: EngineConfig, manifest: StoreManifest) -> int:
     """Raises UsageError for a budget that is too small, and for what needs every expert in memory."""
     budget, least = config.host_memory or 0, LAYERS_IN_MEMORY * manifest.layout.layer_stride
