@@ -224,7 +224,8 @@ class TensorExecutor:
         self, engine: Engine, stage: EngineStage, phase: Phase, clock: StepClock, observers: list[Observer]
     ) -> None:
         self.engine, self.phase, self.clock, self._observers = engine, phase, clock, observers
-        self.counters, self.timing, self._first = clock.counters, stage.timing, stage.layers.start
+        self.counters, self.timing, self._layers = clock.counters, stage.timing, stage.layers
+        self._first, self._router = stage.layers.start, stage.backbone.router_math
         self._device, self._memory, self._tiles = stage.device, stage.memory, engine.shape.tiles
         self._ticket: Ticket | None = None  # of the latest layer; as the following
         self._device_work: DeviceWork | None = None
@@ -242,9 +243,9 @@ class TensorExecutor:
         """Compute the layer up to its experts. Copies x, the router's logits and the probes' to the host
         together."""
         wanted = with_observers(layer, probes, self._observers)
-        tier = self.engine.tier
-        if tier is not None and (probe := tier.probe(layer)) and self.phase == "decode":
-            wanted += [probe] if probe not in wanted else []
+        if (tier := self.engine.tier) is not None and tier.predicts and self.phase == "decode":
+            following = layer + 1
+            wanted += [following] if following in self._layers and following not in wanted else []
         self.call.attend(own, wanted)
         self.clock.mark("attention")
         self._x_host, *read = self.call.read()
@@ -282,7 +283,8 @@ class TensorExecutor:
         work = self._memory.begin(layer, split.device, self.call.x, mask, self.clock)
         self._device_work = work._replace(started=started)
         if tier is not None:
-            tier.predict(decision.signals.probes.get(layer + 1))
+            logits = decision.signals.probes.get(layer + 1)
+            tier.predict(None if logits is None else self._router(logits, layer + 1 - self._first))
         self.clock.mark("submit")
 
     def begin_early(self, layer: int, ahead: Ahead, mask: Mask) -> Ticket:

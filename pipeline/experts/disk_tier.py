@@ -26,10 +26,12 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.arrays import FloatArray, IntArray
+from pipeline.arrays import IntArray
 from pipeline.counters import PrefetchMeter
 from pipeline.errors import DiskFailed
 from pipeline.experts.peers import ChildServerSocket, ProgressWatch
+from pipeline.policies.predictions import by_probability
+from pipeline.policies.view import Routing
 from protocol.messages import ExpertRead, ReadExpert, Ready, WorkerDied
 from shm.control import ControlLine
 from shm.descriptor import HEADER, ITEMS, LAYER, Descriptor, head_of
@@ -129,21 +131,21 @@ class DiskTier:
         for expert in missing:
             self._demand(layer, expert)
 
-    def probe(self, layer: int) -> int:
-        """Return the layer whose router is to be applied to this one's input; 0 for none."""
-        return layer + 1 if self.probing and self._meter.on and layer + 1 < self._layers else 0
+    @property
+    def predicts(self) -> bool:
+        """The next layer's router is to be applied to each layer's input."""
+        return self.probing and self._meter.on
 
-    def predict(self, logits: FloatArray | None) -> None:
-        """The layer's Works are under way. `logits` [R, E]: of the next layer's router, or None. Order what
+    def predict(self, routing: Routing | None) -> None:
+        """The layer's Works are under way. `routing`: what the next layer's router named, or None. Order what
         that layer will probably need, behind all else, and keep as much memory free as a token demands."""
-        following = self._layer + 1
+        following = (self._layer + 1) % self._layers
         ahead: list[int] = []
-        if following < self._layers:
-            if len(self._needed) > MOST * self._experts:
-                ahead = np.flatnonzero(self._state[following] == ABSENT).tolist()
-            elif logits is not None and self._meter.on:
-                ahead = [e for e in _named(logits, self._top_k) if self._state[following, e] == ABSENT]
-        self._ahead = following % self._layers, ahead
+        if following and len(self._needed) > MOST * self._experts:
+            ahead = np.flatnonzero(self._state[following] == ABSENT).tolist()
+        elif routing is not None:
+            ahead = [e for e in by_probability(routing) if self._state[following, e] == ABSENT]
+        self._ahead = following, ahead
         for expert in ahead:
             # Demands of a whole layer must find room: what is read can make none.
             if len(self._orders) >= self.capacity - self._experts or not self._make_room(1):
@@ -316,11 +318,3 @@ def _experts_of(descriptor: Descriptor) -> tuple[int, IntArray]:
     """The layer of a Work, and its experts."""
     head = head_of(descriptor)
     return head[LAYER], descriptor[HEADER : HEADER + 3 * head[ITEMS] : 3]
-
-
-def _named(logits: FloatArray, top_k: int) -> list[int]:
-    """The experts that a router's logits [R, E] name, those of most rows first."""
-    named = np.argpartition(logits, -top_k, axis=1)[:, -top_k:]
-    rows = np.bincount(named.ravel())
-    order = np.argsort(-rows, kind="stable")
-    return [expert for expert in order.tolist() if rows[expert]]
