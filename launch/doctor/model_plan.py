@@ -175,17 +175,17 @@ async def _expected(
     source, config = plan.source, plan.now.config
     if config.kind != "cpu" or config.cards:
         return None, {}, ["Expected tok/s: give --device cpu; with a GPU `bench` measures them."]
+    on_disk = [row.needs for row in plan.rows if row.needs.partial]
     try:
         speeds = await measure_speeds(source, config, plan.formats, options, interrupts)
+        disk = await asyncio.to_thread(disk_rate) if on_disk else 0.0
     except TrialFailed as e:
         return None, {}, [f"The expected tok/s are unknown: {e}"]
     share, notes = left_out(config), list[str]()
     expected = {name: by_rates(sizes_of(source, config, name), speeds, share) for name in plan.formats}
-    if (chosen := plan.chosen) is not None and chosen.needs.partial:
-        disk = await asyncio.to_thread(disk_rate)
-        format = chosen.needs.format
-        expected[format] = with_disk(expected[format], chosen.needs, disk)
-        notes.append(f"{format}: {disk_line(chosen.needs, disk)}.")
+    for each in on_disk:
+        expected[each.format] = with_disk(expected[each.format], each, disk)
+        notes.append(f"{each.format}: {disk_line(each, disk)}.")
     first = expected[plan.formats[0]]
     reads = (
         f"tok/s: expected of one request after {CONTEXT} tokens, with --policy all-host. A token reads its"
