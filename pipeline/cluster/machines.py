@@ -25,6 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pipeline.arrays import FloatArray
 from pipeline.cluster.lanes import Pieces
+from pipeline.cluster.rows import WireX
 from pipeline.config import Machine, MachineList
 from pipeline.errors import PeerLost, ShardFailed
 from pipeline.experts.peers import COPY_BELOW, ExitEvents
@@ -49,6 +50,7 @@ from protocol.machines import (
 HELLO_SECONDS = 0.25  # between two HostHellos to a host that is not ready
 PING_SECONDS, IDLE_PING_SECONDS = 0.05, 1.0  # between two Pings to one that owes an answer, to another
 HEDGE_SECONDS = 0.3  # of silence, after which a machine that owes an answer counts as silent
+SMOOTH = 1 / 16  # weight of an answer in a mean
 LOOK_SECONDS = 0.02  # between two looks for what is late
 SLICE_MS = 10  # of a wait
 SAY_SECONDS, SAY_AGAIN_SECONDS = 2.0, 30.0  # of a wait, until a line says for what; and again
@@ -64,15 +66,6 @@ AWAY = "away"  # state: there is no connection
 SILENT = "silent"
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class WireX:
-    """A question's x as it travels."""
-
-    codes: np.ndarray[tuple[int, int], np.dtype[np.int8]]
-    largest: FloatArray
-    x: FloatArray
 
 
 @dataclass(eq=False)
@@ -95,6 +88,7 @@ class Question:
     x: WireX
     asked: dict[int, list[Asked]] = field(default_factory=dict)  # by lane that has no answer, the latest last
     answers: dict[int, FloatArray] = field(default_factory=dict)  # by lane: float32 [R, H]
+    last: Link | None = None  # whose answer made it complete
     failure: str = ""
 
     @property
@@ -115,7 +109,9 @@ class Link:
         self.pings = self.works = self.asked_again = 0
         self.heard_at = self.pinged_at = self.helloed_at = 0.0  # monotonic seconds
         self.unheard_since = 0.0  # of the first Ping that no message has followed; 0: there is none
-        self.round_trip = 0.0  # seconds, of the latest answers, smoothed
+        self.round_trip = self.computing = 0.0  # seconds, of the latest answers, smoothed
+        self.waited = 0.0  # seconds that the engine has waited for its answers alone
+        self.sent = self.received = 0  # bytes
 
     @property
     def able(self) -> bool:
@@ -145,18 +141,28 @@ class Link:
     def send(self, message: object) -> bool:
         """Send a message; returns False where there is no connection, or its queue is full."""
         frames = encode(message)
+        size = sum(map(len, frames))
         try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=sum(map(len, frames)) < COPY_BELOW)
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=size < COPY_BELOW)
         except zmq.Again:
             return False
+        self.sent += size
         return True
 
-    def count(self, asked: Sequence[Asked]) -> None:
-        """It has answered a lane, of which these were asked."""
+    def receive(self) -> object:
+        """Returns a message that has arrived. Raises MalformedMessage."""
+        frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        self.received += sum(map(len, frames))
+        return decode(frames)
+
+    def count(self, asked: Sequence[Asked], busy: float) -> None:
+        """It has answered a lane, of which these were asked, after computing for so many seconds."""
         for one in asked:
             if one.link is self:
                 took = time.monotonic() - one.at
-                self.round_trip += (took - self.round_trip) / 16 if self.round_trip else took
+                weight = SMOOTH if self.round_trip else 1
+                self.round_trip += (took - self.round_trip) * weight
+                self.computing += (busy - self.computing) * weight
 
     def lost(self, state: str, why: str) -> None:
         """It cannot be asked any more, until it says that it can."""
@@ -195,9 +201,19 @@ class Machines:
                 "works": link.works,
                 "asked_again": link.asked_again,
                 "round_trip_us": 1e6 * link.round_trip,
+                "computing_us": 1e6 * link.computing,
+                "waited_s": link.waited,
+                "sent_bytes": link.sent,
+                "received_bytes": link.received,
+                "share": self._share(link.machine.lanes),
             }
             for link in list(self._links.values())
         ]
+
+    def _share(self, lanes: Sequence[int]) -> float:
+        """Returns the share of each expert that these lanes are."""
+        bounds = self._hello.bounds
+        return sum(bounds[lane + 1] - bounds[lane] for lane in lanes) / bounds[-1]
 
     # --- questions ---------------------------------------------------------------------------------------
 
@@ -226,6 +242,8 @@ class Machines:
                 if now - began > WAIT_LIMIT:
                     self.abandon(question)
                     raise ShardFailed(f"for {WAIT_LIMIT:.0f} s there was no answer: {self._why(missing)}")
+        if question.last is not None:
+            question.last.waited += time.monotonic() - began
         return question.answers
 
     def abandon(self, question: Question) -> None:
@@ -352,7 +370,7 @@ class Machines:
         pieces, x = question.pieces[lanes[0]], question.x
         lengths = tuple(len(one) for one in pieces)
         every = np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
-        work = LaneWork(question.seq, tuple(lanes), lengths, every, x.codes, x.largest, x.x)
+        work = LaneWork(question.seq, tuple(lanes), lengths, every, x.compact, x.rows)
         if not link.send(work):
             return False
         now = time.monotonic()
@@ -409,13 +427,9 @@ class Machines:
     # --- messages ----------------------------------------------------------------------------------------
 
     def _drain(self, link: Link) -> None:
-        while True:
+        while link.socket.get(zmq.EVENTS) & zmq.POLLIN:
             try:
-                frames = link.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            try:
-                message = decode(frames)
+                message = link.receive()
             except MalformedMessage as e:
                 link.lost(REFUSED, f"it speaks another language: {e}")
                 continue
@@ -446,8 +460,9 @@ class Machines:
         for number, lane in enumerate(sums.lanes):
             if lane not in question.answers:
                 question.answers[lane] = sums.y[number * question.rows : (number + 1) * question.rows]
-                link.count(question.asked.pop(lane, ()))
+                link.count(question.asked.pop(lane, ()), sums.busy)
         if question.complete:
+            question.last = link
             del self._open[question.seq]
 
     def _on_welcome(self, link: Link, welcome: HostWelcome) -> None:

@@ -12,22 +12,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipeline.arrays import FloatArray, sum_on_host
-from pipeline.cluster.lanes import HeldLanes, LaneDivider, LaneTicket
-from pipeline.cluster.machines import Machines, Question, WireX
+from pipeline.cluster.lanes import Cut, HeldLanes, LaneDivider, LaneTicket
+from pipeline.cluster.machines import Machines, Question
+from pipeline.cluster.rows import RowCoder
 from pipeline.config import LanePlan
 from pipeline.experts.division import Split
 from pipeline.experts.pool import HostPool, Ticket
 from pipeline.policies.view import Routing
-from protocol.machines import LARGEST_CODE
 from shm.layout import StoreLayout
 from shm.mask import NOTHING, Tally
-from workers.kernels.c_types import BF16_BITS, Geometry
-from workers.kernels.native import best
-
-LEAST, MOST = (
-    1e-30,
-    1e38,
-)  # of a group's largest magnitude; beyond these a product of float32 would not be exact
 
 
 @dataclass
@@ -91,7 +84,7 @@ class LanesPool(HostPool):
         self._divider_of_lanes = LaneDivider(plan.part, layout.shape.experts, plan.pieces)
         self._held = HeldLanes(self, plan.part)
         self._remote = [lane for lane in range(len(plan.bounds) - 1) if lane not in plan.held]
-        self._encoder = Encoder(layout)
+        self._coder = RowCoder(layout)
 
     def wait_machines(self, limit: float) -> None:
         """Wait until each lane has a machine that is ready, for so many seconds. Raises PeerLost where one
@@ -103,10 +96,11 @@ class LanesPool(HostPool):
         x = np.ascontiguousarray(x, np.float32)
         step = self._plan.rows
         spans = [(split, x)] if len(x) <= step else _spans(split, x, step)
-        questions = [self._ask(*span) for span in spans]
+        cuts = [self._divider_of_lanes.cut(some) for some, _ in spans]
+        questions = [self._ask(cut, rows) for cut, (_, rows) in zip(cuts, spans, strict=True)]
         every = [
-            Rows(question, self._held.begin(self._divider_of_lanes.own(some), rows, waits))
-            for question, (some, rows) in zip(questions, spans, strict=True)
+            Rows(question, self._held.begin(cut.own(self._plan.part.held), rows, waits))
+            for question, cut, (_, rows) in zip(questions, cuts, spans, strict=True)
         ]
         tasks = [task for some in every for task in some.own.ticket.tasks]
         tiles, lanes = int(split.host_tiles().sum()), len(self._plan.bounds) - 1
@@ -117,11 +111,10 @@ class LanesPool(HostPool):
             self._machines.update(0)
         return super().update(wait_ms)
 
-    def _ask(self, split: Split, x: FloatArray) -> Question | None:
+    def _ask(self, cut: Cut, x: FloatArray) -> Question | None:
         if self._machines is None:
             return None
-        pieces = self._divider_of_lanes.remote(split, self._remote)
-        return self._machines.ask(pieces, self._encoder(x), len(x))
+        return self._machines.ask(cut.whole(self._remote), self._coder.encode(x), len(x))
 
 
 def _spans(split: Split, x: FloatArray, step: int) -> list[tuple[Split, FloatArray]]:
@@ -129,33 +122,3 @@ def _spans(split: Split, x: FloatArray, step: int) -> list[tuple[Split, FloatArr
     experts, weights = split.routing.experts, split.routing.weights
     places = [slice(lo, lo + step) for lo in range(0, len(x), step)]
     return [(split._replace(routing=Routing(experts[at], weights[at])), x[at]) for at in places]
-
-
-class Encoder:
-    """Makes of x what travels."""
-
-    def __init__(self, layout: StoreLayout) -> None:
-        geometry = Geometry.of_tiles(layout)
-        self._kernel = best().kernel(geometry) if geometry.bits < BF16_BITS else None
-        self._no_codes, self._nothing = np.zeros((0, 0), np.int8), np.zeros((0, 0), np.float32)
-
-    def __call__(self, x: FloatArray) -> WireX:
-        """x float32 [R, H]: as codes, where the kernels make such, and the same of what is made of them."""
-        if self._kernel is not None:
-            quantized = self._kernel.quantize(x)
-            largest = largest_of(quantized.factors[:, :, 0])
-            if (((largest >= LEAST) & (largest <= MOST)) | (largest == 0)).all():
-                return WireX(quantized.codes.view(np.int8), largest, self._nothing)
-        return WireX(self._no_codes, self._nothing, x)
-
-
-def largest_of(steps: FloatArray) -> FloatArray:
-    """Returns numbers whose 127th parts are these steps: the groups' largest magnitudes, or their neighbours,
-    which are found sooner."""
-    with np.errstate(over="ignore"):
-        largest = steps * LARGEST_CODE
-    wrong = largest / LARGEST_CODE != steps
-    if wrong.any():
-        above, below = (np.nextafter(largest, np.float32(end)) for end in (np.inf, 0))
-        largest = np.where(wrong, np.where(above / LARGEST_CODE == steps, above, below), largest)
-    return largest
