@@ -14,9 +14,9 @@ A conversation
    not answered, of those sent before its Ping, is lost, with a connection or a process, and is sent again.
 4. A Pong of another `incarnation` comes from another process: the coordinator begins again with 1.
 
-x travels as the int8 codes that kernels of the integer formats make of it anyway, a quarter of its bytes, with
-each group's largest magnitude (`tandem_compact` in `workers/kernels/c/kernels.h`). The receiver's kernels make
-the same codes again, so that the result has the bits of x itself."""
+x travels as the int8 codes that kernels of the integer formats make of it anyway, a quarter of its bytes,
+with each group's largest magnitude (`pipeline/cluster/rows.c`). The receiver's kernels make the same codes
+again, so that the result has the bits of x itself."""
 
 from __future__ import annotations
 

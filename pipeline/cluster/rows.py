@@ -1,5 +1,5 @@
-"""x as it travels between machines: in a quarter of its bytes where the format's kernels make int8 codes of it
-anyway, so that the receiver's kernels make the same codes again; else as it is."""
+"""x as it travels between machines: in a quarter of its bytes where the format's kernels make int8 codes of
+it anyway, so that the receiver's kernels make the same codes again; else as it is."""
 
 from __future__ import annotations
 
