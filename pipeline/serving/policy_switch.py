@@ -11,7 +11,7 @@ from pipeline.arrays import Counts
 from pipeline.calibration.cost_probe import costs_for
 from pipeline.calibration.file import calibration_path, load
 from pipeline.calibration.heat import ENOUGH_TOKENS, Heat
-from pipeline.errors import CalibrationError, NoRoom, PrefetcherLost
+from pipeline.errors import CalibrationError, NoRoom, PolicyError, PrefetcherLost
 from pipeline.experts.channel_share import ChannelMemory
 from pipeline.experts.device_share import DeviceMemory, Slab
 from pipeline.experts.link import PrefetchLink
@@ -55,6 +55,9 @@ class PolicySwitch:
         engine cannot go on."""
         engine = self._parts.engine
         policy: Policy = make_policy(request, self._parts.config.options.seed)
+        if policy.runs_ahead and self._parts.machines is not None:
+            why = "on other machines, experts of the device's would have another input, too"
+            raise PolicyError(f"policy {policy.name} is for one machine alone, unless with early=0: {why}")
         if not policy.exact:  # before it is asked to be calibrated
             engine.backbone.check_choices(f"policy {policy.name}")
         for index, stage in enumerate(engine.stages):
