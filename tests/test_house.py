@@ -15,15 +15,15 @@ ROOT = Path(__file__).parents[1]
 PROGRAM = ("protocol", "shm", "workers", "pipeline", "launch")
 SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
-    "protocol": 2_540,
-    "shm": 4_610,
-    "workers": 9_820,
-    "pipeline": 40_000,
-    "launch": 14_100,
-    "benchmarks": 7_070,
-    "tests": 63_030,
+    "protocol": 2_560,
+    "shm": 4_750,
+    "workers": 10_050,
+    "pipeline": 40_520,
+    "launch": 14_240,
+    "benchmarks": 7_140,
+    "tests": 63_210,
 }
-ROOMS = 318  # Python files of the program, without those that only mark a package
+ROOMS = 320  # Python files of the program, without those that only mark a package
 
 
 @pytest.mark.parametrize("folder", LINES)

@@ -15,7 +15,7 @@ from pipeline.errors import CalibrationError, NoRoom, PolicyError, PrefetcherLos
 from pipeline.experts.channel_share import ChannelMemory
 from pipeline.experts.device_share import DeviceMemory, Slab
 from pipeline.experts.link import PrefetchLink
-from pipeline.memory.needs import cache_tiles, full_memory_in_one_line, staging_tiles
+from pipeline.memory.needs import NEEDS_ALL, cache_tiles, full_memory_in_one_line, staging_tiles
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import canonical, make_policy
@@ -58,6 +58,8 @@ class PolicySwitch:
         if policy.runs_ahead and self._parts.machines is not None:
             why = "on other machines, experts of the device's would have another input, too"
             raise PolicyError(f"policy {policy.name} is for one machine alone, unless with early=0: {why}")
+        if self._parts.tier is not None and (policy.uses_device or policy.needs_costs):
+            raise PolicyError(f"policy {policy.name} {NEEDS_ALL}")
         if not policy.exact:  # before it is asked to be calibrated
             engine.backbone.check_choices(f"policy {policy.name}")
         for index, stage in enumerate(engine.stages):
