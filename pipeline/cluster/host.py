@@ -239,7 +239,7 @@ class ExpertHost:
             self._workers.check()
         if not self._poller.poll(wait_ms):
             return
-        while self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+        while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             try:
                 message = decode(frames)

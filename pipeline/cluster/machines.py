@@ -427,7 +427,7 @@ class Machines:
     # --- messages ----------------------------------------------------------------------------------------
 
     def _drain(self, link: Link) -> None:
-        while link.socket.get(zmq.EVENTS) & zmq.POLLIN:
+        while int(link.socket.get(zmq.EVENTS)) & zmq.POLLIN:
             try:
                 message = link.receive()
             except MalformedMessage as e:
