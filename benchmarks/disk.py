@@ -21,7 +21,7 @@ from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig
 from pipeline.memory.needs import needs
 from protocol.client import Client
-from protocol.messages import Token
+from protocol.messages import Sampling, Token
 from shm.segment import byte_size
 from workers.reader import read_rate
 
@@ -33,7 +33,9 @@ async def turn(client: Client, path: Path, tokens: int) -> tuple[list[int], floa
     before = read_rate(path)
     ids: list[int] = []
     first, began = await client.stats(), time.perf_counter()
-    answer = client.generate(token_ids=PROMPT, max_tokens=tokens, ignore_eos=True, reuse=False)
+    asked: dict[str, Any] = {"token_ids": PROMPT, "max_tokens": tokens, "ignore_eos": True}
+    # Sampled: a greedy answer of random weights repeats itself, and soon needs no other experts.
+    answer = client.generate(**asked, sampling=Sampling(temperature=1.0, seed=tokens), reuse=False)
     async for token in answer:
         assert isinstance(token, Token)
         ids.append(token.token)

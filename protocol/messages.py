@@ -517,8 +517,7 @@ class ExpertRead(Record, frozen=True):
 
     id: Int
     generation: Int
-    size: Int  # bytes that were read
-    seconds: Float  # since the order was begun
+    size: Int  # bytes
     error: str = ""
 
 

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,6 @@ class Order:
     pieces: deque[tuple[int, Bytes]]  # which no thread has begun: where in the file, and to where
     left: int  # which are not read
     size: int
-    began: float = field(default_factory=time.perf_counter)
     error: str = ""
 
 
@@ -182,8 +181,7 @@ def serve(peer: ChildEndpoint, store: Store, readers: Readers) -> None:
             readers.put(order, message.urgency)
         for order in readers.take_ended():
             del known[order.id]
-            seconds = time.perf_counter() - order.began
-            peer.send(ExpertRead(order.id, peer.generation, order.size, seconds, order.error))
+            peer.send(ExpertRead(order.id, peer.generation, order.size, order.error))
 
 
 def main(config: dict[str, Any]) -> int:

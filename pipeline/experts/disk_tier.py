@@ -103,6 +103,7 @@ class DiskTier:
         self._layer, self._needed = 0, frozenset[int]()  # what is being computed
         self._ahead: tuple[int, list[int]] = 0, []  # experts of a later layer
         self._orders: dict[tuple[int, int], Order] = {}
+        self._numbered: dict[int, Order] = {}  # the same
         self._failed: dict[tuple[int, int], str] = {}
         self._next = self._tidied = 0
         self._heard = 0.0  # monotonic seconds: the reader's latest message, or the first order after none
@@ -122,8 +123,7 @@ class DiskTier:
         self._failed.clear()
         self._ahead, self._victims = (0, []), iter(())
         states, figures = self._state[layer, experts], self.figures
-        used = self._unused[layer, experts]
-        figures.useful += int(np.count_nonzero(used & (states == RESIDENT)))
+        figures.useful += int(np.count_nonzero(self._unused[layer, experts]))  # also those that come late
         self._unused[layer, experts] = False
         missing = experts[states != RESIDENT].tolist()
         figures.misses += len(missing)
@@ -235,7 +235,8 @@ class DiskTier:
             self._send(order)
 
     def _order(self, layer: int, expert: int, urgency: int) -> None:
-        order = self._orders[layer, expert] = Order(self._next, layer, expert, urgency)
+        order = Order(self._next, layer, expert, urgency)
+        self._orders[layer, expert] = self._numbered[order.id] = order
         self._next += 1
         self._state[layer, expert] = READING
         self._held += 1
@@ -285,13 +286,12 @@ class DiskTier:
     # --- the reader's messages ---------------------------------------------------------------------------
 
     def _on_read(self, report: ExpertRead) -> None:
-        order = next((one for one in self._orders.values() if one.id == report.id), None)
-        if order is None:
+        if (order := self._numbered.get(report.id)) is None:
             return
         if report.error:
             self._fail(order, report.error)
             return
-        del self._orders[order.layer, order.expert]
+        self._end(order)
         self._state[order.layer, order.expert] = RESIDENT
         self.figures.read += 1
         self.figures.bytes += report.size
@@ -303,9 +303,12 @@ class DiskTier:
             if order.tries >= TRIES:
                 self._fail(order, f"reading {self.file} ended {order.tries} readers")
 
+    def _end(self, order: Order) -> None:
+        del self._orders[order.layer, order.expert], self._numbered[order.id]
+
     def _fail(self, order: Order, why: str) -> None:
         key = order.layer, order.expert
-        del self._orders[key]
+        self._end(order)
         self._failed[key] = why
         self._state[key] = ABSENT
         self._unused[key] = False
