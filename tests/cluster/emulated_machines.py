@@ -81,18 +81,25 @@ class Network:
         """Plug a machine's cable in, or pull it."""
         _run(f"ip -n {self._prefix}s link set p{i} {'up' if there else 'down'}")
 
+    def runtime(self, i: int) -> Path:
+        """A machine's runtime directory."""
+        path = self._place / f"machine{i}"
+        path.mkdir(mode=0o700, exist_ok=True)
+        return path
+
     def start(self, i: int, *arguments: str) -> subprocess.Popen[str]:
         """Run this program on a machine."""
-        runtime = self._place / f"machine{i}"
-        runtime.mkdir(mode=0o700, exist_ok=True)
-        environment = os.environ | {"XDG_RUNTIME_DIR": str(runtime), "PYTHONPATH": f"{ROOT}:{HERE}"}
-        environment["CLUSTER_TEST_KEYS"] = " ".join(KEYS)
+        return self.run(i, sys.executable, "-P", __file__, *arguments, CLUSTER_TEST_KEYS=" ".join(KEYS))
+
+    def run(self, i: int, *command: str, **environment: str) -> subprocess.Popen[str]:
+        """Run a program on a machine."""
+        own = {"XDG_RUNTIME_DIR": str(self.runtime(i)), "PYTHONPATH": f"{ROOT}:{HERE}"}
         return subprocess.Popen(
-            [*self._enter(i), sys.executable, "-P", __file__, *arguments],
+            [*self._enter(i), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=os.environ | own | environment,
         )
 
     def signal(self, i: int, pid: int, name: str) -> None:
