@@ -4,8 +4,7 @@ an engine, placed by the liaison, a child process that is started again when it 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,21 +15,11 @@ from launch.cluster.node import NodePlace, check_ray, check_token, local_nodes, 
 from launch.command_line.options import Options
 from launch.errors import LaunchError, WrongUsage
 from launch.processes.trials import Trial, TrialFailed, trial
-from pipeline.config import Machine
 from protocol.program import COMMAND
 
 LIAISON = "launch.cluster.liaison"
 REACH_LIMIT = 3.0  # seconds for a tcp connection
 NODES_LIMIT, LOOK_LIMIT = 20.0, 120.0  # seconds for the liaison
-STOP_LIMIT = 30.0  # seconds for the hosts to end
-REPEAT_SECONDS = (
-    2.0  # between lists of the machines that say the same: one may be sent before it can be heard
-)
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 10.0  # seconds before the liaison is started again
-
-log = logging.getLogger("tandem")
-
-Tell = Callable[[tuple[Machine, ...]], Awaitable[None]]
 
 
 @dataclass(frozen=True)

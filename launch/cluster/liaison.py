@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -30,6 +32,7 @@ from launch.cluster.node import LABEL, RESOURCE
 NODES_LIMIT = 5.0  # seconds
 LOOK_LIMIT = 60.0  # seconds for all machines; Ray starts a Python on each
 STOP_LIMIT = 20.0  # seconds for hosts to end
+REACH_LIMIT = 2.0  # seconds for a host to take a connection
 WATCH_LIMIT = 20.0  # seconds for an actor's answer, which takes 5 where nothing changes
 ADOPT_SECONDS = 30.0  # that a machine is lost before a spare one loads its part
 LOST_SECONDS = 60.0  # without one, though its machine is there
@@ -153,9 +156,11 @@ class Placing:
 
     def __init__(self, config: dict[str, Any], answers: Answers) -> None:
         """`hosts`: HostActor's configurations by machine. `spares`: by machine those that would adopt what it
-        alone holds, the best first, and the lanes that this is."""
+        alone holds, the best first, and the lanes that this is. `endpoints`: by machine where its hosts were
+        said to listen before."""
         self._hosts: dict[str, list[dict[str, Any]]] = config["hosts"]
         self._spares: dict[str, dict[str, Any]] = config["spares"]
+        self._endpoints: dict[str, list[str]] = config["endpoints"]
         self._answers = answers
         self._lock = threading.Lock()
         self._node = ray.get_runtime_context().get_node_id()
@@ -187,7 +192,7 @@ class Placing:
                 continue  # the head is not there, which loses nobody
             for name in [name for name in self._spares if name in self._hosts]:
                 since = lost_since.setdefault(name, now)
-                if name in there:
+                if name in there or self._answers_at(name):
                     lost_since[name] = now
                 elif now - since > ADOPT_SECONDS:
                     spare = next((each for each in self._spares[name]["machines"] if each in there), None)
@@ -196,6 +201,15 @@ class Placing:
                             f"{spare} for {name}", spare, self._adopted(name, there[spare]["address"])
                         )
                         del self._spares[name]
+
+    def _answers_at(self, name: str) -> bool:
+        """Returns whether something answers where a machine's hosts listen: Ray may be wrong about it."""
+        said = [host.get("endpoint") for host in self._said.get(name, {}).values()]
+        for endpoint in filter(None, said or self._endpoints.get(name, [])):
+            address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+            with suppress(OSError), socket.create_connection((address, int(port)), REACH_LIMIT):
+                return True
+        return False
 
     def _adopted(self, name: str, address: str) -> list[dict[str, Any]]:
         """Returns the configuration of the host that another machine has for a lost one."""

@@ -60,10 +60,12 @@ class _Placing:
             return
         while not self.stopping.is_set():
             began = asyncio.get_running_loop().time()
+            known: dict[str, list[str]] = {}
+            for machine in self._machines.values():
+                known.setdefault(machine.name, []).append(machine.endpoint)
+            placed = {"hosts": self._hosts, "spares": self._share.spares(), "endpoints": known}
             try:
-                async with self._share.cluster.liaison(
-                    "place", hosts=self._hosts, spares=self._share.spares()
-                ) as process:
+                async with self._share.cluster.liaison("place", **placed) as process:
                     await self._follow(process)
             except TrialFailed as e:
                 self._log("", f"the cluster is not reached, and hosts that answer are used: {e}")

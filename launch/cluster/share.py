@@ -145,7 +145,7 @@ def _share(
         )
         if (division := plan(shape.tiles, tile_bytes, rooms, wanted)) is not None:
             pieces = max(look["workers"] for look in able.values())
-            lanes = LanePlan(division.bounds, division.parts[0], pieces)
+            lanes = LanePlan(division.bounds, tuple(sorted(division.parts[0])), pieces)
             config = replace(asked, lanes=lanes, format=name)
             keys = MachineList((), *new_keys())
             return Share(cluster, config, keys, names, rooms, division, able)

@@ -40,14 +40,14 @@ class LaneDivider:
         by_tiles = {tiles: self._cut(split, self._all, tiles) for tiles in {self._tiles[n] for n in lanes}}
         return {lane: by_tiles[self._tiles[lane]] for lane in lanes}
 
-    def own(self, split: Split) -> dict[int, Pieces]:
-        """Returns the pieces of the lanes that this machine holds, without the tiles that its device
-        computes. Raises PlanError."""
+    def own(self, split: Split, lanes: Sequence[int]) -> dict[int, Pieces]:
+        """Returns the pieces of lanes that this machine holds, without the tiles that its device computes.
+        Raises PlanError."""
         if not split.lo.any():
-            return self.remote(split, self.part.held)
+            return self.remote(split, lanes)
         return {
             lane: self._cut(split, np.clip(split.lo - self.part.first(lane), 0, tiles), tiles)
-            for lane in self.part.held
+            for lane in lanes
             for tiles in (self._tiles[lane],)
         }
 

@@ -3,8 +3,9 @@ answers, or that another machine does which holds the lane.
 
 A `Question` is a layer's remote lanes for some rows. Each lane is asked of the first ready machine that holds
 it; of another one too as soon as that one is silent; and again where a host says that it does not have it.
-The first answer counts: whoever computes a lane, its sum has the same bits. Where nobody holds a lane, the
-question waits, and a line says for what.
+The first answer counts: whoever computes a lane, its sum has the same bits. Where no machine that answers
+computes it, it is computed here from a copy, if there is one; else the question waits, and a line says for
+what.
 
 The engine's thread does all of this; ZeroMQ has an I/O thread for each machine, which encrypts and carries
 the bytes."""
@@ -64,6 +65,8 @@ AWAY = "away"  # state: there is no connection
 SILENT = "silent"
 
 log = logging.getLogger(__name__)
+
+ComputeHere = Callable[[Mapping[int, Pieces]], dict[int, FloatArray]]
 
 
 @dataclass(frozen=True)
@@ -169,11 +172,17 @@ class Machines:
     """All other machines. Used by the engine's thread, but `stats`."""
 
     def __init__(
-        self, given: MachineList, hello: HostHello, exits: ExitEvents, tick: Callable[[], None]
+        self,
+        given: MachineList,
+        hello: HostHello,
+        exits: ExitEvents,
+        tick: Callable[[], None],
+        copies: Sequence[int] = (),
     ) -> None:
         """`exits`: tells of other machines, and of the end of all waiting; `tick`: called at each slice of a
-        wait."""
+        wait; `copies`: lanes of the others' that this machine holds too."""
         self._given, self._hello, self._exits, self._tick = given, hello, exits, tick
+        self._copies = frozenset(copies)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(max(1, len(given.machines)))
         self._poller = zmq.Poller()
         self._links: dict[zmq.Socket[bytes], Link] = {}
@@ -209,9 +218,10 @@ class Machines:
         self._assign(question, list(pieces))
         return question
 
-    def wait(self, question: Question) -> dict[int, FloatArray]:
-        """Wait for the sum of each lane, float32 [R, H]. Raises ShardFailed where a lane cannot be computed
-        or nobody holds it for too long, PeerLost where the engine ends."""
+    def wait(self, question: Question, compute: ComputeHere | None = None) -> dict[int, FloatArray]:
+        """Wait for the sum of each lane, float32 [R, H]. `compute`: computes those of which this machine has
+        copies. Raises ShardFailed where a lane cannot be computed or nobody holds it for too long, PeerLost
+        where the engine ends."""
         began = time.monotonic()
         say_at = began + SAY_SECONDS
         while not question.complete:
@@ -219,6 +229,10 @@ class Machines:
                 self.abandon(question)
                 raise ShardFailed(question.failure)
             self.update(SLICE_MS)
+            if compute is not None and (here := self._left_here(question)):
+                question.answers |= compute({lane: question.pieces[lane] for lane in here})
+                if question.complete:
+                    self.abandon(question)
             if (now := time.monotonic()) > say_at and not question.complete:
                 say_at = now + SAY_AGAIN_SECONDS
                 missing = [lane for lane in question.pieces if lane not in question.answers]
@@ -321,6 +335,8 @@ class Machines:
         """Returns the machines that can be asked for a lane: those that answer first, and of these the one
         whose own lane it is, so that replicas share the work."""
         able = [link for link in self._links.values() if lane in link.machine.lanes and link.able]
+        if lane in self._copies:
+            able = [link for link in able if not link.silent]
         return sorted(able, key=lambda link: (link.silent, link.machine.lanes.index(lane)))
 
     def _why(self, lanes: Sequence[int]) -> str:
@@ -400,6 +416,12 @@ class Machines:
             self._assign(question, orphans)
         if late:
             self._assign(question, late, beside=True)
+
+    def _left_here(self, question: Question) -> list[int]:
+        """Returns the lanes of which this machine has copies, and that nobody who answers computes."""
+        missing = [lane for lane in self._copies & set(question.pieces) if lane not in question.answers]
+        asked = {lane: question.asked.get(lane, ()) for lane in missing}
+        return [lane for lane in missing if not any(self._has(a) and not a.link.silent for a in asked[lane])]
 
     def _has(self, asked: Asked) -> bool:
         """Returns whether the process that was asked is still the one that would answer."""

@@ -285,16 +285,16 @@ class EngineParts:
             raise UsageError(
                 f"--format {config.options.format} is for one machine alone: use another, as int4"
             )
-        if plan.part.whole:
-            return None
         if config.machines is None:
+            if plan.part.whole:
+                return None
             raise UsageError(
                 f"lanes {plan.held} of {len(plan.bounds) - 1} are here, and no other machine is known"
             )
         format = config.options.format
         whole = self.source.fingerprint(format, layout.shape.tile)
         hello = HostHello(KERNELS, best().variant, whole, format, plan.bounds, plan.pieces)
-        machines = Machines(config.machines, hello, self.exits, self.tick)
+        machines = Machines(config.machines, hello, self.exits, self.tick, plan.copies)
         self.closing.callback(machines.close)
         return machines
 

@@ -81,6 +81,9 @@ class Cluster:
     def join(self, i: int) -> None:
         self._run(i, "cluster", "join", address(0), "--address", address(i), "--name", NAMES[i])
 
+    def leave(self, i: int) -> None:
+        self._run(i, "cluster", "stop", "--name", NAMES[i])
+
     def switch_off(self, i: int) -> None:
         """Lose all of a machine but its disk."""
         self.network.switch_off(i)
@@ -145,8 +148,12 @@ class Faults:
         self._kill(0, HEAD)
 
     async def watcher_killed(self, i: int) -> None:
-        """The process that starts Ray again; `cluster join` begins anew."""
+        """The process that starts Ray again: the machine leaves and joins."""
         self._kill(i, WATCHER)
+        await self.left_and_joined(i)
+
+    async def left_and_joined(self, i: int) -> None:
+        await asyncio.to_thread(self._cluster.leave, i)
         await asyncio.to_thread(self._cluster.join, i)
 
     async def liaison_killed(self, i: int) -> None:

@@ -68,6 +68,25 @@ def test_a_killed_host_and_its_worker_change_no_sum(
         assert [wait() for wait in later] == [alone.sums(seed, 2) for seed in range(4)]
 
 
+def test_a_copy_answers_where_its_machine_does_not(
+    three_tiles: Path, pair: list[HostKeeper], alone: Head
+) -> None:
+    with head(three_tiles, machine(pair[1].place()), held=EVERY) as several:
+        assert several.machines is not None
+        assert several.sums(0) == alone.sums(0), "its machine is not there yet"
+        several.update_until(lambda: several.state()[0] == "ready")
+        assert several.sums(1) == alone.sums(1)
+        asked = several.machines.stats()[0]["works"]
+        assert asked, "lanes are asked of their machine"
+        assert several.sums(2, lo=2) == alone.sums(2, lo=2), "a device computes a share of a copy"
+        pid = pid_of(pair[1])
+        os.kill(pid, signal.SIGSTOP)
+        assert [several.sums(seed, 64) for seed in range(3, 6)] == [alone.sums(s, 64) for s in range(3, 6)]
+        os.kill(pid, signal.SIGKILL)
+        assert [several.sums(seed) for seed in range(8)] == [alone.sums(seed) for seed in range(8)]
+    restart(pair[1], pid)
+
+
 def test_a_silent_host_is_not_waited_for(three_tiles: Path, pair: list[HostKeeper], alone: Head) -> None:
     with head(three_tiles, *(machine(k.place()) for k in pair)) as several:
         assert several.sums(1) == alone.sums(1)
