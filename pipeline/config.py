@@ -83,6 +83,7 @@ class Machine:
     endpoint: str  # tcp://ADDRESS:PORT
     key: str  # its public CURVE key, 40 characters
     lanes: tuple[int, ...]  # its own first, then those that it has as replicas
+    why: str = ""  # it has no endpoint
 
 
 @dataclass(frozen=True)

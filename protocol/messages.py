@@ -615,6 +615,7 @@ class MachineRecord(Record, frozen=True):
     endpoint: str
     key: str
     lanes: Ints
+    why: str
 
 
 @message(71)

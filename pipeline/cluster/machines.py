@@ -113,7 +113,7 @@ class Link:
         self.socket = socket
         self._events = socket.get_monitor_socket(_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._shaken = False  # hands, on the present connection
-        self.state, self.why = AWAY, "there is no connection"
+        self.state, self.why = AWAY, "there is no connection, perhaps for a firewall"
         self.incarnation = ""
         self.pings = self.works = self.asked_again = 0
         self.heard_at = self.pinged_at = self.helloed_at = 0.0  # monotonic seconds
@@ -249,21 +249,28 @@ class Machines:
                 link.send(LaneAbandon((question.seq,)))
 
     def wait_ready(self, lanes: Sequence[int], limit: float) -> None:
-        """Wait until each of these lanes has a machine that is ready, for so many seconds: what is asked for
-        it later waits for it. Raises PeerLost where a machine refuses and no other holds its lane, or the
-        engine ends."""
+        """Wait until each of these lanes has a machine that is ready, as long as those that are not come
+        further within so many seconds. Raises PeerLost where that fails or all refuse, unless there is a copy
+        here, or the engine ends."""
         until, say_at = time.monotonic() + limit, time.monotonic() + SAY_SECONDS
+        seen: set[tuple[str, str, str]] = set()
         while missing := [lane for lane in lanes if not self._holders(lane)]:
-            if time.monotonic() > until:
-                return
             self.update(SLICE_MS)
-            for lane in missing:
-                every = [link for link in self._links.values() if lane in link.machine.lanes]
-                if every and all(link.state == REFUSED for link in every):
-                    raise PeerLost(f"lane {lane} of the experts: {self._why([lane])}")
-            if time.monotonic() > say_at:
-                say_at = time.monotonic() + SAY_AGAIN_SECONDS
+            now, known = time.monotonic(), {(k.machine.name, k.state, k.why) for k in self._links.values()}
+            if known - seen:
+                seen, until = seen | known, now + limit
+            late = [lane for lane in missing if now > until or self._refused(lane)]
+            if needed := [lane for lane in late if lane not in self._copies]:
+                raise PeerLost(self._why(needed))
+            if late == missing:
+                return
+            if now > say_at:
+                say_at = now + SAY_AGAIN_SECONDS
                 log.warning(f"waiting for {self._why(missing)}")
+
+    def _refused(self, lane: int) -> bool:
+        every = [link.state for link in self._links.values() if lane in link.machine.lanes]
+        return bool(every) and set(every) == {REFUSED}
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -297,7 +304,7 @@ class Machines:
             self._drain(self._links[socket])
         while self._exits.machines:
             new = self._exits.machines.popleft().machines
-            self._change(tuple(Machine(one.name, one.endpoint, one.key, one.lanes) for one in new))
+            self._change(tuple(Machine(m.name, m.endpoint, m.key, m.lanes, m.why) for m in new))
         if (now := time.monotonic()) - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
             self._look(now)
@@ -311,7 +318,8 @@ class Machines:
 
     def _change(self, machines: tuple[Machine, ...]) -> None:
         """Drop machines that are no longer there, connect to those that are new."""
-        kept = {(m.endpoint, m.key): m for m in machines}
+        kept = {(m.endpoint, m.key): m for m in machines if m.endpoint}
+        self._absent = [m for m in machines if not m.endpoint]
         for socket, link in list(self._links.items()):
             same = kept.pop((link.machine.endpoint, link.machine.key), None)
             if same is not None:
@@ -345,6 +353,7 @@ class Machines:
         for lane in lanes:
             holders = [link for link in self._links.values() if lane in link.machine.lanes]
             known = [f"{link.machine.name} ({link.machine.endpoint}) {_state_line(link)}" for link in holders]
+            known += [f"{m.name} has no expert host: {m.why}" for m in self._absent if lane in m.lanes]
             lines.append(f"lane {lane} of the experts: {'; '.join(known) or 'no machine holds it'}")
         return ", ".join(lines)
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,7 @@ class Head:
 
     def tell(self, *machines: Machine) -> None:
         """These are the machines from now on."""
-        records = tuple(MachineRecord(m.name, m.endpoint, m.key, m.lanes) for m in machines)
-        self.exits.machines.append(SetMachines(records))
+        self.exits.machines.append(SetMachines(tuple(MachineRecord(*astuple(m)) for m in machines)))
 
     def state(self, index: int = 0) -> tuple[str, str]:
         """A machine's state, and why it is in it."""
