@@ -89,11 +89,19 @@ class Cluster:
 
 def differing(machines: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Returns why machines cannot take part, by name: they do not answer, or run another version."""
-    ours, found = versions(), {}
+    found = {}
     for name, machine in machines.items():
         if failure := machine.get("failure"):
             found[name] = f"machine {name} does not answer as it should: {failure}"
-        elif other := [key for key in ours if machine["versions"].get(key) != ours[key]]:
-            words = ", ".join(f"{key} {machine['versions'].get(key)} instead of {ours[key]}" for key in other)
+        elif words := unlike(machine["versions"]):
             found[name] = f"machine {name} runs another version ({words}): install the same there"
+        elif machine["variant"] == "portable":
+            found[name] = f"machine {name} has only the portable kernels, whose sums have other bits"
     return found
+
+
+def unlike(theirs: dict[str, str]) -> str:
+    """Returns which of a machine's versions differ from those here; "" of equal ones."""
+    ours = versions()
+    other = [key for key in ours if theirs.get(key) != ours[key]]
+    return ", ".join(f"{key} {theirs.get(key)} instead of {ours[key]}" for key in other)

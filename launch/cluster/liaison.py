@@ -24,10 +24,10 @@ from importlib import import_module
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, AuthenticationError, RayError
+from ray.exceptions import ActorDiedError, AuthenticationError, GetTimeoutError, RayError
 
 from launch.cluster.machine import Echo, HostActor, call_echo, look
-from launch.cluster.node import LABEL, RESOURCE
+from launch.cluster.node import LABEL, RESOURCE, VERSIONS
 
 NODES_LIMIT = 5.0  # seconds
 LOOK_LIMIT = 60.0  # seconds for all machines; Ray starts a Python on each
@@ -94,6 +94,7 @@ def nodes_of(address: str) -> list[dict[str, Any]]:
             {
                 "id": node.node_id.hex(),
                 "name": dict(node.labels).get(LABEL, ""),
+                "versions": dict(node.labels).get(VERSIONS, ""),
                 "address": node.node_manager_address,
                 "alive": node.state == 0,
                 "part": dict(node.resources_total).get(RESOURCE, 0) > 0,
@@ -134,6 +135,8 @@ def _look(config: dict[str, Any]) -> dict[str, Any]:
             machine |= ray.get(asked[name], timeout=max(0.1, until - time.monotonic()))
             if config["again"] and not machine["here"]:
                 machine |= _way(machine)
+        except GetTimeoutError:
+            machine["failure"] = f"no word for {LOOK_LIMIT:.0f} s, perhaps for a firewall in between"
         except RayError as e:
             machine["failure"] = _reason(e)
     return machines

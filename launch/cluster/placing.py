@@ -127,7 +127,8 @@ class _Placing:
                     self._machines.pop(name, None)
                 words = host["state"] + (f": {host['error']}" if host.get("error") else "")
                 self._why[machine] = words
-                self._log(machine, f"machine {machine}: its expert host is {words}")
+                if host["state"] != "loading" or "failed" not in self._states.get(machine, ""):
+                    self._log(machine, f"machine {machine}: its expert host is {words}")
         for machine, why in said["down"].items():
             self._why[machine] = f"out of Ray's reach ({why})"
             self._log(

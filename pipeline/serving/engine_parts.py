@@ -63,8 +63,8 @@ from workers.kernels.native import VERSION as KERNELS
 log = logging.getLogger(__name__)
 
 CHILD_LIMIT = 60.0  # seconds for workers and prefetcher to announce themselves
-# Seconds in which a machine of other lanes must have come further at a start: enough for all that mends itself,
-# an actor that is placed anew after one minute, or a spare machine that begins to load after half of one.
+# Seconds in which a machine of other lanes must have come further at a start: enough for all that mends
+# itself, an actor that is placed anew after one minute, or a spare machine that loads after half of one.
 MACHINES_LIMIT = 120.0
 TEXT_LIMIT = 300.0  # seconds for the text process, which loads a tokenizer
 NARROW_ROWS = 32  # of the slots of a lane of which there are several
