@@ -95,7 +95,7 @@ def differing(machines: dict[str, dict[str, Any]]) -> dict[str, str]:
             found[name] = f"machine {name} does not answer as it should: {failure}"
         elif words := unlike(machine["versions"]):
             found[name] = f"machine {name} runs another version ({words}): install the same there"
-        elif machine["variant"] == "portable":
+        elif machine.get("variant") == "portable":
             found[name] = f"machine {name} has only the portable kernels, whose sums have other bits"
     return found
 
