@@ -310,9 +310,11 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="a word in the names of the faults")
+    parser.add_argument("--replicas", default="0")
     parser.add_argument("engine", nargs="*", help="options of serve, behind --")
     asked = parser.parse_args()
     options = asked.engine or ["--tile", "32", "--format", "f32", "--backbone-dtype", "f32", "--chunk", "64"]
+    options += ["--replicas", asked.replicas]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     place = Path(tempfile.mkdtemp(prefix="td-", dir="/tmp"))
     try:
