@@ -76,6 +76,8 @@ class Cluster:
             for child in psutil.Process(self._serve.pid).children():
                 child.terminate()
             self._serve.wait(LIMIT)
+        for i in reversed(range(len(NAMES))):  # of one that never started there is nothing to end
+            self._launch(i, "cluster", "stop").communicate(timeout=LIMIT)
         self.network.__exit__()
 
     def join(self, i: int) -> None:
