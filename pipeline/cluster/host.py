@@ -30,7 +30,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from pipeline.arrays import FloatArray
 from pipeline.cluster import place
-from pipeline.cluster.keeper import HostConfig, new_keys
+from pipeline.cluster.keeper import HostConfig, new_keys, same_bits
 from pipeline.cluster.lanes import HeldLanes
 from pipeline.cluster.rows import RowCoder, WireX
 from pipeline.cluster.workers import ROLE, HostWorkers
@@ -77,7 +77,6 @@ FEW_ROWS = 4  # of a Work of which this process computes a share itself: it is d
 LOAD_TRIES = 10  # another engine's start may remove a store that nobody has leased yet
 LOOK_MS = 100  # of a wait for messages, between two looks at the workers
 WORKER_LIMIT = 60.0  # seconds for the workers to announce themselves
-SAME_VARIANT = ("f32", "bf16", "fp8")  # formats whose products are added in each variant's own order
 
 log = logging.getLogger(__name__)
 
@@ -286,8 +285,7 @@ class ExpertHost:
         plan = config.lanes.bounds, config.lanes.pieces
         if (hello.bounds, hello.pieces) != plan:
             return "it divides experts into other lanes"
-        variants = {variant, hello.variant}
-        if "portable" in variants or (len(variants) > 1 and hello.format in SAME_VARIANT):
+        if not same_bits({variant, hello.variant}, hello.format):
             return (
                 f"its kernels are for {variant}, the coordinator's for {hello.variant}: in {hello.format}"
                 " their sums may differ in the last bits"

@@ -3,8 +3,9 @@ answers, or that another machine does which holds the lane.
 
 A `Question` is a layer's remote lanes for some rows. Each lane is asked of the first ready machine that holds
 it; of another one too as soon as that one is silent; and again where a host says that it does not have it.
-The first answer counts: whoever computes a lane, its sum has the same bits. Where nobody holds a lane, the
-question waits, and a line says for what.
+The first answer counts: whoever computes a lane, its sum has the same bits. Where no machine that answers
+computes it, it is computed here from a copy, if there is one; else the question waits, and a line says for
+what.
 
 The engine's thread does all of this; ZeroMQ has an I/O thread for each machine, which encrypts and carries
 the bytes."""
@@ -67,6 +68,8 @@ SILENT = "silent"
 
 log = logging.getLogger(__name__)
 
+ComputeHere = Callable[[Mapping[int, Pieces]], dict[int, FloatArray]]
+
 
 @dataclass(eq=False)
 class Asked:
@@ -104,7 +107,7 @@ class Link:
         self.socket = socket
         self._events = socket.get_monitor_socket(_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._shaken = False  # hands, on the present connection
-        self.state, self.why = AWAY, "there is no connection"
+        self.state, self.why = AWAY, "there is no connection, perhaps for a firewall"
         self.incarnation = ""
         self.pings = self.works = self.asked_again = 0
         self.heard_at = self.pinged_at = self.helloed_at = 0.0  # monotonic seconds
@@ -175,11 +178,17 @@ class Machines:
     """All other machines. Used by the engine's thread, but `stats`."""
 
     def __init__(
-        self, given: MachineList, hello: HostHello, exits: ExitEvents, tick: Callable[[], None]
+        self,
+        given: MachineList,
+        hello: HostHello,
+        exits: ExitEvents,
+        tick: Callable[[], None],
+        copies: Sequence[int] = (),
     ) -> None:
         """`exits`: tells of other machines, and of the end of all waiting; `tick`: called at each slice of a
-        wait."""
+        wait; `copies`: lanes of the others' that this machine holds too."""
         self._given, self._hello, self._exits, self._tick = given, hello, exits, tick
+        self._copies = frozenset(copies)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(max(1, len(given.machines)))
         self._poller = zmq.Poller()
         self._links: dict[zmq.Socket[bytes], Link] = {}
@@ -225,9 +234,10 @@ class Machines:
         self._assign(question, list(pieces))
         return question
 
-    def wait(self, question: Question) -> dict[int, FloatArray]:
-        """Wait for the sum of each lane, float32 [R, H]. Raises ShardFailed where a lane cannot be computed
-        or nobody holds it for too long, PeerLost where the engine ends."""
+    def wait(self, question: Question, compute: ComputeHere | None = None) -> dict[int, FloatArray]:
+        """Wait for the sum of each lane, float32 [R, H]. `compute`: computes those of which this machine has
+        copies. Raises ShardFailed where a lane cannot be computed or nobody holds it for too long, PeerLost
+        where the engine ends."""
         began = time.monotonic()
         say_at = began + SAY_SECONDS
         while not question.complete:
@@ -235,6 +245,10 @@ class Machines:
                 self.abandon(question)
                 raise ShardFailed(question.failure)
             self.update(SLICE_MS)
+            if compute is not None and (here := self._left_here(question)):
+                question.answers |= compute({lane: question.pieces[lane] for lane in here})
+                if question.complete:
+                    self.abandon(question)
             if (now := time.monotonic()) > say_at and not question.complete:
                 say_at = now + SAY_AGAIN_SECONDS
                 missing = [lane for lane in question.pieces if lane not in question.answers]
@@ -253,21 +267,28 @@ class Machines:
                 link.send(LaneAbandon((question.seq,)))
 
     def wait_ready(self, lanes: Sequence[int], limit: float) -> None:
-        """Wait until each of these lanes has a machine that is ready, for so many seconds: what is asked for
-        it later waits for it. Raises PeerLost where a machine refuses and no other holds its lane, or the
-        engine ends."""
+        """Wait until each of these lanes has a machine that is ready, as long as those that are not come
+        further within so many seconds. Raises PeerLost where that fails or all refuse, unless there is a copy
+        here, or the engine ends."""
         until, say_at = time.monotonic() + limit, time.monotonic() + SAY_SECONDS
+        seen: set[tuple[str, str, str]] = set()
         while missing := [lane for lane in lanes if not self._holders(lane)]:
-            if time.monotonic() > until:
-                return
             self.update(SLICE_MS)
-            for lane in missing:
-                every = [link for link in self._links.values() if lane in link.machine.lanes]
-                if every and all(link.state == REFUSED for link in every):
-                    raise PeerLost(f"lane {lane} of the experts: {self._why([lane])}")
-            if time.monotonic() > say_at:
-                say_at = time.monotonic() + SAY_AGAIN_SECONDS
+            now, known = time.monotonic(), {(k.machine.name, k.state, k.why) for k in self._links.values()}
+            if known - seen:
+                seen, until = seen | known, now + limit
+            late = [lane for lane in missing if now > until or self._refused(lane)]
+            if needed := [lane for lane in late if lane not in self._copies]:
+                raise PeerLost(self._why(needed))
+            if late == missing:
+                return
+            if now > say_at:
+                say_at = now + SAY_AGAIN_SECONDS
                 log.warning(f"waiting for {self._why(missing)}")
+
+    def _refused(self, lane: int) -> bool:
+        every = [link.state for link in self._links.values() if lane in link.machine.lanes]
+        return bool(every) and set(every) == {REFUSED}
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -301,7 +322,7 @@ class Machines:
             self._drain(self._links[socket])
         while self._exits.machines:
             new = self._exits.machines.popleft().machines
-            self._change(tuple(Machine(one.name, one.endpoint, one.key, one.lanes) for one in new))
+            self._change(tuple(Machine(m.name, m.endpoint, m.key, m.lanes, m.why) for m in new))
         if (now := time.monotonic()) - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
             self._look(now)
@@ -315,7 +336,8 @@ class Machines:
 
     def _change(self, machines: tuple[Machine, ...]) -> None:
         """Drop machines that are no longer there, connect to those that are new."""
-        kept = {(m.endpoint, m.key): m for m in machines}
+        kept = {(m.endpoint, m.key): m for m in machines if m.endpoint}
+        self._absent = [m for m in machines if not m.endpoint]
         for socket, link in list(self._links.items()):
             same = kept.pop((link.machine.endpoint, link.machine.key), None)
             if same is not None:
@@ -339,6 +361,8 @@ class Machines:
         """Returns the machines that can be asked for a lane: those that answer first, and of these the one
         whose own lane it is, so that replicas share the work."""
         able = [link for link in self._links.values() if lane in link.machine.lanes and link.able]
+        if lane in self._copies:
+            able = [link for link in able if not link.silent]
         return sorted(able, key=lambda link: (link.silent, link.machine.lanes.index(lane)))
 
     def _why(self, lanes: Sequence[int]) -> str:
@@ -347,6 +371,7 @@ class Machines:
         for lane in lanes:
             holders = [link for link in self._links.values() if lane in link.machine.lanes]
             known = [f"{link.machine.name} ({link.machine.endpoint}) {_state_line(link)}" for link in holders]
+            known += [f"{m.name} has no expert host: {m.why}" for m in self._absent if lane in m.lanes]
             lines.append(f"lane {lane} of the experts: {'; '.join(known) or 'no machine holds it'}")
         return ", ".join(lines)
 
@@ -418,6 +443,12 @@ class Machines:
             self._assign(question, orphans)
         if late:
             self._assign(question, late, beside=True)
+
+    def _left_here(self, question: Question) -> list[int]:
+        """Returns the lanes of which this machine has copies, and that nobody who answers computes."""
+        missing = [lane for lane in self._copies & set(question.pieces) if lane not in question.answers]
+        asked = {lane: question.asked.get(lane, ()) for lane in missing}
+        return [lane for lane in missing if not any(self._has(a) and not a.link.silent for a in asked[lane])]
 
     def _has(self, asked: Asked) -> bool:
         """Returns whether the process that was asked is still the one that would answer."""
