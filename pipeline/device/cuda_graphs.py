@@ -73,17 +73,9 @@ class CudaGraphs:
         call("cudaMemcpyAsync", to.ctypes.data, tensor.data_ptr(), to.nbytes, kind, self.device.stream)
 
     def load(self, tensor: Tensor, array: NDArray[Any]) -> None:
-        """Enqueue a copy of an array of `answers`, which must not change until `wait`; for work, too."""
+        """Enqueue a copy of an array of `answers`, which must not change until the stream was waited for; for work, too."""
         kind = constant("cudaMemcpyKind").cudaMemcpyHostToDevice
         call("cudaMemcpyAsync", tensor.data_ptr(), array.ctypes.data, array.nbytes, kind, self.device.stream)
-
-    def wait(self) -> None:
-        """Wait for all that was enqueued."""
-        self.device.wait_for_stream()
-
-    def write(self, tensor: Tensor, array: NDArray[Any]) -> None:
-        """Enqueue a copy of an array to a contiguous tensor of its shape and dtype. The array may change."""
-        self.device.upload_to(tensor, array)
 
     def free_bytes(self) -> int:
         """Return the free bytes of the device's memory."""

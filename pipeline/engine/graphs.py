@@ -230,7 +230,7 @@ class Bucket:
         if memory is not self._memory:
             self._memory, self.inputs = memory, None if memory is None else memory.inputs(self._bucket_rows)
         table = self._backbone.decode_table(spans, self._bucket_rows)
-        self._gpu.write(self._table[: len(table)], table)
+        self._gpu.device.upload_to(self._table[: len(table)], table)
         self._steps += 1
         self._captures = CAPTURES if self._steps > WARM else 0
 
@@ -298,7 +298,7 @@ class Bucket:
         return _Attended(self._h[: self._rows], self._x[: self._rows], layer, self)
 
     def read(self) -> Sequence[FloatArray]:
-        self._gpu.wait()
+        self._gpu.device.wait_for_stream()
         self._told[:HEADER_BYTES] = 0  # it is added
         _, logits = self._logits[self._number]
         return [self._x_host[: self._rows], *(one[: self._rows].copy() for one in logits)]
@@ -350,7 +350,7 @@ class Bucket:
             self._gpu.read(result, result_host)
 
         self._run((name,), work, result)
-        self._gpu.wait()
+        self._gpu.device.wait_for_stream()
         return list(np.split(result_host[: self._rows].copy(), self._rows))
 
     def _run(self, key: Hashable, work: Callable[[], None], *outputs: Tensor) -> None:
