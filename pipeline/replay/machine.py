@@ -178,6 +178,8 @@ class Replay:
         counters.rows += len(step.sequences)
         counters.link_busy += self._link.busy - moved
         driver.end_step(counters.predicted_tiles, counters.useful_tiles)
+        if self._last_steps and not self._live:
+            self.end(driver.rest())
 
     # --- a layer, in the driver's order --------------------------------------------------------------------
 
