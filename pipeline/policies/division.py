@@ -22,7 +22,7 @@ class Balanced:
     groups: list[Group]
     fixed: Fixed
     sides: Sides
-    members: Sequence[list[int]] = ()  # the places of each group's experts; none where it is one of one row
+    members: Sequence[list[int]] = ()  # the places of each group's experts; none: all are of one
 
     @cached_property
     def seconds(self) -> float:
@@ -140,7 +140,8 @@ def cuts(balanced: Balanced, resident: IntArray, tiles: int, values: Sequence[fl
     if all([group.taken == group.tiles for group in groups]):
         return [tiles] * len(resident)
     cut: list[int] = resident.tolist()
-    for group, members in zip(groups, balanced.members, strict=True):
+    every = balanced.members or [list(range(len(cut)))]
+    for group, members in zip(groups, every, strict=True):
         move(cut, group.taken - group.resident, members, tiles, values)
     return cut
 

@@ -134,14 +134,14 @@ class Worth:
         valuable first. No tile of theirs leaves for another."""
         value, empty, rank = self._rows[layer]
         rank.put(experts, inf)
-        wanted = [(value.item(expert), expert, count) for expert, count in zip(experts, more, strict=True)]
+        pairs = zip(experts, more, strict=True)
+        wanted = [(value.item(expert), expert, count) for expert, count in pairs if count > 0]
         targets: list[Target] = []
         for worth, expert, count in sorted(wanted, key=itemgetter(0), reverse=True):
-            if count > 0:
-                grown = self.grow(layer, expert, count, worth, layer)
-                if not grown:
-                    break
-                targets += grown
+            grown = self.grow(layer, expert, count, worth, layer)
+            if not grown:
+                break
+            targets += grown
         np.add(value, empty, out=rank)
         return targets
 
@@ -186,8 +186,9 @@ class Worth:
         targets: list[Target] = []
         no_room, kept = 0, self.kept[layer]
         for expert in experts:
-            more = min(self._tiles - kept[expert], left)
-            if more:
+            if not left:
+                break
+            if more := min(self._tiles - kept[expert], left):
                 grown = self.grow(layer, expert, more, inf, near, within=False)
                 targets += grown
                 no_room += not grown
