@@ -103,8 +103,8 @@ class NextGate(Prediction):
 class NextChannels(NextGate):
     """FloE's: the next layer's router on this layer's x names experts, and the next layer's up matrices on
     this layer's x the channels of them that its mask will probably keep. In the first layers the
-    calibration's MLP corrects the router where it predicted its held-out text better (FloE, section
-    3.3.1)."""
+    calibration's MLP corrects the router where it predicted its held-out text better. (The paper's
+    predictor between experts also knows the trajectory of routings so far; ours does not.)"""
 
     name: ClassVar[str] = "next-channels"
     help: ClassVar[str] = "channels of the next layer's experts, by its router and up matrices on this input"
