@@ -55,7 +55,8 @@ RIGHTS = ((0.0, 1.0), (0.5, 0.80), (0.8, RIGHT), (0.9, 0.69))
 def right_at(sparsity: float) -> float:
     """Returns the share of predicted channels that their layer keeps: between two measured ones by their
     distances."""
-    return float(np.interp(sparsity, *zip(*RIGHTS, strict=True)))
+    given, right = np.array(RIGHTS).T
+    return float(np.interp(sparsity, given, right))
 
 
 class Outcome(NamedTuple):
