@@ -264,6 +264,10 @@ class Policy(ABC):
         """Targets to change once the layer has been computed."""
         return ()
 
+    def rest(self, view: View) -> tuple[Target, ...]:
+        """Targets to change while no request is computed; may take a moment."""
+        return ()
+
 
 @dataclass(frozen=True)
 class PolicyRequest:
