@@ -38,6 +38,7 @@ setup(
         library("shm._quantize", "shm/quantize.c", "-fno-trapping-math", "-fno-math-errno"),
         library("shm._doorbell", "shm/doorbell.c"),
         library("pipeline.experts._divide", "pipeline/experts/divide.c"),
+        library("pipeline.cluster._rows", "pipeline/cluster/rows.c", depends=["workers/kernels/c/groups.h"]),
         *(kernels(variant, flags) for variant, flags in VARIANTS.items()),
     ]
 )

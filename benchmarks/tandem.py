@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -164,12 +165,12 @@ def compare(
 
 def speed(recorded: Recorded, costs: Costs, share: float, policy: str = "tandem") -> float:
     """Microseconds of this process's time for a layer of a measured decode step: the policy, the simulated
-    cache and the driver together, without reading the trace. The quickest of three runs."""
+    cache and the driver together, without reading the trace. The median of five runs."""
     shape = recorded.header.shape
     capacity = round(share * shape.layers * shape.experts * shape.tiles)
     steps = [step for step in recorded.steps if step.phase == "decode"]
     found = []
-    for _ in range(3):
+    for _ in range(5):
         replay = Replay(recorded.header, make_policy(PolicyRequest(policy), 0), costs, capacity)
         replay.run(recorded.warm)
         for known in (vars(layer.router_routing) for step in steps for layer in step.layers):
@@ -177,7 +178,7 @@ def speed(recorded: Recorded, costs: Costs, share: float, policy: str = "tandem"
         started = time.process_time()
         replay.run(steps)
         found.append(time.process_time() - started)
-    return min(found) / len(steps) / shape.layers * 1e6
+    return median(found) / len(steps) / shape.layers * 1e6
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ class LanePlan:
     layer depend on `bounds`, `pieces` and `rows` alone, never on who computes."""
 
     bounds: tuple[int, ...]
-    held: tuple[int, ...]
+    held: tuple[int, ...]  # a coordinator's: its own, then the copies that it has of others'
     pieces: int  # into so many runs a lane is cut for its holder's workers
     rows: int = 256  # at most, of one piece of a wide batch: its way and its products overlap with the next
 
@@ -66,6 +66,11 @@ class LanePlan:
         return cls(tuple(plain["bounds"]), tuple(plain["held"]), plain["pieces"], plain["rows"])
 
     @property
+    def copies(self) -> tuple[int, ...]:
+        """Returns the lanes that a coordinator computes only where their machines do not."""
+        return self.held[1:]
+
+    @property
     def part(self) -> Part:
         return Part(self.bounds, self.held)
 
@@ -78,6 +83,7 @@ class Machine:
     endpoint: str  # tcp://ADDRESS:PORT
     key: str  # its public CURVE key, 40 characters
     lanes: tuple[int, ...]  # its own first, then those that it has as replicas
+    why: str = ""  # it has no endpoint
 
 
 @dataclass(frozen=True)

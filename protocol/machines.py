@@ -14,15 +14,14 @@ A conversation
    not answered, of those sent before its Ping, is lost, with a connection or a process, and is sent again.
 4. A Pong of another `incarnation` comes from another process: the coordinator begins again with 1.
 
-x travels as the int8 codes that kernels of the integer formats make of it anyway, a quarter of its bytes: for
-each group a number m whose 127th part is the step, and codes round(x / step). The receiver's kernels make the
-same codes again of `restored`, so that the result has the bits of x itself."""
+x travels as the int8 codes that kernels of the integer formats make of it anyway, a quarter of its bytes,
+with each group's largest magnitude (`pipeline/cluster/rows.c`). The receiver's kernels make the same codes
+again, so that the result has the bits of x itself."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import zmq
 
 from protocol.errors import ProtocolError
@@ -30,7 +29,6 @@ from protocol.messages import ARRAY_LIMIT, F32Matrix, Float, I8Matrix, I32Vector
 from protocol.sockets import HANDSHAKE_MS, LINGER_MS, Socket, random_identity
 
 LOADING, READY, REFUSED = "loading", "ready", "refused"  # states of a host
-LARGEST_CODE = np.float32(127)
 QUEUED = 1000  # messages, each way
 BEAT_MS, SILENT_MS = (
     500,
@@ -67,16 +65,14 @@ class HostWelcome(Record, frozen=True):
 @message(82)
 class LaneWork(Record, frozen=True, eq=False):
     """Compute these lanes, which have equally many tiles, for the rows of x. `descriptors`: those of a lane's
-    pieces, with tiles counted from the lane's first, one after the other, of `lengths` numbers each. x comes
-    as `codes` with the `largest` m of each group, or else as `x`."""
+    pieces, with tiles counted from the lane's first, one after the other, of `lengths` numbers each."""
 
     seq: Int
     lanes: Ints
     lengths: Ints
     descriptors: I32Vector
-    codes: I8Matrix  # [R, hidden, padded to whole groups]; else [0, 0]
-    largest: F32Matrix  # [R, groups]
-    x: F32Matrix  # [R, hidden]; else [0, 0]
+    compact: bool
+    x: I8Matrix  # [R, bytes of a row]: compact, or as float32
 
 
 @message(83)
@@ -118,18 +114,6 @@ class LaneAbandon(Record, frozen=True):
     """These LaneWorks are no longer needed, and are skipped if they have not been begun."""
 
     seqs: Ints
-
-
-def restored(codes: I8Matrix, largest: F32Matrix, hidden: int) -> F32Matrix:
-    """Returns an x float32 [R, hidden] of which the kernels make these codes."""
-    rows, groups = largest.shape
-    grouped = codes.reshape(rows, groups, -1)
-    x = grouped * (largest / LARGEST_CODE)[:, :, None]
-    # Not the product, which may be a rounding away from the number whose 127th part is the group's step.
-    edges = np.abs(grouped) == LARGEST_CODE
-    np.copyto(x, np.copysign(largest[:, :, None], x), where=edges)
-    restored: F32Matrix = x.reshape(rows, -1)[:, :hidden]
-    return restored
 
 
 def host_router(context: zmq.Context[Socket], address: str, port: int, public: str, secret: str) -> Socket:

@@ -639,6 +639,7 @@ class MachineRecord(Record, frozen=True):
     endpoint: str
     key: str
     lanes: Ints
+    why: str
 
 
 @message(71)

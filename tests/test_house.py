@@ -17,13 +17,13 @@ SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
     "protocol": 2_560,
     "shm": 4_750,
-    "workers": 10_040,
-    "pipeline": 40_370,
-    "launch": 14_240,
-    "benchmarks": 6_930,
-    "tests": 63_160,
+    "workers": 10_050,
+    "pipeline": 40_880,
+    "launch": 14_340,
+    "benchmarks": 7_150,
+    "tests": 63_520,
 }
-ROOMS = 319  # Python files of the program, without those that only mark a package
+ROOMS = 321  # Python files of the program, without those that only mark a package
 
 
 @pytest.mark.parametrize("folder", LINES)

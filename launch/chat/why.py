@@ -55,7 +55,7 @@ def why_text(reply: Reply | None, stats: dict[str, Any], welcome: Welcome) -> Re
     request = PolicyRequest(policy, options)
     lines = [*_facts(profile, request), stats.get("prefetch", {}).get("status")]
     lines += [stats.get("policy_status")] if stats.get("policy") == policy else []
-    lines += [_machine(each) for each in stats.get("machines") or ()]
+    lines += [_machine(each, _seconds(stats)) for each in stats.get("machines") or ()]
     lines += [_disk(stats["disk"])] if "disk" in stats else []
     lines.append(f"fidelity: {approximation(answer.get('fidelity', {})) or 'exact'}")
     parts: list[RenderableType] = [_time(profile, policy, stats), "", _layers(profile, request), ""]
@@ -63,11 +63,21 @@ def why_text(reply: Reply | None, stats: dict[str, Any], welcome: Welcome) -> Re
     return Group(*parts, "", _advice(profile, stats, welcome, policy))
 
 
-def _machine(machine: dict[str, Any]) -> str:
-    """Returns a line about another machine that holds experts."""
+def _seconds(stats: dict[str, Any]) -> float:
+    """Returns the seconds of all steps since the engine's start."""
+    return sum(sum(phase["seconds"].values()) for phase in stats["engine"].values())
+
+
+def _machine(machine: dict[str, Any], seconds: float) -> str:
+    """Returns a line about another machine that holds experts. `seconds`: of all steps."""
     if machine["state"] != "ready":
         return f"machine {machine['name']} is {machine['state']}: {machine['why']}"
-    return f"machine {machine['name']}: {machine['round_trip_us']:,.0f} us a layer"
+    waited = percent(machine["waited_s"] / seconds) if seconds else "0%"
+    return (
+        f"machine {machine['name']}: {percent(machine['share'])} of each expert,"
+        f" {machine['round_trip_us']:,.0f} us a layer, of which it computes {machine['computing_us']:,.0f};"
+        f" {waited} of all steps was spent waiting for it alone"
+    )
 
 
 def _disk(disk: dict[str, Any]) -> str:

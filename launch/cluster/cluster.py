@@ -4,8 +4,7 @@ an engine, placed by the liaison, a child process that is started again when it 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,21 +15,11 @@ from launch.cluster.node import NodePlace, check_ray, check_token, local_nodes, 
 from launch.command_line.options import Options
 from launch.errors import LaunchError, WrongUsage
 from launch.processes.trials import Trial, TrialFailed, trial
-from pipeline.config import Machine
 from protocol.program import COMMAND
 
 LIAISON = "launch.cluster.liaison"
 REACH_LIMIT = 3.0  # seconds for a tcp connection
 NODES_LIMIT, LOOK_LIMIT = 20.0, 120.0  # seconds for the liaison
-STOP_LIMIT = 30.0  # seconds for the hosts to end
-REPEAT_SECONDS = (
-    2.0  # between lists of the machines that say the same: one may be sent before it can be heard
-)
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 10.0  # seconds before the liaison is started again
-
-log = logging.getLogger("tandem")
-
-Tell = Callable[[tuple[Machine, ...]], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -100,11 +89,19 @@ class Cluster:
 
 def differing(machines: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Returns why machines cannot take part, by name: they do not answer, or run another version."""
-    ours, found = versions(), {}
+    found = {}
     for name, machine in machines.items():
         if failure := machine.get("failure"):
             found[name] = f"machine {name} does not answer as it should: {failure}"
-        elif other := [key for key in ours if machine["versions"].get(key) != ours[key]]:
-            words = ", ".join(f"{key} {machine['versions'].get(key)} instead of {ours[key]}" for key in other)
+        elif words := unlike(machine["versions"]):
             found[name] = f"machine {name} runs another version ({words}): install the same there"
+        elif machine.get("variant") == "portable":
+            found[name] = f"machine {name} has only the portable kernels, whose sums have other bits"
     return found
+
+
+def unlike(theirs: dict[str, str]) -> str:
+    """Returns which of a machine's versions differ from those here; "" of equal ones."""
+    ours = versions()
+    other = [key for key in ours if theirs.get(key) != ours[key]]
+    return ", ".join(f"{key} {theirs.get(key)} instead of {ours[key]}" for key in other)

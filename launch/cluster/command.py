@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import node
-from launch.cluster.cluster import Cluster, differing
+from launch.cluster.cluster import Cluster, differing, unlike
+from launch.cluster.machine import versions
 from launch.cluster.node import NodeConfig
 from launch.command_line.options import Options
 from launch.command_line.table import DEFAULT_PORT, PORTS
@@ -29,6 +30,7 @@ from shm.segment import byte_size
 
 ANYWHERE = "192.0.2.1"  # an address of documentation, on the way to which the default route leads
 LOOK_SECONDS = 1.0
+GIVEN_UP_SECONDS = 7.0  # after which the head has given up a machine that it does not reach (`node.TUNED`)
 
 Row = tuple[str, dict[str, Any]]
 
@@ -77,9 +79,29 @@ async def _join(options: Options, interrupts: Interrupts) -> int:
         raise WrongUsage(
             f"a machine named {config.name} is in the cluster already: give another --name, or stop it there"
         )
+    for each in [each for each in nodes if each["alive"] and each["versions"]]:
+        if words := unlike(dict(zip(versions(), each["versions"].split("_"), strict=False))):
+            raise WrongUsage(
+                f"another version than on machine {each['name']} ({words}): install the same here"
+            )
     await _run(config)
+    await _check_reached(there, config)
     notice(f"machine {config.name} has joined the cluster at {head} as {config.address}")
     return await _stay(options, interrupts, config)
+
+
+async def _check_reached(there: Cluster, config: NodeConfig) -> None:
+    """Raises LaunchError where the head gives this machine up, which has reached the head itself."""
+    await asyncio.sleep(GIVEN_UP_SECONDS)
+    nodes, place = await there.nodes(), node.read_place(config.name)
+    known = any(each["alive"] and each["name"] == config.name for each in nodes)
+    if known and place is not None and place.state == "up":
+        return
+    await asyncio.to_thread(node.stop, config.name)
+    raise LaunchError(
+        f"the head does not reach this machine at {config.address}, ports {config.port} to"
+        f" {config.port + PORTS - 1}: open them in the firewall, or give another --address"
+    )
 
 
 async def _stop(options: Options, interrupts: Interrupts) -> int:
@@ -134,7 +156,8 @@ def _config(options: Options, address: str, token: Path, head: str = "") -> Node
     name = (
         options.written.get("name") or re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().split(".")[0])[:24]
     )
-    return NodeConfig(name or "machine", address, options.written.get("port", DEFAULT_PORT), str(token), head)
+    port, same = options.written.get("port", DEFAULT_PORT), "_".join(versions().values())
+    return NodeConfig(name or "machine", address, port, str(token), head, same)
 
 
 def _head(text: str) -> str:

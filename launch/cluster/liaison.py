@@ -15,21 +15,24 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, AuthenticationError, RayError
+from ray.exceptions import ActorDiedError, AuthenticationError, GetTimeoutError, RayError
 
 from launch.cluster.machine import Echo, HostActor, call_echo, look
-from launch.cluster.node import LABEL, RESOURCE
+from launch.cluster.node import LABEL, RESOURCE, VERSIONS
 
 NODES_LIMIT = 5.0  # seconds
 LOOK_LIMIT = 60.0  # seconds for all machines; Ray starts a Python on each
 STOP_LIMIT = 20.0  # seconds for hosts to end
+REACH_LIMIT = 2.0  # seconds for a host to take a connection
 WATCH_LIMIT = 20.0  # seconds for an actor's answer, which takes 5 where nothing changes
 ADOPT_SECONDS = 30.0  # that a machine is lost before a spare one loads its part
 LOST_SECONDS = 60.0  # without one, though its machine is there
@@ -91,6 +94,7 @@ def nodes_of(address: str) -> list[dict[str, Any]]:
             {
                 "id": node.node_id.hex(),
                 "name": dict(node.labels).get(LABEL, ""),
+                "versions": dict(node.labels).get(VERSIONS, ""),
                 "address": node.node_manager_address,
                 "alive": node.state == 0,
                 "part": dict(node.resources_total).get(RESOURCE, 0) > 0,
@@ -131,6 +135,8 @@ def _look(config: dict[str, Any]) -> dict[str, Any]:
             machine |= ray.get(asked[name], timeout=max(0.1, until - time.monotonic()))
             if config["again"] and not machine["here"]:
                 machine |= _way(machine)
+        except GetTimeoutError:
+            machine["failure"] = f"no word for {LOOK_LIMIT:.0f} s, perhaps for a firewall in between"
         except RayError as e:
             machine["failure"] = _reason(e)
     return machines
@@ -153,9 +159,11 @@ class Placing:
 
     def __init__(self, config: dict[str, Any], answers: Answers) -> None:
         """`hosts`: HostActor's configurations by machine. `spares`: by machine those that would adopt what it
-        alone holds, the best first, and the lanes that this is."""
+        alone holds, the best first, and the lanes that this is. `endpoints`: by machine where its hosts were
+        said to listen before."""
         self._hosts: dict[str, list[dict[str, Any]]] = config["hosts"]
         self._spares: dict[str, dict[str, Any]] = config["spares"]
+        self._endpoints: dict[str, list[str]] = config["endpoints"]
         self._answers = answers
         self._lock = threading.Lock()
         self._node = ray.get_runtime_context().get_node_id()
@@ -187,7 +195,7 @@ class Placing:
                 continue  # the head is not there, which loses nobody
             for name in [name for name in self._spares if name in self._hosts]:
                 since = lost_since.setdefault(name, now)
-                if name in there:
+                if name in there or self._answers_at(name):
                     lost_since[name] = now
                 elif now - since > ADOPT_SECONDS:
                     spare = next((each for each in self._spares[name]["machines"] if each in there), None)
@@ -196,6 +204,15 @@ class Placing:
                             f"{spare} for {name}", spare, self._adopted(name, there[spare]["address"])
                         )
                         del self._spares[name]
+
+    def _answers_at(self, name: str) -> bool:
+        """Returns whether something answers where a machine's hosts listen: Ray may be wrong about it."""
+        said = [host.get("endpoint") for host in self._said.get(name, {}).values()]
+        for endpoint in filter(None, said or self._endpoints.get(name, [])):
+            address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+            with suppress(OSError), socket.create_connection((address, int(port)), REACH_LIMIT):
+                return True
+        return False
 
     def _adopted(self, name: str, address: str) -> list[dict[str, Any]]:
         """Returns the configuration of the host that another machine has for a lost one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import re
 import signal
 import socket
 import threading
@@ -49,14 +50,15 @@ ECHO_SECONDS = 20.0  # that the echo serves
 ECHO_BYTES = 1 << 20  # of one message, at most
 
 
-def versions() -> dict[str, Any]:
-    """Returns what must be equal on all machines."""
-    return {
+def versions() -> dict[str, str]:
+    """Returns what must be equal on all machines, without signs that a label of Ray's cannot have."""
+    found = {
         "tandem": installed("tandem"),
         "protocol": VERSION,
         "kernels": KERNELS,
         "python": ".".join(platform.python_version_tuple()[:2]),
     }
+    return {name: re.sub("[^A-Za-z0-9.-]", "", str(value)) for name, value in found.items()}
 
 
 def look(model: str | None, again: bool) -> dict[str, Any]:

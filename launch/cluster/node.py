@@ -52,7 +52,7 @@ SERVICES = (
     "metrics-export-port",
 )
 PROCESSES = PORTS - 1 - len(SERVICES)
-RESOURCE, LABEL = "tandem", "tandem-machine"  # of nodes that take part
+RESOURCE, LABEL, VERSIONS = "tandem", "tandem-machine", "tandem-versions"  # of nodes that take part
 OBJECT_STORE = 80_000_000  # bytes, the least that Ray takes: no data goes through it
 START_LIMIT = 180.0  # seconds for Ray to start
 RAY_PATIENCE, TRIES = 25.0, 3  # seconds, a little less than those after which Ray gives up its own start
@@ -83,6 +83,7 @@ class NodeConfig:
     port: int  # the first of PORTS
     token: str  # path
     head: str = ""  # ADDRESS:PORT; "": this is the head
+    versions: str = ""  # `machine.versions`, joined by _
 
     @property
     def cluster(self) -> str:
@@ -162,8 +163,9 @@ def ray_command(config: NodeConfig, folder: Path) -> list[str]:
         role = ["--head", "--port", str(config.port), "--include-dashboard", "false"]
     command = [*PYTHON, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *role]
     command += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    labels = f"{LABEL}={config.name},{VERSIONS}={config.versions}"
     command += ["--node-ip-address", config.address, "--temp-dir", str(folder)]
-    return [*command, "--resources", f'{{"{RESOURCE}": 1}}', "--labels", f"{LABEL}={config.name}"]
+    return [*command, "--resources", f'{{"{RESOURCE}": 1}}', "--labels", labels]
 
 
 def check_ports(config: NodeConfig) -> None:

@@ -51,6 +51,7 @@ class _Placing:
         self._share, self._tell = share, tell
         self._hosts = share.hosts(engine)
         self._machines: dict[str, Machine] = {}  # by the host's name
+        self._why = dict.fromkeys(self._hosts, "not heard of yet")  # a machine has no expert host
         self._states: dict[str, str] = {}  # what was last logged, by machine
 
     async def run(self) -> None:
@@ -60,10 +61,12 @@ class _Placing:
             return
         while not self.stopping.is_set():
             began = asyncio.get_running_loop().time()
+            known: dict[str, list[str]] = {}
+            for machine in self._machines.values():
+                known.setdefault(machine.name, []).append(machine.endpoint)
+            placed = {"hosts": self._hosts, "spares": self._share.spares(), "endpoints": known}
             try:
-                async with self._share.cluster.liaison(
-                    "place", hosts=self._hosts, spares=self._share.spares()
-                ) as process:
+                async with self._share.cluster.liaison("place", **placed) as process:
                     await self._follow(process)
             except TrialFailed as e:
                 self._log("", f"the cluster is not reached, and hosts that answer are used: {e}")
@@ -83,7 +86,7 @@ class _Placing:
                 if said.done():
                     self._on_said(said.result())
                     said = asyncio.ensure_future(process.result(None))
-                await self._tell(tuple(self._machines.values()))
+                await self._tell(self._known())
             await process.go()
             with suppress(TimeoutError, TrialFailed):  # TrialFailed: it has ended
                 async with asyncio.timeout(STOP_LIMIT):
@@ -96,10 +99,19 @@ class _Placing:
 
     async def _repeat(self, seconds: float) -> None:
         """Wait, and tell the machines meanwhile."""
-        await self._tell(tuple(self._machines.values()))
+        await self._tell(self._known())
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.stopping.wait()
+
+    def _known(self) -> tuple[Machine, ...]:
+        """Returns the machines with their hosts, and those that have none."""
+        there = {machine.name for machine in self._machines.values()}
+        absent = [name for name in self._hosts if name not in there]
+        return (
+            *self._machines.values(),
+            *(Machine(name, "", "", self._order(name, []), self._why[name]) for name in absent),
+        )
 
     def _on_said(self, said: dict[str, Any]) -> None:
         if "failure" in said:
@@ -111,9 +123,14 @@ class _Placing:
                     self._machines[name] = Machine(
                         machine, host["endpoint"], host["key"], self._order(machine, host["lanes"])
                     )
-                words = f"machine {machine}: its expert host is {host['state']}"
-                self._log(machine, words + (f": {host['error']}" if host.get("error") else ""))
+                else:
+                    self._machines.pop(name, None)
+                words = host["state"] + (f": {host['error']}" if host.get("error") else "")
+                self._why[machine] = words
+                if host["state"] != "loading" or "failed" not in self._states.get(machine, ""):
+                    self._log(machine, f"machine {machine}: its expert host is {words}")
         for machine, why in said["down"].items():
+            self._why[machine] = f"out of Ray's reach ({why})"
             self._log(
                 f"ray {machine}",
                 f"machine {machine} is out of Ray's reach ({why}); its host is used if it answers",

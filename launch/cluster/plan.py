@@ -44,8 +44,8 @@ def replicate(
     first: of all lanes where there is room, else of as many as possible, each once before any twice. `lanes`:
     tiles of each; `held`: the machines' own lanes; None: a machine without one.
 
-    The first machine, the coordinator's, neither has nor needs copies: it computes what it holds itself, so a
-    copy there would leave nothing to the other machine; and without it there is no engine."""
+    The lane of the first machine, the coordinator's, needs no copies: without it there is no engine. It has
+    copies of others' lanes where no other machine has room: it has most to do already."""
     size = np.asarray(lanes, np.int64) * tile_bytes
     free = np.asarray(rooms, np.int64).copy()
     parts = [[] if own is None else [own] for own in held]
@@ -54,9 +54,9 @@ def replicate(
     for _ in range(copies):
         # Small ones first: more of them fit.
         for lane in np.argsort(size, kind="stable"):
-            able = [m for m in range(1, len(parts)) if lane not in parts[m] and free[m] >= size[lane]]
-            if able and lane not in parts[0]:
-                machine = max(able, key=lambda m: int(free[m]))
+            able = [m for m, part in enumerate(parts) if lane not in part and free[m] >= size[lane]]
+            if able and lane != held[0]:
+                machine = max(able, key=lambda m: (m > 0, int(free[m])))
                 parts[machine].append(int(lane))
                 free[machine] -= size[lane]
     return parts

@@ -18,7 +18,7 @@ from launch.terminal.format import count
 from launch.terminal.log import notice
 from pipeline.assets import model_dir
 from pipeline.checkpoint.open import open_model
-from pipeline.cluster.keeper import new_keys
+from pipeline.cluster.keeper import new_keys, same_bits
 from pipeline.config import EngineConfig, LanePlan, MachineList
 from pipeline.errors import UsageError
 from pipeline.memory.needs import needs
@@ -125,11 +125,14 @@ def _share(
     source = open_model(asked.model or model_dir())
     wanted = options.written.get("replicas", 0)
     rooms: tuple[Room, ...] = ()
+    variants = {each: look["variant"] for each, look in able.items()}
     for name in formats(asked, source):
         if "floe" in name:
             raise WrongUsage(
                 f"--format {name}: its experts are for one machine alone; --cluster takes the others"
             )
+        if not same_bits(set(variants.values()), name):
+            continue
         shape = expert_shape(source.config, asked.tile, format_named(name))
         tile_bytes = -(-StoreLayout(shape, format_named(name)).total_bytes // shape.tiles)
         own = replace(now.config, format=name)
@@ -145,10 +148,13 @@ def _share(
         )
         if (division := plan(shape.tiles, tile_bytes, rooms, wanted)) is not None:
             pieces = max(look["workers"] for look in able.values())
-            lanes = LanePlan(division.bounds, division.parts[0], pieces)
+            lanes = LanePlan(division.bounds, tuple(sorted(division.parts[0])), pieces)
             config = replace(asked, lanes=lanes, format=name)
             keys = MachineList((), *new_keys())
             return Share(cluster, config, keys, names, rooms, division, able)
+    if not rooms:
+        kernels = ", ".join(f"{each} {variant}" for each, variant in variants.items())
+        raise UsageError(f"in {name} unequal kernels add otherwise ({kernels}): give --format int8 or int4")
     there = ", ".join(f"{room.name} {byte_size(max(0, room.memory))}" for room in rooms)
     need = byte_size(shape.tiles * tile_bytes)
     raise UsageError(

@@ -267,13 +267,18 @@ class TokenOrder(StepObserver):
 
     def hit_rates(self) -> FloatArray:
         """[L, E + 1]: of the experts that decode uses in a layer, the share in a cache that holds so many of
-        the layer's experts, those of the highest priority: each is in every cache larger than its place."""
+        the layer's experts, those of the highest priority: each is in every cache larger than its place. The
+        first half of decode's steps only warms the priorities, as the calibration's counts do for an engine's
+        cache."""
         size = self._shape.layers, self._shape.experts
+        every = (phase for steps in self._steps.values() for phase, _ in steps)
+        warming = sum(phase == "decode" for phase in every) // 2
         rows, uses = np.zeros(size, np.int64), np.zeros(size, np.int64)  # uses by place
         priorities = np.full(size, -np.inf)
         for number, (phase, new) in enumerate(self._workloads(), start=1):
             active = new > 0
-            if phase == "decode":
+            warming -= phase == "decode"
+            if phase == "decode" and warming < 0:
                 places = np.argsort(np.argsort(-priorities, axis=1, kind="stable"), axis=1)
                 np.add.at(uses, (np.nonzero(active)[0], places[active]), 1)
             rows += new

@@ -1,7 +1,7 @@
 """Gates that a calibration trains to name experts early.
 
 AdapMoE's for the first layer (section 4.3, equation 9): no layer precedes it, so a matrix G predicts its
-experts from the last layer's x of the previous token. FloE's between experts (2025, section 3.3.1): in the
+experts from the last layer's x of the previous token. FloE's between experts (2025, dual predictors): in the
 first layers an MLP names the next layer's experts. Ours corrects the next gate instead of replacing it, so
 that it is never much worse:
 

@@ -30,8 +30,9 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from pipeline.arrays import FloatArray
 from pipeline.cluster import place
-from pipeline.cluster.keeper import HostConfig, new_keys
+from pipeline.cluster.keeper import HostConfig, new_keys, same_bits
 from pipeline.cluster.lanes import HeldLanes
+from pipeline.cluster.rows import RowCoder, WireX
 from pipeline.cluster.workers import ROLE, HostWorkers
 from pipeline.config import WorkerCores
 from pipeline.errors import PeerLost, PipelineError
@@ -58,7 +59,6 @@ from protocol.machines import (
     Ping,
     Pong,
     host_router,
-    restored,
 )
 from protocol.program import LineFormatter
 from protocol.sockets import runtime_root
@@ -77,7 +77,6 @@ FEW_ROWS = 4  # of a Work of which this process computes a share itself: it is d
 LOAD_TRIES = 10  # another engine's start may remove a store that nobody has leased yet
 LOOK_MS = 100  # of a wait for messages, between two looks at the workers
 WORKER_LIMIT = 60.0  # seconds for the workers to announce themselves
-SAME_VARIANT = ("f32", "bf16", "fp8")  # formats whose products are added in each variant's own order
 
 log = logging.getLogger(__name__)
 
@@ -98,11 +97,14 @@ class ExpertHost:
         guard.configure_curve_callback(DOMAIN.decode(), _Only(config.coordinator_key))
         self._socket = host_router(context, config.address, config.port, self._public, secret)
         closing.callback(self._socket.close)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
         self._endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._works: dict[tuple[bytes, int], LaneWork] = {}  # without an answer, by sender and seq
         self._loading = _LoadingThread(config)
         self._store: Store | None = None
         self._lanes: HeldLanes | None = None  # once it is ready
+        self._coder: RowCoder | None = None
         self._workers: HostWorkers | None = None
         self._error = ""  # why it cannot compute
         self._heard_at = time.monotonic()
@@ -188,6 +190,7 @@ class ExpertHost:
             compute = computing(store_kernel(store, guarded=True))
         pool = HostPool(divider, cores, compute, socket, carrier, control)
         pool.wait_ready(WORKER_LIMIT)
+        self._coder = RowCoder(store.layout)
         self._lanes = HeldLanes(pool, config.lanes.part)
 
     def _slot(self, rows: int) -> tuple[int, int]:
@@ -199,7 +202,7 @@ class ExpertHost:
     def _answer(self, sender: bytes, work: LaneWork) -> None:
         assert self._lanes is not None
         started = time.perf_counter()
-        if few := max(len(work.codes), len(work.x)) <= FEW_ROWS:
+        if few := len(work.x) <= FEW_ROWS:
             self._lanes.pool.announce()  # workers wake while x is made
         try:
             x = self._x_of(work)
@@ -211,29 +214,21 @@ class ExpertHost:
             self._works.pop((sender, work.seq), None)
             self._send(sender, LaneFailed(work.seq, str(e)))
             return
-        y = np.concatenate([sums[lane] for lane in work.lanes])
+        parts = [sums[lane] for lane in work.lanes]
+        y = parts[0] if len(parts) == 1 else np.concatenate(parts)
         self._works.pop((sender, work.seq), None)
         self._send(sender, LaneSums(work.seq, work.lanes, time.perf_counter() - started, y))
 
     def _x_of(self, work: LaneWork) -> FloatArray:
         """Raises ValueError where a Work's arrays do not fit this host or each other."""
-        assert self._store is not None
-        hidden = self._store.layout.shape.hidden
+        assert self._coder is not None
         if not set(work.lanes) <= set(self._config.lanes.held) or len(set(work.lanes)) != len(work.lanes):
             raise ValueError(f"lanes {work.lanes} of a host that holds {self._config.lanes.held}")
         if sum(work.lengths) != len(work.descriptors) or min(work.lengths, default=99) < numbers(0, 0):
             raise ValueError("descriptors of other lengths than said")
-        if not work.codes.size:
-            x = work.x
-        elif len(work.codes) != len(work.largest) or not work.largest.size:
-            raise ValueError("codes without their groups")
-        elif work.codes.shape[1] % work.largest.shape[1]:
-            raise ValueError("codes that are no whole groups")
-        else:
-            x = restored(work.codes, work.largest, hidden)
-        if x.shape[1:] != (hidden,) or len(x) > self._config.lanes.rows:
-            raise ValueError(f"x of {x.shape} for {self._config.lanes.rows} rows of {hidden} at most")
-        return x
+        if len(work.x) > self._config.lanes.rows:
+            raise ValueError(f"x of {len(work.x)} rows instead of {self._config.lanes.rows} at most")
+        return self._coder.decode(WireX(work.compact, work.x))
 
     # --- messages ----------------------------------------------------------------------------------------
 
@@ -241,13 +236,10 @@ class ExpertHost:
         """Take the messages that have arrived, after waiting for one; look after the workers."""
         if self._workers is not None:
             self._workers.check()
-        if not self._socket.poll(wait_ms):
+        if not self._poller.poll(wait_ms):
             return
-        while True:
-            try:
-                sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             try:
                 message = decode(frames)
             except MalformedMessage as e:
@@ -293,8 +285,7 @@ class ExpertHost:
         plan = config.lanes.bounds, config.lanes.pieces
         if (hello.bounds, hello.pieces) != plan:
             return "it divides experts into other lanes"
-        variants = {variant, hello.variant}
-        if "portable" in variants or (len(variants) > 1 and hello.format in SAME_VARIANT):
+        if not same_bits({variant, hello.variant}, hello.format):
             return (
                 f"its kernels are for {variant}, the coordinator's for {hello.variant}: in {hello.format}"
                 " their sums may differ in the last bits"

@@ -35,6 +35,7 @@ FIRST_PAUSE, LONGEST_PAUSE = (
     10.0,
 )  # seconds before a restart, doubled for each that failed before it was ready
 POLL_SECONDS = 0.01
+ORDERED = ("f32", "bf16", "fp8")  # formats whose products are added in each variant's own order
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,11 @@ class HostConfig:
         """Returns a digest of all that makes another host of it: not its lease, nor what its log tells."""
         same = replace(self, lease=0.0, log_level="", reserve_bytes=0)
         return hashlib.sha256(json.encode(same.plain(), order="sorted")).hexdigest()
+
+
+def same_bits(variants: set[str], format: str) -> bool:
+    """Returns whether kernels of these variants give sums with the same bits in a format."""
+    return "portable" not in variants and (len(variants) == 1 or format not in ORDERED)
 
 
 def new_keys() -> tuple[str, str]:

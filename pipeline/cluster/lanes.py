@@ -27,33 +27,46 @@ class LaneDivider:
 
     def __init__(self, part: Part, experts: int, pieces: int) -> None:
         """Raises NotCompiled."""
-        lanes = range(len(part.bounds) - 1)
-        self.part, self._experts = part, experts
-        self._tiles = {lane: part.tiles(lane) for lane in lanes}
-        most = max(self._tiles.values())
+        self.part = part
+        most = max(part.tiles(lane) for lane in range(len(part.bounds) - 1))
         self._divider = Divider(WorkerCores.equal(pieces), experts, most)
         self._all = np.zeros(experts, np.int32)
 
-    def remote(self, split: Split, lanes: Sequence[int]) -> dict[int, Pieces]:
-        """Returns the pieces of whole lanes. Lanes of equally many tiles have the same object. Raises
-        PlanError."""
-        by_tiles = {tiles: self._cut(split, self._all, tiles) for tiles in {self._tiles[n] for n in lanes}}
-        return {lane: by_tiles[self._tiles[lane]] for lane in lanes}
+    def cut(self, split: Split) -> Cut:
+        """Returns what cuts a layer's lanes. Raises PlanError, as do its methods."""
+        return Cut(self, split)
 
-    def own(self, split: Split) -> dict[int, Pieces]:
-        """Returns the pieces of the lanes that this machine holds, without the tiles that its device
-        computes. Raises PlanError."""
-        if not split.lo.any():
-            return self.remote(split, self.part.held)
-        return {
-            lane: self._cut(split, np.clip(split.lo - self.part.first(lane), 0, tiles), tiles)
-            for lane in self.part.held
-            for tiles in (self._tiles[lane],)
-        }
-
-    def _cut(self, split: Split, lo: IntArray, tiles: int) -> Pieces:
-        of_lane = split._replace(lo=lo, hi=all_tiles(self._experts, tiles))
+    def pieces(self, split: Split, tiles: int, lo: IntArray | None = None) -> Pieces:
+        """Returns the pieces of a lane of so many tiles, without each expert's first `lo`."""
+        of_lane = split._replace(lo=self._all if lo is None else lo, hi=all_tiles(len(self._all), tiles))
         return [descriptor for _, descriptor in self._divider.divide(of_lane, 0).parts]
+
+
+class Cut:
+    """A layer's lanes, cut into pieces. Lanes of equally many tiles have the same pieces, unless a device has
+    some of them."""
+
+    def __init__(self, divider: LaneDivider, split: Split) -> None:
+        self._divider, self._split = divider, split
+        self._by_tiles: dict[int, Pieces] = {}
+
+    def whole(self, lanes: Sequence[int]) -> dict[int, Pieces]:
+        """Returns the pieces of whole lanes."""
+        part, by_tiles = self._divider.part, self._by_tiles
+        for tiles in {part.tiles(lane) for lane in lanes} - by_tiles.keys():
+            by_tiles[tiles] = self._divider.pieces(self._split, tiles)
+        return {lane: by_tiles[part.tiles(lane)] for lane in lanes}
+
+    def own(self, lanes: Sequence[int]) -> dict[int, Pieces]:
+        """Returns the pieces of lanes that this machine holds, without the tiles that its device computes."""
+        part, split = self._divider.part, self._split
+        if not split.lo.any():
+            return self.whole(lanes)
+        return {
+            lane: self._divider.pieces(split, tiles, np.clip(split.lo - part.first(lane), 0, tiles))
+            for lane in lanes
+            for tiles in (part.tiles(lane),)
+        }
 
 
 @dataclass
@@ -94,6 +107,8 @@ class HeldLanes:
 def moved(descriptor: Descriptor, tiles: int) -> Descriptor:
     """Returns a copy of a descriptor whose items lie so many tiles further on."""
     copy = descriptor.copy()
+    if not tiles:
+        return copy
     items = copy[HEADER : HEADER + 3 * head_of(copy)[ITEMS]].reshape(-1, 3)
     items[:, 1:] += np.int32(tiles)
     return copy

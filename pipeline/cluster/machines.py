@@ -3,8 +3,9 @@ answers, or that another machine does which holds the lane.
 
 A `Question` is a layer's remote lanes for some rows. Each lane is asked of the first ready machine that holds
 it; of another one too as soon as that one is silent; and again where a host says that it does not have it.
-The first answer counts: whoever computes a lane, its sum has the same bits. Where nobody holds a lane, the
-question waits, and a line says for what.
+The first answer counts: whoever computes a lane, its sum has the same bits. Where no machine that answers
+computes it, it is computed here from a copy, if there is one; else the question waits, and a line says for
+what.
 
 The engine's thread does all of this; ZeroMQ has an I/O thread for each machine, which encrypts and carries
 the bytes."""
@@ -25,6 +26,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pipeline.arrays import FloatArray
 from pipeline.cluster.lanes import Pieces
+from pipeline.cluster.rows import WireX
 from pipeline.config import Machine, MachineList
 from pipeline.errors import PeerLost, ShardFailed
 from pipeline.experts.peers import COPY_BELOW, ExitEvents
@@ -49,6 +51,7 @@ from protocol.machines import (
 HELLO_SECONDS = 0.25  # between two HostHellos to a host that is not ready
 PING_SECONDS, IDLE_PING_SECONDS = 0.05, 1.0  # between two Pings to one that owes an answer, to another
 HEDGE_SECONDS = 0.3  # of silence, after which a machine that owes an answer counts as silent
+SMOOTH = 1 / 16  # weight of an answer in a mean
 LOOK_SECONDS = 0.02  # between two looks for what is late
 SLICE_MS = 10  # of a wait
 SAY_SECONDS, SAY_AGAIN_SECONDS = 2.0, 30.0  # of a wait, until a line says for what; and again
@@ -65,14 +68,7 @@ SILENT = "silent"
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class WireX:
-    """A question's x as it travels."""
-
-    codes: np.ndarray[tuple[int, int], np.dtype[np.int8]]
-    largest: FloatArray
-    x: FloatArray
+ComputeHere = Callable[[Mapping[int, Pieces]], dict[int, FloatArray]]
 
 
 @dataclass(eq=False)
@@ -95,6 +91,7 @@ class Question:
     x: WireX
     asked: dict[int, list[Asked]] = field(default_factory=dict)  # by lane that has no answer, the latest last
     answers: dict[int, FloatArray] = field(default_factory=dict)  # by lane: float32 [R, H]
+    last: Link | None = None  # whose answer made it complete
     failure: str = ""
 
     @property
@@ -110,12 +107,14 @@ class Link:
         self.socket = socket
         self._events = socket.get_monitor_socket(_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._shaken = False  # hands, on the present connection
-        self.state, self.why = AWAY, "there is no connection"
+        self.state, self.why = AWAY, "there is no connection, perhaps for a firewall"
         self.incarnation = ""
         self.pings = self.works = self.asked_again = 0
         self.heard_at = self.pinged_at = self.helloed_at = 0.0  # monotonic seconds
         self.unheard_since = 0.0  # of the first Ping that no message has followed; 0: there is none
-        self.round_trip = 0.0  # seconds, of the latest answers, smoothed
+        self.round_trip = self.computing = 0.0  # seconds, of the latest answers, smoothed
+        self.waited = 0.0  # seconds that the engine has waited for its answers alone
+        self.sent = self.received = 0  # bytes
 
     @property
     def able(self) -> bool:
@@ -145,18 +144,28 @@ class Link:
     def send(self, message: object) -> bool:
         """Send a message; returns False where there is no connection, or its queue is full."""
         frames = encode(message)
+        size = sum(map(len, frames))
         try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=sum(map(len, frames)) < COPY_BELOW)
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=size < COPY_BELOW)
         except zmq.Again:
             return False
+        self.sent += size
         return True
 
-    def count(self, asked: Sequence[Asked]) -> None:
-        """It has answered a lane, of which these were asked."""
+    def receive(self) -> object:
+        """Returns a message that has arrived. Raises MalformedMessage."""
+        frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        self.received += sum(map(len, frames))
+        return decode(frames)
+
+    def count(self, asked: Sequence[Asked], busy: float) -> None:
+        """It has answered a lane, of which these were asked, after computing for so many seconds."""
         for one in asked:
             if one.link is self:
                 took = time.monotonic() - one.at
-                self.round_trip += (took - self.round_trip) / 16 if self.round_trip else took
+                weight = SMOOTH if self.round_trip else 1
+                self.round_trip += (took - self.round_trip) * weight
+                self.computing += (busy - self.computing) * weight
 
     def lost(self, state: str, why: str) -> None:
         """It cannot be asked any more, until it says that it can."""
@@ -169,11 +178,17 @@ class Machines:
     """All other machines. Used by the engine's thread, but `stats`."""
 
     def __init__(
-        self, given: MachineList, hello: HostHello, exits: ExitEvents, tick: Callable[[], None]
+        self,
+        given: MachineList,
+        hello: HostHello,
+        exits: ExitEvents,
+        tick: Callable[[], None],
+        copies: Sequence[int] = (),
     ) -> None:
         """`exits`: tells of other machines, and of the end of all waiting; `tick`: called at each slice of a
-        wait."""
+        wait; `copies`: lanes of the others' that this machine holds too."""
         self._given, self._hello, self._exits, self._tick = given, hello, exits, tick
+        self._copies = frozenset(copies)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(max(1, len(given.machines)))
         self._poller = zmq.Poller()
         self._links: dict[zmq.Socket[bytes], Link] = {}
@@ -195,9 +210,19 @@ class Machines:
                 "works": link.works,
                 "asked_again": link.asked_again,
                 "round_trip_us": 1e6 * link.round_trip,
+                "computing_us": 1e6 * link.computing,
+                "waited_s": link.waited,
+                "sent_bytes": link.sent,
+                "received_bytes": link.received,
+                "share": self._share(link.machine.lanes),
             }
             for link in list(self._links.values())
         ]
+
+    def _share(self, lanes: Sequence[int]) -> float:
+        """Returns the share of each expert that these lanes are."""
+        bounds = self._hello.bounds
+        return sum(bounds[lane + 1] - bounds[lane] for lane in lanes) / bounds[-1]
 
     # --- questions ---------------------------------------------------------------------------------------
 
@@ -209,9 +234,10 @@ class Machines:
         self._assign(question, list(pieces))
         return question
 
-    def wait(self, question: Question) -> dict[int, FloatArray]:
-        """Wait for the sum of each lane, float32 [R, H]. Raises ShardFailed where a lane cannot be computed
-        or nobody holds it for too long, PeerLost where the engine ends."""
+    def wait(self, question: Question, compute: ComputeHere | None = None) -> dict[int, FloatArray]:
+        """Wait for the sum of each lane, float32 [R, H]. `compute`: computes those of which this machine has
+        copies. Raises ShardFailed where a lane cannot be computed or nobody holds it for too long, PeerLost
+        where the engine ends."""
         began = time.monotonic()
         say_at = began + SAY_SECONDS
         while not question.complete:
@@ -219,6 +245,10 @@ class Machines:
                 self.abandon(question)
                 raise ShardFailed(question.failure)
             self.update(SLICE_MS)
+            if compute is not None and (here := self._left_here(question)):
+                question.answers |= compute({lane: question.pieces[lane] for lane in here})
+                if question.complete:
+                    self.abandon(question)
             if (now := time.monotonic()) > say_at and not question.complete:
                 say_at = now + SAY_AGAIN_SECONDS
                 missing = [lane for lane in question.pieces if lane not in question.answers]
@@ -226,6 +256,8 @@ class Machines:
                 if now - began > WAIT_LIMIT:
                     self.abandon(question)
                     raise ShardFailed(f"for {WAIT_LIMIT:.0f} s there was no answer: {self._why(missing)}")
+        if question.last is not None:
+            question.last.waited += time.monotonic() - began
         return question.answers
 
     def abandon(self, question: Question) -> None:
@@ -235,21 +267,28 @@ class Machines:
                 link.send(LaneAbandon((question.seq,)))
 
     def wait_ready(self, lanes: Sequence[int], limit: float) -> None:
-        """Wait until each of these lanes has a machine that is ready, for so many seconds: what is asked for
-        it later waits for it. Raises PeerLost where a machine refuses and no other holds its lane, or the
-        engine ends."""
+        """Wait until each of these lanes has a machine that is ready, as long as those that are not come
+        further within so many seconds. Raises PeerLost where that fails or all refuse, unless there is a copy
+        here, or the engine ends."""
         until, say_at = time.monotonic() + limit, time.monotonic() + SAY_SECONDS
+        seen: set[tuple[str, str, str]] = set()
         while missing := [lane for lane in lanes if not self._holders(lane)]:
-            if time.monotonic() > until:
-                return
             self.update(SLICE_MS)
-            for lane in missing:
-                every = [link for link in self._links.values() if lane in link.machine.lanes]
-                if every and all(link.state == REFUSED for link in every):
-                    raise PeerLost(f"lane {lane} of the experts: {self._why([lane])}")
-            if time.monotonic() > say_at:
-                say_at = time.monotonic() + SAY_AGAIN_SECONDS
+            now, known = time.monotonic(), {(k.machine.name, k.state, k.why) for k in self._links.values()}
+            if known - seen:
+                seen, until = seen | known, now + limit
+            late = [lane for lane in missing if now > until or self._refused(lane)]
+            if needed := [lane for lane in late if lane not in self._copies]:
+                raise PeerLost(self._why(needed))
+            if late == missing:
+                return
+            if now > say_at:
+                say_at = now + SAY_AGAIN_SECONDS
                 log.warning(f"waiting for {self._why(missing)}")
+
+    def _refused(self, lane: int) -> bool:
+        every = [link.state for link in self._links.values() if lane in link.machine.lanes]
+        return bool(every) and set(every) == {REFUSED}
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -283,7 +322,7 @@ class Machines:
             self._drain(self._links[socket])
         while self._exits.machines:
             new = self._exits.machines.popleft().machines
-            self._change(tuple(Machine(one.name, one.endpoint, one.key, one.lanes) for one in new))
+            self._change(tuple(Machine(m.name, m.endpoint, m.key, m.lanes, m.why) for m in new))
         if (now := time.monotonic()) - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
             self._look(now)
@@ -297,7 +336,8 @@ class Machines:
 
     def _change(self, machines: tuple[Machine, ...]) -> None:
         """Drop machines that are no longer there, connect to those that are new."""
-        kept = {(m.endpoint, m.key): m for m in machines}
+        kept = {(m.endpoint, m.key): m for m in machines if m.endpoint}
+        self._absent = [m for m in machines if not m.endpoint]
         for socket, link in list(self._links.items()):
             same = kept.pop((link.machine.endpoint, link.machine.key), None)
             if same is not None:
@@ -321,6 +361,8 @@ class Machines:
         """Returns the machines that can be asked for a lane: those that answer first, and of these the one
         whose own lane it is, so that replicas share the work."""
         able = [link for link in self._links.values() if lane in link.machine.lanes and link.able]
+        if lane in self._copies:
+            able = [link for link in able if not link.silent]
         return sorted(able, key=lambda link: (link.silent, link.machine.lanes.index(lane)))
 
     def _why(self, lanes: Sequence[int]) -> str:
@@ -329,6 +371,7 @@ class Machines:
         for lane in lanes:
             holders = [link for link in self._links.values() if lane in link.machine.lanes]
             known = [f"{link.machine.name} ({link.machine.endpoint}) {_state_line(link)}" for link in holders]
+            known += [f"{m.name} has no expert host: {m.why}" for m in self._absent if lane in m.lanes]
             lines.append(f"lane {lane} of the experts: {'; '.join(known) or 'no machine holds it'}")
         return ", ".join(lines)
 
@@ -352,7 +395,7 @@ class Machines:
         pieces, x = question.pieces[lanes[0]], question.x
         lengths = tuple(len(one) for one in pieces)
         every = np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
-        work = LaneWork(question.seq, tuple(lanes), lengths, every, x.codes, x.largest, x.x)
+        work = LaneWork(question.seq, tuple(lanes), lengths, every, x.compact, x.rows)
         if not link.send(work):
             return False
         now = time.monotonic()
@@ -401,6 +444,12 @@ class Machines:
         if late:
             self._assign(question, late, beside=True)
 
+    def _left_here(self, question: Question) -> list[int]:
+        """Returns the lanes of which this machine has copies, and that nobody who answers computes."""
+        missing = [lane for lane in self._copies & set(question.pieces) if lane not in question.answers]
+        asked = {lane: question.asked.get(lane, ()) for lane in missing}
+        return [lane for lane in missing if not any(self._has(a) and not a.link.silent for a in asked[lane])]
+
     def _has(self, asked: Asked) -> bool:
         """Returns whether the process that was asked is still the one that would answer."""
         link = asked.link
@@ -409,13 +458,9 @@ class Machines:
     # --- messages ----------------------------------------------------------------------------------------
 
     def _drain(self, link: Link) -> None:
-        while True:
+        while int(link.socket.get(zmq.EVENTS)) & zmq.POLLIN:
             try:
-                frames = link.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            try:
-                message = decode(frames)
+                message = link.receive()
             except MalformedMessage as e:
                 link.lost(REFUSED, f"it speaks another language: {e}")
                 continue
@@ -446,8 +491,9 @@ class Machines:
         for number, lane in enumerate(sums.lanes):
             if lane not in question.answers:
                 question.answers[lane] = sums.y[number * question.rows : (number + 1) * question.rows]
-                link.count(question.asked.pop(lane, ()))
+                link.count(question.asked.pop(lane, ()), sums.busy)
         if question.complete:
+            question.last = link
             del self._open[question.seq]
 
     def _on_welcome(self, link: Link, welcome: HostWelcome) -> None:

@@ -1,5 +1,5 @@
 """The pool of an engine whose experts lie on several machines: its own lanes as ever, all others asked of
-`Machines`.
+`Machines`. Where it has copies of others' lanes, they are computed here when those machines do not answer.
 
 A batch of more rows than `LanePlan.rows` goes in several pieces of rows, also of the lanes that are computed
 here: their descriptors are the same wherever they are computed. The remote lanes are asked for first, and
@@ -7,27 +7,22 @@ travel and are computed while the own ones are."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from pipeline.arrays import FloatArray, sum_on_host
-from pipeline.cluster.lanes import HeldLanes, LaneDivider, LaneTicket
-from pipeline.cluster.machines import Machines, Question, WireX
+from pipeline.cluster.lanes import Cut, HeldLanes, LaneDivider, LaneTicket, Pieces
+from pipeline.cluster.machines import ComputeHere, Machines, Question
+from pipeline.cluster.rows import RowCoder
 from pipeline.config import LanePlan
 from pipeline.experts.division import Split
 from pipeline.experts.pool import HostPool, Ticket
 from pipeline.policies.view import Routing
-from protocol.machines import LARGEST_CODE
 from shm.layout import StoreLayout
 from shm.mask import NOTHING, Tally
-from workers.kernels.c_types import BF16_BITS, Geometry
-from workers.kernels.native import best
-
-LEAST, MOST = (
-    1e-30,
-    1e38,
-)  # of a group's largest magnitude; beyond these a product of float32 would not be exact
 
 
 @dataclass
@@ -36,6 +31,7 @@ class Rows:
 
     question: Question | None
     own: LaneTicket
+    copies: ComputeHere
 
 
 @dataclass(eq=False)
@@ -68,7 +64,7 @@ class LanesTicket(Ticket):
         self.busy += some.own.ticket.busy
         if some.question is not None:
             assert self.machines is not None
-            sums |= self.machines.wait(some.question)
+            sums |= self.machines.wait(some.question, some.copies)
         return sums
 
     def release(self) -> None:
@@ -86,27 +82,34 @@ class LanesPool(HostPool):
 
     def use_lanes(self, plan: LanePlan, layout: StoreLayout, machines: Machines | None) -> None:
         """Divide by lanes from now on. `layout`: of this machine's part; without `machines` it holds all of
-        them."""
+        them, else its own one and copies of others'."""
         self._plan, self._machines = plan, machines
         self._divider_of_lanes = LaneDivider(plan.part, layout.shape.experts, plan.pieces)
         self._held = HeldLanes(self, plan.part)
-        self._remote = [lane for lane in range(len(plan.bounds) - 1) if lane not in plan.held]
-        self._encoder = Encoder(layout)
+        self._copies = frozenset(() if machines is None else plan.copies)
+        self._coder = RowCoder(layout)
 
     def wait_machines(self, limit: float) -> None:
         """Wait until each lane has a machine that is ready, for so many seconds. Raises PeerLost where one
         refuses."""
         if self._machines is not None:
-            self._machines.wait_ready(self._remote, limit)
+            lanes = range(len(self._plan.bounds) - 1)
+            self._machines.wait_ready([lane for lane in lanes if lane not in self._own(None)], limit)
 
     def submit(self, split: Split, x: FloatArray, waits: bool = True) -> Ticket:
         x = np.ascontiguousarray(x, np.float32)
         step = self._plan.rows
         spans = [(split, x)] if len(x) <= step else _spans(split, x, step)
-        questions = [self._ask(*span) for span in spans]
+        mine = self._own(split)
+        cuts = [self._divider_of_lanes.cut(some) for some, _ in spans]
+        questions = [self._ask(cut, rows, mine) for cut, (_, rows) in zip(cuts, spans, strict=True)]
         every = [
-            Rows(question, self._held.begin(self._divider_of_lanes.own(some), rows, waits))
-            for question, (some, rows) in zip(questions, spans, strict=True)
+            Rows(
+                question,
+                self._held.begin(cut.own(mine), rows, waits),
+                partial(self._compute_copies, rows),
+            )
+            for question, cut, (_, rows) in zip(questions, cuts, spans, strict=True)
         ]
         tasks = [task for some in every for task in some.own.ticket.tasks]
         tiles, lanes = int(split.host_tiles().sum()), len(self._plan.bounds) - 1
@@ -117,11 +120,20 @@ class LanesPool(HostPool):
             self._machines.update(0)
         return super().update(wait_ms)
 
-    def _ask(self, split: Split, x: FloatArray) -> Question | None:
-        if self._machines is None:
+    def _own(self, split: Split | None) -> list[int]:
+        """Returns the lanes that are computed here in any case: those that are no copies, and copies of which
+        the device computes a share."""
+        part, lo = self._divider_of_lanes.part, 0 if split is None else int(split.lo.max(initial=0))
+        return [lane for lane in part.held if lane not in self._copies or lo > part.first(lane)]
+
+    def _ask(self, cut: Cut, x: FloatArray, mine: Sequence[int]) -> Question | None:
+        others = [lane for lane in range(len(self._plan.bounds) - 1) if lane not in mine]
+        if self._machines is None or not others:
             return None
-        pieces = self._divider_of_lanes.remote(split, self._remote)
-        return self._machines.ask(pieces, self._encoder(x), len(x))
+        return self._machines.ask(cut.whole(others), self._coder.encode(x), len(x))
+
+    def _compute_copies(self, x: FloatArray, pieces: Mapping[int, Pieces]) -> dict[int, FloatArray]:
+        return self._held.begin(pieces, x).sums()
 
 
 def _spans(split: Split, x: FloatArray, step: int) -> list[tuple[Split, FloatArray]]:
@@ -129,33 +141,3 @@ def _spans(split: Split, x: FloatArray, step: int) -> list[tuple[Split, FloatArr
     experts, weights = split.routing.experts, split.routing.weights
     places = [slice(lo, lo + step) for lo in range(0, len(x), step)]
     return [(split._replace(routing=Routing(experts[at], weights[at])), x[at]) for at in places]
-
-
-class Encoder:
-    """Makes of x what travels."""
-
-    def __init__(self, layout: StoreLayout) -> None:
-        geometry = Geometry.of_tiles(layout)
-        self._kernel = best().kernel(geometry) if geometry.bits < BF16_BITS else None
-        self._no_codes, self._nothing = np.zeros((0, 0), np.int8), np.zeros((0, 0), np.float32)
-
-    def __call__(self, x: FloatArray) -> WireX:
-        """x float32 [R, H]: as codes, where the kernels make such, and the same of what is made of them."""
-        if self._kernel is not None:
-            quantized = self._kernel.quantize(x)
-            largest = largest_of(quantized.factors[:, :, 0])
-            if (((largest >= LEAST) & (largest <= MOST)) | (largest == 0)).all():
-                return WireX(quantized.codes.view(np.int8), largest, self._nothing)
-        return WireX(self._no_codes, self._nothing, x)
-
-
-def largest_of(steps: FloatArray) -> FloatArray:
-    """Returns numbers whose 127th parts are these steps: the groups' largest magnitudes, or their neighbours,
-    which are found sooner."""
-    with np.errstate(over="ignore"):
-        largest = steps * LARGEST_CODE
-    wrong = largest / LARGEST_CODE != steps
-    if wrong.any():
-        above, below = (np.nextafter(largest, np.float32(end)) for end in (np.inf, 0))
-        largest = np.where(wrong, np.where(above / LARGEST_CODE == steps, above, below), largest)
-    return largest

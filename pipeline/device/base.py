@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from workers.kernels.native import Library, Team
 
 SPARE_BYTES = 500_000_000  # beside slab and KV cache, for the allocations of a step and of the libraries
+LEAST_SPARE_BYTES, SPARE_SHARE = 200_000_000, 32  # of GPU memory: see spare_bytes
 CONTEXT_BYTES = 600_000_000  # of GPU memory, which a second process takes for itself
 SLOT_ALIGNMENT = 256  # bytes, of a slot in GPU memory: as cudaMalloc aligns, and enough for vector loads
 # An output of experts, float32 [R, H]: there, or to be added up by `Device.total`.
@@ -252,7 +253,7 @@ class Device(ABC):
 
     @abstractmethod
     def check_memory(self, slab: int, kv: int, weights: int) -> None:
-        """Raise UsageError, with the numbers, unless these bytes and SPARE_BYTES fit the free memory."""
+        """Raise UsageError, with the numbers, unless these bytes and the spare ones fit the free memory."""
 
     @abstractmethod
     def open_slab(
@@ -268,6 +269,12 @@ class Device(ABC):
     @abstractmethod
     def describe(self) -> str:
         """One line for a person."""
+
+
+def spare_bytes(free: int) -> int:
+    """SPARE_BYTES on a GPU with so much free memory: workspaces, kernels that are loaded late and the last
+    blocks of torch's allocator take about 200 MB on any card; what fragments grows with the memory."""
+    return min(SPARE_BYTES, max(LEAST_SPARE_BYTES, free // SPARE_SHARE))
 
 
 def heads_of(store: Store, layer: int) -> NDArray[np.uint8]:

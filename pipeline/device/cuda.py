@@ -21,11 +21,11 @@ from pipeline.arrays import FloatArray, sum_on_host
 from pipeline.device.base import (
     CONTEXT_BYTES,
     SLOT_ALIGNMENT,
-    SPARE_BYTES,
     Added,
     Device,
     SlabMemory,
     heads_of,
+    spare_bytes,
 )
 from pipeline.device.cuda_graphs import CudaGraphs
 from pipeline.device.cuda_kernels import KernelDevice
@@ -251,10 +251,11 @@ class CudaDevice(KernelDevice):
 
     def check_memory(self, slab: int, kv: int, weights: int) -> None:
         free, _ = call("cudaMemGetInfo")
-        if slab + kv + weights + SPARE_BYTES > free:
+        weights += spare_bytes(free)
+        if slab + kv + weights > free:
             raise NoRoom(
                 f"the slab needs {byte_size(slab)}, the KV cache {byte_size(kv)} and the rest"
-                f" {byte_size(weights + SPARE_BYTES)} of device memory, but {byte_size(free)} are free:"
+                f" {byte_size(weights)} of device memory, but {byte_size(free)} are free:"
                 " use a smaller --expert-cache or --context"
             )
 

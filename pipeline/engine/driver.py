@@ -154,6 +154,10 @@ class PolicyDriver(Generic[Begun]):
         self.view = replace(self.view, step=self.view.step + 1, seconds=seconds)
         return self.view.phase == "decode" and self.policy.pauses and self.prefetch.step(landed, useful)
 
+    def rest(self) -> tuple[Target, ...]:
+        """Targets to change while the engine is idle."""
+        return self.policy.rest(self.view)
+
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines about what the policy cannot follow here, and how its masks are found."""

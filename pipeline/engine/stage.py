@@ -113,6 +113,12 @@ class EngineStage:
         )
         self.memory.mover.wait_idle()
 
+    def rest(self) -> None:
+        """Nothing is computed or moved: let the policy change what is resident, in the background."""
+        self.device.use()
+        first = self.layers.start
+        self.memory.end_layer([Target(first + t.layer, *t[1:]) for t in self.driver.rest()])
+
     @property
     def can_probe(self) -> bool:
         """Routers can be applied to the input of an earlier layer."""

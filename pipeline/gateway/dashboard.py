@@ -184,6 +184,6 @@ def _counters(stats: dict[str, Any]) -> dict[str, Any]:
     for name, phase in stats["engine"].items():
         sums = {key: sum(phase["layers"][key]) for key in ("active", "hits")}
         phases[name] = {key: phase[key] for key in ("steps", "rows", "fetched_bytes", "seconds")} | sums
-    shown = ("policy", "policy_options", "scheduler", "tile_bytes", "cache", "prefetch")
+    shown = ("policy", "policy_options", "scheduler", "tile_bytes", "cache", "prefetch", "machines")
     named = {name: stats[name] for name in shown if name in stats}
     return named | {"time": time.monotonic(), "phases": phases}

@@ -146,14 +146,21 @@ def _machines(machines: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
     for name, text, key in (
         ("tandem_machine_works", "Layers that it was asked for.", "works"),
         ("tandem_machine_asked_again", "Layers that it was asked for again.", "asked_again"),
+        ("tandem_machine_waited_seconds", "Of steps, for its answers alone.", "waited_s"),
+        ("tandem_machine_sent_bytes", "To it.", "sent_bytes"),
+        ("tandem_machine_received_bytes", "Of it.", "received_bytes"),
     ):
         yield _by(("machine",), name, text, {(each["name"],): each[key] for each in machines})
-    ready = GaugeMetricFamily("tandem_machine_ready", "1 while it can be asked.", labels=("machine",))
-    trip = GaugeMetricFamily("tandem_machine_round_trip_seconds", "Of its answers.", labels=("machine",))
-    for each in machines:
-        ready.add_metric((each["name"],), float(each["state"] == "ready"))
-        trip.add_metric((each["name"],), each["round_trip_us"] / 1e6)
-    yield from (ready, trip)
+    for name, text, value in (
+        ("ready", "1 while it can be asked.", lambda each: float(each["state"] == "ready")),
+        ("share", "Of each expert that it holds.", lambda each: each["share"]),
+        ("round_trip_seconds", "Of its answers.", lambda each: each["round_trip_us"] / 1e6),
+        ("computing_seconds", "Of these, while it computed.", lambda each: each["computing_us"] / 1e6),
+    ):
+        gauge = GaugeMetricFamily(f"tandem_machine_{name}", text, labels=("machine",))
+        for each in machines:
+            gauge.add_metric((each["name"],), value(each))
+        yield gauge
 
 
 def _by(labels: tuple[str, ...], name: str, text: str, values: Mapping[Any, float]) -> CounterMetricFamily:

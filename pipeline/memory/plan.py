@@ -6,8 +6,8 @@ An engine takes memory from two or three pools:
     memory        experts, processes, and FREE_BYTES that stay free for the rest of the machine;
                   without a GPU the slab, the KV cache and the backbone as well
     /dev/shm      experts; without a GPU the slab as well
-    GPU memory    slab, KV cache, backbone, and the allocations of a step; of formats that are read by channel
-                  the up matrices of all experts, beside the slab
+    GPU memory    slab, KV cache, backbone, the allocations of a step, and spare bytes by the card's size; of
+                  formats that are read by channel the up matrices of all experts, beside the slab
 
 Options that were given are kept. The others are chosen: first the most exact format that fits with a context
 of useful length, then the longest context, then resident experts (more than DEFAULT_CACHE of them only on a
@@ -27,7 +27,7 @@ from typing import Any, cast
 
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import DEFAULT_CACHE, KV_BLOCK, KV_CONTEXTS, EngineConfig, FormatName, ResolvedConfig
-from pipeline.device.base import SPARE_BYTES
+from pipeline.device.base import spare_bytes
 from pipeline.errors import UsageError
 from pipeline.memory.needs import (
     STAGING_SHARE,
@@ -107,7 +107,7 @@ class Plan:
                 Pool(MEMORY, machine.memory, {"experts": new} | device | rest),
                 Pool("/dev/shm", machine.shm, {"experts": new, "slab": device["slab"]}),
             )
-        steps = {"steps": needs.steps + SPARE_BYTES}
+        steps = {"steps": needs.steps + spare_bytes(machine.gpu)}
         return (
             Pool(MEMORY, machine.memory, {"experts": new} | rest),
             Pool("/dev/shm", machine.shm, {"experts": new}),
@@ -143,8 +143,8 @@ class Plan:
             host = Pool(MEMORY, machine.memory, experts | every | rest)
             shm = Pool("/dev/shm", machine.shm, experts | {"slab": every["slab"]})
         else:
-            steps = {"steps": self.needs.steps + SPARE_BYTES}
-            each = [one | steps for one in each]
+            spare = [spare_bytes(free) for _, free in machine.cards]
+            each = [one | {"steps": self.needs.steps + of} for one, of in zip(each, spare, strict=True)]
             host, shm = Pool(MEMORY, machine.memory, experts | rest), Pool("/dev/shm", machine.shm, experts)
         cards = []
         for (name, free), parts, bounds in zip(machine.cards, each, pairwise(ends), strict=True):
@@ -178,7 +178,7 @@ def divided(needs: Needs, machine: Machine) -> tuple[int, ...]:
     cards, layers = machine.cards, len(needs.facts.moe_layers)
     if len(cards) > layers:
         raise UsageError(f"--device: {len(cards)} devices, and the model has {layers} layers with experts")
-    free = [size - needs.steps - SPARE_BYTES * (machine.gpu is not None) for _, size in cards]
+    free = [size - needs.steps - spare_bytes(size) * (machine.gpu is not None) for _, size in cards]
     free[0] -= needs.embedding
     free[-1] -= needs.head
     given = [1] * len(cards)

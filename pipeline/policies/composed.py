@@ -203,6 +203,20 @@ class Composed(Policy):
         targets = self._targets(self.parts.replacement.after(layer, routing.active, view), view)
         return *self._cached(self._reserve.release(layer), view), *targets
 
+    def rest(self, view: View) -> tuple[Target, ...]:
+        room = self.parts.replacement.rest(view) if self.uses_device else None
+        if room is None:
+            return ()
+        self._room = room
+        wanted = np.zeros_like(view.target)
+        for layer, kept in enumerate(room.kept):
+            self._reserve.release(layer)
+            wanted[layer, list(self.parts.replacement.held(layer))] = kept
+        changed = np.argwhere(wanted != view.target).tolist()
+        targets = [Target(layer, expert, int(wanted[layer, expert])) for layer, expert in changed]
+        # those that shrink come first
+        return tuple(sorted(targets, key=lambda target: target.tiles > view.target[target[:2]]))
+
     def _reserve_in(self, view: View) -> Reserve:
         whole = whole_experts(view.shape, view.capacity)
         return Reserve(self.parts.prediction.reserve(view), whole, view.shape.tiles)

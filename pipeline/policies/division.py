@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
-import numpy as np
-
 from pipeline.arrays import IntArray
 from pipeline.policies.costs import Costs
 from pipeline.policies.filling import Fixed, Group, Sides, balance
@@ -24,6 +22,7 @@ class Balanced:
     groups: list[Group]
     fixed: Fixed
     sides: Sides
+    members: Sequence[list[int]] = ()  # the places of each group's experts; none: all are of one
 
     @cached_property
     def seconds(self) -> float:
@@ -107,14 +106,17 @@ class Divider:
             kept: list[int] = resident.tolist()
             total = sum(kept)
             return self._single(len(rows), total, tiles * len(rows) - total, len(rows) - kept.count(tiles))
-        counted = np.bincount(rows)
-        here = np.bincount(rows, resident).tolist()
-        lacking = np.bincount(rows, resident < tiles).tolist()
-        groups = []
-        for count in counted.nonzero()[0].tolist():
-            held = int(here[count])
-            groups.append(self._group(count, held, tiles * int(counted[count]) - held, int(lacking[count])))
-        return Balanced(groups, self._used.fixed, balance(groups, self._used.fixed))
+        kept = resident.tolist()
+        places: dict[int, list[int]] = {}  # few, so that arrays would take longer
+        for place, count in enumerate(rows.tolist()):
+            places.setdefault(count, []).append(place)
+        groups, members = [], []
+        for count in sorted(places):
+            here = [kept[place] for place in places[count]]
+            held = sum(here)
+            groups.append(self._group(count, held, tiles * len(here) - held, len(here) - here.count(tiles)))
+            members.append(places[count])
+        return Balanced(groups, self._used.fixed, balance(groups, self._used.fixed), members)
 
     def _single(self, experts: int, resident: int, missing: int, lacking: int) -> Balanced:
         """Divide experts with a row each. Few of these differ, so each is computed once."""
@@ -131,18 +133,15 @@ class Divider:
         return Group(costs.host_at[rows], costs.device_at[rows], resident, missing, lacking)
 
 
-def cuts(
-    balanced: Balanced, active: Active, resident: IntArray, tiles: int, values: Sequence[float]
-) -> list[int]:
+def cuts(balanced: Balanced, resident: IntArray, tiles: int, values: Sequence[float]) -> list[int]:
     """The groups' totals as cuts [m] of their experts. Of experts with equally many rows those of greater
     value are fetched first, and those of smaller value go to the host."""
     groups = balanced.groups
     if all([group.taken == group.tiles for group in groups]):
         return [tiles] * len(resident)
     cut: list[int] = resident.tolist()
-    counts = np.bincount(active.counts).nonzero()[0].tolist()
-    for group, count in zip(groups, counts, strict=True):
-        members = (active.counts == count).nonzero()[0].tolist()
+    every = balanced.members or [list(range(len(cut)))]
+    for group, members in zip(groups, every, strict=True):
         move(cut, group.taken - group.resident, members, tiles, values)
     return cut
 

@@ -60,8 +60,8 @@ class Sides(NamedTuple):
 
 def balance(groups: Sequence[Group], fixed: Fixed) -> Sides:
     """Set each group's `taken`, so that the layer ends as early as possible."""
-    alone = _host_alone(groups, fixed)
-    if alone.seconds <= _least_with_device(groups, fixed):
+    alone, least = _host_alone(groups, fixed)
+    if alone.seconds <= least:
         _take(groups, [0] * len(groups))
         return alone
     best, by_link = _in_order(groups, fixed, by_link=True)
@@ -108,23 +108,22 @@ def sides(groups: Sequence[Group], fixed: Fixed) -> Sides:
     return Sides(begins + host if left else 0.0, device)
 
 
-def _host_alone(groups: Sequence[Group], fixed: Fixed) -> Sides:
-    """Returns the ends of both sides without the device."""
-    seconds = [group.host * (group.resident + group.missing) for group in groups]
-    return Sides(fixed.host + sum(seconds), 0.0)
-
-
-def _least_with_device(groups: Sequence[Group], fixed: Fixed) -> float:
-    """A layer takes at least so long where the device computes any tile."""
-    first = min([group.device for group in groups])
-    shared = max(fixed.host + min([group.host for group in groups]), fixed.launch + first)
-    computing, missing = fixed.launch, 0
+def _host_alone(groups: Sequence[Group], fixed: Fixed) -> tuple[Sides, float]:
+    """Returns the ends of both sides without the device, and seconds that a layer takes at least where the
+    device computes any tile."""
+    host, computing, missing = 0.0, fixed.launch, 0
+    slow = first = inf  # of a tile on the host and on the device, the fastest
     for group in groups:
-        computing += group.device * (group.resident + group.missing)
+        tiles = group.resident + group.missing
+        host += group.host * tiles
+        computing += group.device * tiles
         missing += group.missing
+        slow = group.host if group.host < slow else slow
+        first = group.device if group.device < first else first
     if missing:
         computing = max(computing, fixed.link + fixed.fetch + fixed.tile * missing)
-    return min(shared, computing)
+    shared = max(fixed.host + slow, fixed.launch + first)
+    return Sides(fixed.host + host, 0.0), min(shared, computing)
 
 
 def _take(groups: Sequence[Group], taken: Sequence[int]) -> None:

@@ -209,6 +209,14 @@ class Replacement(Part):
         """Changes once the layer has been computed."""
         return STAY
 
+    def rest(self, view: View) -> Room | None:
+        """The engine is idle: another room, which `held` fills, or None."""
+        return None
+
+    def held(self, layer: int) -> set[int]:
+        """The experts of a layer in the cache; asked where `rest` returned a room."""
+        return set()
+
 
 @dataclass(frozen=True)
 class Parts:

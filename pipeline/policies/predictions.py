@@ -23,6 +23,7 @@ DEPTH = 3  # layers that are looked ahead at most
 NARROW = 16  # active experts up to which a layer's simulations are kept
 MOST_KNOWN = 4096  # simulations that are kept
 CANDIDATES = 16  # numbers of rows that are tried, the highest: a prompt has more, and each costs a simulation
+MANY = 256  # of a routing's pairs, from which on they are counted as arrays
 FEW_EXPERTS = 16  # experts of a layer up to which a model counts as one with few large experts
 
 
@@ -35,13 +36,19 @@ def by_probability(routing: Routing) -> list[int]:
             return named
         pairs = zip(named, routing.weights[0].tolist(), strict=True)
         return [expert for expert, weight in pairs if weight]
-    used = routing.weights != 0
-    experts = routing.experts[used]
-    rows = np.bincount(experts)
-    weights = np.bincount(experts, routing.weights[used])
-    active = np.flatnonzero(rows)
-    order = np.lexsort((active, -weights[active], -rows[active]))
-    return [int(expert) for expert in active[order]]
+    rows, sums = dict[int, int](), dict[int, float]()
+    chosen, given = routing.experts.ravel(), routing.weights.ravel()
+    if len(chosen) > MANY:
+        used = given != 0
+        counted, weighed = np.bincount(chosen[used]), np.bincount(chosen[used], given[used])
+        rows = {int(expert): int(counted[expert]) for expert in np.flatnonzero(counted)}
+        sums = dict(enumerate(weighed.tolist()))
+    else:
+        for expert, weight in zip(chosen.tolist(), given.tolist(), strict=True):
+            if weight:
+                rows[expert] = rows.get(expert, 0) + 1
+                sums[expert] = sums.get(expert, 0.0) + weight
+    return sorted(rows, key=lambda expert: (-rows[expert], -sums[expert], expert))
 
 
 def _not_kept(layer: int, experts: list[int], view: View) -> list[Expert]:
@@ -96,8 +103,8 @@ class NextGate(Prediction):
 class NextChannels(NextGate):
     """FloE's: the next layer's router on this layer's x names experts, and the next layer's up matrices on
     this layer's x the channels of them that its mask will probably keep. In the first layers the
-    calibration's MLP corrects the router where it predicted its held-out text better (FloE, section
-    3.3.1)."""
+    calibration's MLP corrects the router where it predicted its held-out text better. (The paper's
+    predictor between experts also knows the trajectory of routings so far; ours does not.)"""
 
     name: ClassVar[str] = "next-channels"
     help: ClassVar[str] = "channels of the next layer's experts, by its router and up matrices on this input"

@@ -110,9 +110,10 @@ class Lru(Replacement):
 
 
 class Workload(Replacement):
-    """DALI's workload-aware replacement (section 4.3): each step adds an expert's rows to its score; after
-    every `window` steps of a layer the `swaps` highest-scored experts that are not held change places with
-    the lowest-scored held ones, a pair only where its score is higher, and all scores begin again at 0."""
+    """DALI's workload-aware replacement (section 4.3, Algorithm 2): each step adds an expert's rows to its
+    score; after every `window` steps of a layer the `swaps` highest-scored experts that are not held change
+    places with the lowest-scored held ones, and all scores begin again at 0. As the paper has it
+    (`swap=always`), that many pairs change in any case, or else (ours) only those whose score is higher."""
 
     name: ClassVar[str] = "workload"
     help: ClassVar[str] = "the most used over a window of steps"
@@ -125,12 +126,19 @@ class Workload(Replacement):
             low=1,
             high=1024,
         ),
+        Choice(
+            name="swap",
+            help="higher: a pair changes only where the new expert has the higher score; always: in any case",
+            default="higher",
+            choices=("higher", "always"),
+        ),
     )
     fills: ClassVar[str] = "swapped"
 
-    def __init__(self, *, window: int, swaps: int | None) -> None:
+    def __init__(self, *, window: int, swaps: int | None, swap: str) -> None:
         self._window = window
         self._swaps = swaps
+        self._always = swap == "always"
         self.settles = SETTLED * window
 
     def start(self, placed: list[Expert], room: Room, view: View) -> None:
@@ -151,10 +159,12 @@ class Workload(Replacement):
             return STAY
         self._steps[layer] = 0
         self._scores[layer] = [0] * len(scores)
-        others = [expert for expert, score in enumerate(scores) if score and expert not in held]
+        others = [e for e, score in enumerate(scores) if (score or self._always) and e not in held]
         hot = sorted(others, key=scores.__getitem__, reverse=True)[: self._most]  # stable: ties by index
         cold = sorted(sorted(held), key=scores.__getitem__)
-        pairs = [(a, b) for a, b in zip(cold, hot, strict=False) if scores[a] < scores[b]]
+        pairs = list(zip(cold, hot, strict=False))
+        if not self._always:
+            pairs = [(a, b) for a, b in pairs if scores[a] < scores[b]]
         held.difference_update(a for a, _ in pairs)
         held.update(b for _, b in pairs)
         return Moves([(layer, a) for a, _ in pairs], [(layer, b) for _, b in pairs])

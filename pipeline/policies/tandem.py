@@ -173,7 +173,7 @@ class Tandem(Policy):
             group = balanced.groups[0]
             own = worth.moved(layer, experts, resident.tolist(), group.taken - group.resident, cut)
         else:
-            own = cuts(balanced, active, resident, tiles, worth.value[layer][active.indices].tolist())
+            own = cuts(balanced, resident, tiles, worth.value[layer][active.indices].tolist())
             cut[active.indices] = own
         if not (balanced.moved and view.capacity):
             return Plan(cut)

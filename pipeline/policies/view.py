@@ -202,6 +202,7 @@ class Policy(ABC):
     settles: int = 0  # decode steps after which what it has learnt depends little on where it began
     uses_device: bool = True  # False: no slab and no prefetcher are needed
     uses_host: bool = True  # False: the workers compute nothing
+    runs_ahead: bool = False  # the host computes a layer's share on an earlier layer's input
     pauses: bool = True  # False: the prefetch meter does not act on its predictions
     sparsity: Sparsity = Sparsity()  # the channels of an expert that a token leaves out
     no_room: int = 0  # experts that the latest `predict` named and had no room for
@@ -261,6 +262,10 @@ class Policy(ABC):
 
     def after(self, layer: int, routing: Routing, view: View) -> tuple[Target, ...]:
         """Targets to change once the layer has been computed."""
+        return ()
+
+    def rest(self, view: View) -> tuple[Target, ...]:
+        """Targets to change while no request is computed; may take a moment."""
         return ()
 
 

@@ -76,39 +76,49 @@ class Worth:
             self._observe_all()
             self._phase, self._single = phase, single
         # one row's scores are computed with those of the other layers
-        self._noted[layer] = logits[0] if single else self._scores(logits, layer).mean(axis=0)
+        if single:
+            self._noted[layer] = logits[0]
+        else:
+            np.add.reduce(self._scores(logits, layer), axis=0, out=self._noted[layer])
+            self._noted[layer] *= np.float32(1 / len(logits))
         self._waiting[layer] = True
 
     def observe(self, layer: int) -> None:
         """Count what was noted of the layer."""
-        if self._waiting[layer]:
-            self._observe([layer])
+        if not self._waiting[layer]:
+            return
+        self._waiting[layer] = False
+        share, averages = self._noted[layer], self._averages[layer]
+        if self._single:
+            share = self._scores(share[None], layer)[0]
+        kept, weights = _WEIGHTS[self._phase]
+        averages *= kept
+        averages += weights * share
+        value, empty, rank = self._rows[layer]
+        np.multiply(averages[1], _LASTING_WEIGHT, out=value)
+        if self._phase == "decode":
+            value += averages[0]
+        np.add(value, empty, out=rank)
 
     def _observe_all(self) -> None:
-        layers = [layer for layer, waits in enumerate(self._waiting) if waits]
-        if layers:
-            self._observe(layers)
-
-    def _observe(self, layers: list[int]) -> None:
-        # one layer is a slice, which is quicker and needs no copies
-        several = np.array(layers)
-        one = len(layers) == 1
-        part = slice(layers[0], layers[0] + 1) if one else several
-        share = self._noted[part]
+        """The same of all layers that wait, together."""
+        layers = np.flatnonzero(self._waiting)
+        if not len(layers):
+            return
+        share = self._noted[layers]
         if self._single:
-            share = self._scores(share, several)
+            share = self._scores(share, layers)
         kept, weights = _WEIGHTS[self._phase]
-        averages = self._averages[part]
+        averages = self._averages[layers]
         averages *= kept
         averages += weights * share[:, None]
         value = averages[:, 1] * _LASTING_WEIGHT
         if self._phase == "decode":
             value += averages[:, 0]
-        self._averages[part] = averages
-        self.value[part] = value
-        self._rank[part] = value + self._empty[part]
-        for layer in layers:
-            self._waiting[layer] = False
+        self._averages[layers] = averages
+        self.value[layers] = value
+        self._rank[layers] = value + self._empty[layers]
+        self._waiting = [False] * len(self._waiting)
 
     def moved(self, layer: int, experts: list[int], cuts: list[int], more: int, out: IntArray) -> list[int]:
         """The cuts of experts with equally many rows, changed by `more` tiles in all: beyond the residency
@@ -124,14 +134,14 @@ class Worth:
         valuable first. No tile of theirs leaves for another."""
         value, empty, rank = self._rows[layer]
         rank.put(experts, inf)
-        wanted = [(value.item(expert), expert, count) for expert, count in zip(experts, more, strict=True)]
+        pairs = zip(experts, more, strict=True)
+        wanted = [(value.item(expert), expert, count) for expert, count in pairs if count > 0]
         targets: list[Target] = []
         for worth, expert, count in sorted(wanted, key=itemgetter(0), reverse=True):
-            if count > 0:
-                grown = self.grow(layer, expert, count, worth, layer)
-                if not grown:
-                    break
-                targets += grown
+            grown = self.grow(layer, expert, count, worth, layer)
+            if not grown:
+                break
+            targets += grown
         np.add(value, empty, out=rank)
         return targets
 
@@ -176,8 +186,9 @@ class Worth:
         targets: list[Target] = []
         no_room, kept = 0, self.kept[layer]
         for expert in experts:
-            more = min(self._tiles - kept[expert], left)
-            if more:
+            if not left:
+                break
+            if more := min(self._tiles - kept[expert], left):
                 grown = self.grow(layer, expert, more, inf, near, within=False)
                 targets += grown
                 no_room += not grown

@@ -47,9 +47,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHANNELS = 256  # of a tile, where channels are left out: so fine are the shares
-# As measured with `floe` on the embedded model at a sparsity of 0.8; 0.69 at 0.9, 0.80 at 0.5.
-RIGHT = 0.74
-NOTE = f"of the channels that a prediction names, {RIGHT:.0%} are taken to be kept by their layer"
+RIGHT = 0.74  # of predicted channels, kept at a sparsity of 0.8
+# By sparsity, as measured with `floe` on the embedded model; where nothing is left out, all are kept.
+RIGHTS = ((0.0, 1.0), (0.5, 0.80), (0.8, RIGHT), (0.9, 0.69))
+
+
+def right_at(sparsity: float) -> float:
+    """Returns the share of predicted channels that their layer keeps: between two measured ones by their
+    distances."""
+    given, right = np.array(RIGHTS).T
+    return float(np.interp(sparsity, given, right))
 
 
 class Outcome(NamedTuple):
@@ -83,13 +90,13 @@ class Replay:
         calibration: Calibration | None = None,
         popularity: NDArray[np.int64] | None = None,
         last_steps: Mapping[int, int] | None = None,
-        right: float = RIGHT,
+        right: float | None = None,
     ) -> None:
         """`capacity`: tiles. `last_steps`: the number of each sequence's last step, with which it ends;
         without it, sequences end with each step. `calibration`: as in an engine, but without the gate for the
         next token's first layer where the trace has no logits of it. `popularity` [L, E]: the counts of
-        earlier requests. `right`: of the predicted channels, kept. Raises PolicyError where the policy lacks
-        an input."""
+        earlier requests. `right`: of the predicted channels, kept; None: as `right_at`. Raises PolicyError
+        where the policy lacks an input."""
         self._shape = shape = header.shape
         self._header = header
         self._policy = policy
@@ -101,7 +108,7 @@ class Replay:
         self._counters = self._all.phases["decode"]
         self._host_free = 0.0
         self._sparsity = 0.0 if policy.sparsity.dense else policy.sparsity.share(calibration)
-        self._right = right
+        self._right = right_at(self._sparsity) if right is None else right
         self._up = header.up_bytes / (header.up_bytes + header.tile_bytes)  # of the bytes that are read
         self._named = False  # channels were predicted
         capacity = capacity if policy.uses_device else 0
@@ -151,7 +158,8 @@ class Replay:
         if paused := pause_note(decode.paused_steps, decode.steps):
             notes.append(f"{self._policy.name}: {paused}")
         if self._named:
-            notes.append(f"{self._policy.name}: {NOTE}")
+            taken = f"{self._right:.0%} are taken to be kept by their layer"
+            notes.append(f"{self._policy.name}: of the channels that a prediction names, {taken}")
         return Outcome(self._all, self._policy.exact, notes)
 
     @property
@@ -178,6 +186,8 @@ class Replay:
         counters.rows += len(step.sequences)
         counters.link_busy += self._link.busy - moved
         driver.end_step(counters.predicted_tiles, counters.useful_tiles)
+        if self._last_steps and not self._live:
+            self.end(driver.rest())
 
     # --- a layer, in the driver's order --------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from pipeline.backbone.protocol import AnyBackbone
 from pipeline.backbone.stages import StagedBackbone, devices_of
 from pipeline.calibration.cost_probe import ROWS
 from pipeline.checkpoint.open import open_model
-from pipeline.cluster.machines import Machines
+from pipeline.cluster.machines import WAIT_LIMIT, Machines
 from pipeline.cluster.pool import LanesPool
 from pipeline.config import CoordinatorConfig, WorkerCores
 from pipeline.device import open_devices
@@ -64,7 +64,9 @@ from workers.kernels.native import VERSION as KERNELS
 log = logging.getLogger(__name__)
 
 CHILD_LIMIT = 60.0  # seconds for workers and prefetcher to announce themselves
-MACHINES_LIMIT = 200.0  # seconds for those that hold other lanes; later on requests wait for them
+# Seconds in which a machine of other lanes must have come further at a start: enough for all that mends
+# itself, an actor that is placed anew after one minute, or a spare machine that loads after half of one.
+MACHINES_LIMIT = 120.0
 TEXT_LIMIT = 300.0  # seconds for the text process, which loads a tokenizer
 NARROW_ROWS = 32  # of the slots of a lane of which there are several
 # Nanoseconds for which this process's team spins for its next computation, where no worker needs the cores:
@@ -289,7 +291,8 @@ class EngineParts:
             pool = kind(division, cores, computing(store_kernel(store, team), config.options.host_slowdown))
         if plan is not None and isinstance(pool, LanesPool):
             pool.use_lanes(plan, store.layout, self.machines)
-            pool.wait_machines(MACHINES_LIMIT)
+            # A restarted one has clients, which wait as they would for an answer.
+            pool.wait_machines(MACHINES_LIMIT if config.generation == 0 else WAIT_LIMIT)
         pool.wait_ready(CHILD_LIMIT)
         return pool
 
@@ -303,16 +306,16 @@ class EngineParts:
             raise UsageError(
                 f"--format {config.options.format} is for one machine alone: use another, as int4"
             )
-        if plan.part.whole:
-            return None
         if config.machines is None:
+            if plan.part.whole:
+                return None
             raise UsageError(
                 f"lanes {plan.held} of {len(plan.bounds) - 1} are here, and no other machine is known"
             )
         format = config.options.format
         whole = self.source.fingerprint(format, layout.shape.tile)
         hello = HostHello(KERNELS, best().variant, whole, format, plan.bounds, plan.pieces)
-        machines = Machines(config.machines, hello, self.exits, self.tick)
+        machines = Machines(config.machines, hello, self.exits, self.tick, plan.copies)
         self.closing.callback(machines.close)
         return machines
 

@@ -186,6 +186,7 @@ class EngineService:
         idle = all(stage.memory.idle for stage in engine.stages)
         for stage in engine.stages if idle else ():
             stage.memory.audit()
+            stage.rest()
         return not idle or any(socket.behind for socket in self._parts.sockets.values())
 
     def _send(self, client: bytes, message: object) -> None:

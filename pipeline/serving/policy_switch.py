@@ -55,6 +55,9 @@ class PolicySwitch:
         engine cannot go on."""
         engine = self._parts.engine
         policy: Policy = make_policy(request, self._parts.config.options.seed)
+        if policy.runs_ahead and self._parts.machines is not None:
+            why = "on other machines, experts of the device's would have another input, too"
+            raise PolicyError(f"policy {policy.name} is for one machine alone, unless with early=0: {why}")
         if self._parts.tier is not None and (policy.uses_device or policy.needs_costs):
             raise PolicyError(f"policy {policy.name} {NEEDS_ALL}")
         if not policy.exact:  # before it is asked to be calibrated

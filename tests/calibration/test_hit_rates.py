@@ -36,9 +36,12 @@ class Shown:
 
 
 def simulated(steps: list[Step], layer: int, size: int, experts: int) -> tuple[int, int]:
-    """Hits and uses of decode in a cache that holds the `size` experts of the highest priority."""
+    """Hits and uses of decode's second half in a cache that holds the `size` experts of the highest
+    priority."""
     rows, last, hits, uses = [0] * experts, [0] * experts, 0, 0
-    for now, (phase, by_layer) in enumerate(steps):
+    decoded = [now for now, (phase, _) in enumerate(steps) if phase == "decode"]
+    counted = decoded[len(decoded) // 2 :]
+    for now, (_, by_layer) in enumerate(steps):
         active = sorted({expert for row in by_layer[layer] for expert in row})
 
         def priority(expert: int) -> float:
@@ -49,7 +52,7 @@ def simulated(steps: list[Step], layer: int, size: int, experts: int) -> tuple[i
 
         # of equal ones the smaller index; rounded, because the logarithms are compared elsewhere
         held = sorted(range(experts), key=lambda e: (-round(priority(e), 9), e))[:size]
-        if phase == "decode":
+        if now in counted:
             uses += len(active)
             hits += len(set(active) & set(held))
         for row in by_layer[layer]:

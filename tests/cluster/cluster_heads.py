@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from workers.kernels.native import best, store_kernel
 TILE, EXPERTS, LAYERS, HIDDEN, TOP = 128, 4, 2, 128, 2
 BOUNDS = (0, 1, 2, 3)  # lanes of one tile each; the last tile is padded
 PLAN = LanePlan(BOUNDS, (0,), pieces=2, rows=64)
-KEYS = tuple(os.environ.get("CLUSTER_TEST_KEYS", "").split()) or new_keys()  # of the coordinator
+KEYS = new_keys()  # of the coordinator
 
 
 def host_config(model: Path, *held: int, format: str = "int4", **changes: Any) -> HostConfig:
@@ -88,8 +88,7 @@ class Head:
 
     def tell(self, *machines: Machine) -> None:
         """These are the machines from now on."""
-        records = tuple(MachineRecord(m.name, m.endpoint, m.key, m.lanes) for m in machines)
-        self.exits.machines.append(SetMachines(records))
+        self.exits.machines.append(SetMachines(tuple(MachineRecord(*astuple(m)) for m in machines)))
 
     def state(self, index: int = 0) -> tuple[str, str]:
         """A machine's state, and why it is in it."""
@@ -103,18 +102,19 @@ class Head:
         while not done():
             self.machines.update(10)
 
-    def sums(self, seed: int, rows: int = 1) -> bytes:
+    def sums(self, seed: int, rows: int = 1, lo: int = 0) -> bytes:
         """The bits of a random layer's lanes."""
-        return self.ask(seed, rows)()
+        return self.ask(seed, rows, lo)()
 
-    def ask(self, seed: int, rows: int = 1) -> Callable[[], bytes]:
-        """Begin a random layer; returns what waits for its bits."""
+    def ask(self, seed: int, rows: int = 1, lo: int = 0) -> Callable[[], bytes]:
+        """Begin a random layer, of which a device computes the first `lo` tiles; returns what waits for its
+        bits."""
         random = np.random.default_rng(seed)
         chosen = np.stack([random.permutation(EXPERTS)[:TOP] for _ in range(rows)]).astype(np.int32)
         routing = Routing(chosen, random.random((rows, TOP), np.float32))
         x: FloatArray = random.standard_normal((rows, HIDDEN), np.float32) * np.float32(3)
-        none = np.zeros(EXPERTS, np.int32)
-        ticket = self.pool.submit(split_layer(routing, none, none, self.tiles, seed % LAYERS), x)
+        begin, none = np.full(EXPERTS, lo, np.int32), np.zeros(EXPERTS, np.int32)
+        ticket = self.pool.submit(split_layer(routing, begin, none, self.tiles, seed % LAYERS), x)
         return lambda: np.stack(ticket.parts()).tobytes()
 
 
@@ -145,10 +145,10 @@ def head(
         store = closing.enter_context(Store.attach(loading.name, loading.fingerprint))
         shape, exits = store.layout.shape, ExitEvents()
         others = None
-        if not plan.part.whole:
+        if machines or not plan.part.whole:
             said = HostHello(KERNELS, best().variant, loading.whole, format, plan.bounds, plan.pieces)
             said = type(said)(**{name: getattr(said, name) for name in said.__struct_fields__} | hello)
-            others = Machines(MachineList(machines, *KEYS), said, exits, lambda: None)
+            others = Machines(MachineList(machines, *KEYS), said, exits, lambda: None, plan.copies)
             closing.callback(others.close)
         cores = WorkerCores.equal(1)
         pool = LanesPool(Divider(cores, EXPERTS, shape.tiles), cores, computing(store_kernel(store)))

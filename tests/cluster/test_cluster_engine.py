@@ -13,6 +13,7 @@ from cluster_heads import KEYS, PLAN, TILE, host_config, hosts, machine, pid_of,
 from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig, MachineList
 from protocol.client import Client
+from protocol.errors import RequestFailed
 
 CONFIG = EngineConfig(policy="all-host", device="cpu", tile=TILE, workers=2, chunk=64)
 
@@ -45,3 +46,24 @@ async def test_tokens_of_three_machines_are_those_of_one(three_tiles: Path, form
             assert (await asked.result()).tokens == expected[:40]
             stats = await client.stats()
     assert [known["state"] for known in stats["machines"]] == ["ready", "ready"]
+
+
+async def test_policies_that_use_a_device_see_to_this_machine_s_share(three_tiles: Path) -> None:
+    config = replace(CONFIG, model=three_tiles, format="f32", name=f"t{os.getpid()}-policies")
+    async with Supervisor(config, log_level="WARNING") as one, Client.connect(one.endpoint) as client:
+        expected = await tokens_of(client)
+    with hosts(host_config(three_tiles, 1, 2, format="f32")) as (keeper,):
+        machines = MachineList((machine(keeper.place()),), *KEYS)
+        config = replace(config, lanes=PLAN, expert_cache=0.5)
+        async with (
+            Supervisor(config, log_level="WARNING", machines=machines) as several,
+            Client.connect(several.endpoint) as client,
+        ):
+            for policy in ("layerwise", "fiddler", "tandem", "on-demand"):
+                await client.set_policy(policy)
+                assert await tokens_of(client) == expected, policy
+            with pytest.raises(RequestFailed, match="one machine alone, unless with early=0"):
+                await client.set_policy("daop")
+            (known,) = (await client.stats())["machines"]
+            assert (known["share"], known["state"]) == (2 / 3, "ready")
+            assert min(known[name] for name in ("sent_bytes", "received_bytes", "computing_us")) > 0

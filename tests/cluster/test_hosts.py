@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from cluster_heads import BOUNDS, Head, head, host_config, hosts, machine, pid_o
 
 from pipeline.cluster import place
 from pipeline.cluster.keeper import HostKeeper, new_keys
+from pipeline.config import Machine
 from pipeline.errors import PeerLost
 from workers.kernels.native import best
 
@@ -66,6 +67,25 @@ def test_a_killed_host_and_its_worker_change_no_sum(
         os.kill(second := pid_of(pair[1]), signal.SIGKILL)  # nobody has its lanes: what is asked waits
         several.tell(*(machine(restart(k, pid)) for k, pid in zip(pair, (first, second), strict=True)))
         assert [wait() for wait in later] == [alone.sums(seed, 2) for seed in range(4)]
+
+
+def test_a_copy_answers_where_its_machine_does_not(
+    three_tiles: Path, pair: list[HostKeeper], alone: Head
+) -> None:
+    with head(three_tiles, machine(pair[1].place()), held=EVERY) as several:
+        assert several.machines is not None
+        assert several.sums(0) == alone.sums(0), "its machine is not there yet"
+        several.update_until(lambda: several.state()[0] == "ready")
+        assert several.sums(1) == alone.sums(1)
+        asked = several.machines.stats()[0]["works"]
+        assert asked, "lanes are asked of their machine"
+        assert several.sums(2, lo=2) == alone.sums(2, lo=2), "a device computes a share of a copy"
+        pid = pid_of(pair[1])
+        os.kill(pid, signal.SIGSTOP)
+        assert [several.sums(seed, 64) for seed in range(3, 6)] == [alone.sums(s, 64) for s in range(3, 6)]
+        os.kill(pid, signal.SIGKILL)
+        assert [several.sums(seed) for seed in range(8)] == [alone.sums(seed) for seed in range(8)]
+    restart(pair[1], pid)
 
 
 def test_a_silent_host_is_not_waited_for(three_tiles: Path, pair: list[HostKeeper], alone: Head) -> None:
@@ -123,6 +143,15 @@ def test_a_host_refuses_what_would_change_bits(
             several.machines.wait_ready([1, 2], 60)
 
 
+def test_a_start_ends_with_what_it_waited_for(three_tiles: Path) -> None:
+    absent = Machine("b", "", "", (1, 2), "failed: no room")
+    for held in ((0,), EVERY):  # with copies it needs nobody
+        with head(three_tiles, absent, held=held) as several:
+            assert several.machines is not None
+            with nullcontext() if held == EVERY else pytest.raises(PeerLost, match=r"b has no.*no room"):
+                several.machines.wait_ready([1, 2], 0.1)
+
+
 def test_unequal_variants_are_refused_where_they_differ(three_tiles: Path) -> None:
     other = {"variant": "avx2" if best().variant != "avx2" else "avx512"}
     with hosts(host_config(three_tiles, 1, 2, format="bf16")) as (keeper,):
@@ -132,10 +161,13 @@ def test_unequal_variants_are_refused_where_they_differ(three_tiles: Path) -> No
 
 
 def test_a_host_ends_after_its_lease(three_tiles: Path, alone: Head) -> None:
-    with hosts(host_config(three_tiles, 1, 2, name="host-of-a-lease", lease=1.0)) as (keeper,):
-        with head(three_tiles, machine(keeper.place())) as several:
-            several.update_until(lambda: several.state()[0] == "ready")
-            assert several.sums(5) == alone.sums(5)
+    # The head is there first: the lease begins when the host has loaded.
+    with ExitStack() as closing:
+        several = closing.enter_context(head(three_tiles, Machine("a", "", "", (1, 2))))
+        config = host_config(three_tiles, 1, 2, name="host-of-a-lease", lease=2.0)
+        (keeper,) = closing.enter_context(hosts(config))
+        several.tell(machine(keeper.place()))
+        assert several.sums(5) == alone.sums(5)
         assert keeper.wait_exit(60)
         assert not place.folder_of(keeper.config.name).exists()
         ended = keeper.check()

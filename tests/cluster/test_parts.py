@@ -15,10 +15,9 @@ from hypothesis.extra import numpy as hnp
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_model
 from pipeline.checkpoint.random_model import RandomModel
-from pipeline.cluster.pool import Encoder
+from pipeline.cluster.rows import RowCoder
 from pipeline.errors import UsageError
 from pipeline.models.facts import expert_shape, narrowed
-from protocol.machines import restored
 from shm.layout import ExpertShape, StoreLayout, format_named
 from shm.manifest import StoreManifest
 from shm.part import Part
@@ -89,8 +88,8 @@ numbers = st.floats(width=32) | st.floats(-4, 4, width=32)
 @given(hnp.arrays(np.float32, (2, 192), elements=numbers))
 def test_codes_are_made_again_of_what_travels(x: np.ndarray[tuple[int, int], np.dtype[np.float32]]) -> None:
     layout = StoreLayout(ExpertShape(1, 1, 192, 128, 128), format_named("int8"))
-    kernel, sent = best().kernel(Geometry.of_tiles(layout)), Encoder(layout)(x)
-    received = restored(sent.codes, sent.largest, 192) if sent.codes.size else sent.x
+    kernel, coder = best().kernel(Geometry.of_tiles(layout)), RowCoder(layout)
+    received = coder.decode(coder.encode(x))
     again, expected = kernel.quantize(received), kernel.quantize(x)
     np.testing.assert_array_equal(again.codes, expected.codes)
     np.testing.assert_array_equal(again.factors.view(np.int32), expected.factors.view(np.int32))

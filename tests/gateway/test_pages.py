@@ -289,6 +289,34 @@ def test_page_goes_on_after_the_engine_is_killed(dashboard: Any, served: Any) ->
         wait_for_frames(dashboard, 3)
 
 
+def test_other_machines_are_shown(dashboard: Any) -> None:
+    """With what an engine on several machines would say: the fixture's has one."""
+    step = {"steps": 0, "rows": 0, "fetched_bytes": 0, "active": 0, "hits": 0}
+    parts = ("attention", "read", "plan", "submit", "device", "shared", "link", "wait", "combine", "head")
+    scheduler = {"running": 1, "waiting": 0, "kv_tokens_used": 1, "kv_tokens_kept": 0, "kv_tokens": 9}
+    b = {"name": "b", "state": "ready", "why": "", "share": 0.25, "round_trip_us": 812.4, "computing_us": 300}
+    c = b | {"name": "c", "state": "away", "why": "the connection has ended"}
+
+    def counters(second: int) -> str:
+        spent = {"seconds": dict.fromkeys(parts, second / 10)}
+        so_far = {"works": second, "waited_s": second / 5, "sent_bytes": 5e6 * second, "received_bytes": 0}
+        said = {"policy": "all-host", "policy_options": {}, "prefetch": {"status": ""}, "time": second}
+        said |= {"scheduler": scheduler, "phases": {"decode": step | spent, "prefill": step | spent}}
+        return json.dumps(said | {"machines": [b | so_far, c | so_far]})
+
+    body = "".join(f"event: counters\ndata: {counters(second)}\n\n" for second in (0, 1))
+    dashboard.route("**/dashboard/events", lambda route: route.fulfill(body=body))
+    dashboard.reload()
+    rows = dashboard.locator("#machines tbody tr")
+    rows.nth(1).wait_for()
+    assert rows.all_inner_texts() == [
+        "b\t25 %\t812 µs\t300 µs\t10 %\t5.0 MB/s\t0 B/s",
+        "c\taway: the connection has ended",
+    ]
+    dashboard.set_viewport_size({"width": 380, "height": 700})
+    assert dashboard.evaluate("document.documentElement.scrollWidth") == 380
+
+
 def test_files_allow_nothing_from_elsewhere(served: Any) -> None:
     with served.http() as http:
         for path in ("/", "/dashboard", "/dashboard/", "/web/chat.js"):

@@ -53,6 +53,10 @@ def test_replicas_are_of_all_lanes_where_they_fit_and_else_of_some() -> None:
     whole = plan(6, 1, machines(12, 12, 12), 1)
     assert whole is not None
     assert whole.parts == ((0,), (1, 2), (2, 1))
+    two = plan(6, 1, machines(12, 12), 2)
+    assert two is not None
+    assert two.parts == ((0, 1), (1,)), "the coordinator's machine has copies where no other has room"
+    assert two.alone(1) == []
     some = plan(6, 1, machines(2, 4, 2), 1)
     assert some is not None
     assert some.parts == ((0,), (1, 2), (2,))

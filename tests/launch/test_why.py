@@ -54,10 +54,13 @@ def test_why_shows_time_by_cause_and_by_layer_and_what_would_help() -> None:
     stats = {"tile_bytes": TILE, "prefetch": {"status": "prefetching is off for 256 steps"}}
     stats |= {"policy": "mixtral-offloading", "policy_status": "resident: the first 3 layers"}
     away = {"name": "c", "state": "away", "why": "the connection has ended"}
-    stats["machines"] = [{"name": "b", "state": "ready", "round_trip_us": 137.4}, away]
+    near = {"name": "b", "state": "ready", "share": 0.3, "round_trip_us": 1137.4, "computing_us": 800}
+    stats["machines"] = [near | {"waited_s": 1.5}, away]
+    stats["engine"] = {"decode": {"seconds": {"wait": 4.0, "attention": 6.0}}}
     text = shown(why_text(reply(decode()), stats, WELCOME))
     words = flat(text)
-    assert "machine b: 137 us a layer machine c is away: the connection has ended" in words
+    assert "machine b: 30% of each expert, 1,137 us a layer, of which it computes 800; 15% of all" in words
+    assert "machine c is away: the connection has ended" in words
     assert "A token took 100 ms under mixtral-offloading: waiting for the link 50%, experts on the" in words
     assert re.findall(r"^layer (\d)", text, re.M) == ["2", "1", "0"]
     causes = r"link 25\.0 ms, workers 10\.0 ms, attention 7\.50 ms"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from mover_parts import model_store
+from plain_calibration import plain_calibration
 from thread_engine import engine_in_threads
 from waiting import wait_until
 
@@ -17,11 +18,14 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.checkpoint.open import open_model
 from pipeline.counters import difference
+from pipeline.experts.division import Share
 from pipeline.models.facts import expert_shape
+from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from shm.layout import format_named
+from shm.mask import Mask
 
 FORMAT = "floe-u8-int8"
 COSTS = Costs(rows=(1,), host=(1.0,), device=(0.1,), link=0.5, round_trip=0.1)
@@ -35,9 +39,11 @@ class Run:
         self.engine, self.prefetcher = engine, prefetcher
         self.kv = KVCache(engine.backbone.spec, torch.float32, torch.device("cpu"), 1024)
 
-    def __call__(self, preset: str, fault_at: int = -1, **options: str) -> tuple[FloatArray, dict]:
+    def __call__(
+        self, preset: str, fault_at: int = -1, known: Calibration | None = None, **options: str
+    ) -> tuple[FloatArray, dict]:
         engine = self.engine
-        engine.set_policy(make_policy(PolicyRequest(preset, options), 0), COSTS)
+        engine.set_policy(make_policy(PolicyRequest(preset, options), 0), COSTS, known)
         sequence = self.kv.allocate(len(TOKENS) + 8)
         before = engine.counters.snapshot()
         found = engine.step([StepInput(TokenSpan(sequence, [5, 6, 7, 8, 9]), "all")], "prefill")
@@ -61,7 +67,7 @@ def run(tiny_model, tmp_path_factory) -> Iterator[Run]:
     shape = expert_shape(model.config, 32, format_named(FORMAT))
     with (
         model_store(shape, model, FORMAT) as store,
-        engine_in_threads(tiny_model, folder, 7, store, staging=12) as (engine, prefetcher),
+        engine_in_threads(tiny_model, folder, 7, store, staging=32) as (engine, prefetcher),
     ):
         yield Run(engine, prefetcher)
 
@@ -96,3 +102,52 @@ def test_prefetcher_that_exits_while_it_gathers_changes_nothing(run: Run, fault_
     found, counted = run("floe", fault_at=fault_at, sparsity="0.5")
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
     assert counted["host_tiles"] == 0
+
+
+@pytest.fixture
+def named(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
+    """The layers and experts of which channels are predicted, which have always landed when they are
+    needed."""
+    memory, experts = run.engine.first.memory, list[tuple[int, list[int]]]()
+    order, guesses = memory.prefetch_channels, memory.mover._guesses
+
+    def landed() -> bool:
+        memory.mover.link.update(5)
+        return all(one.final for one in guesses.values())
+
+    def noted(layer: int, share: Share, x: torch.Tensor, mask: Mask) -> None:
+        experts.append((layer, sorted(share.items[:, 0].tolist())))
+        order(layer, share, x, mask)
+        assert wait_until(landed, 30)
+
+    monkeypatch.setattr(memory, "prefetch_channels", noted)
+    return experts
+
+
+def test_predicted_channels_are_used(run: Run, named: list[tuple[int, list[int]]]) -> None:
+    """FloE's predictors act: predicted channels are used, and change nothing."""
+    wanted, alone = run("floe", sparsity="0.5", prediction="none")
+    assert not named
+    found, counted = run("floe", sparsity="0.5", pause="0")
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    assert alone["channels"]["guessed"] == 0
+    assert counted["channels"]["guessed"] >= counted["channels"]["right"] > 0
+    assert named
+
+
+def test_an_mlp_of_the_calibration_corrects_the_next_gate(
+    run: Run, named: list[tuple[int, list[int]]]
+) -> None:
+    """One that names the last two experts of layer 1, whatever its input is."""
+    shape, hidden = run.engine.shape, run.engine.layout.shape.hidden
+    one = np.full((1, 1, hidden), 1.0, np.float32)  # hidden unit: silu of the sum of x, of either sign
+    inner = np.concatenate((one, -one), axis=1)
+    outer = np.zeros((1, shape.experts, 2), np.float32)
+    outer[0, -2:] = 1e6
+    for accuracy, corrected in ((0.0, False), (1.0, True)):
+        mlps = {"mlp_inner": inner, "mlp_outer": outer, "mlp_accuracy": np.full(1, accuracy, np.float32)}
+        known = plain_calibration(shape.layers, shape.experts, hidden, accuracy=0.5, **mlps)
+        named.clear()
+        run("floe", sparsity="0.5", pause="0", placement="empty", known=known)
+        last = {shape.experts - 2, shape.experts - 1}
+        assert all(set(experts) == last for layer, experts in named if layer == 1) == corrected

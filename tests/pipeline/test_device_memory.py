@@ -16,7 +16,7 @@ from fake_gpu import FakeCudaDevice, fake_device
 from fake_runtime import FakeRuntime
 from mover_parts import SHAPE, random_store
 
-from pipeline.device.base import CONTEXT_BYTES, SPARE_BYTES
+from pipeline.device.base import CONTEXT_BYTES, LEAST_SPARE_BYTES
 from pipeline.errors import NoRoom, PrefetcherLost
 from pipeline.experts.peers import ExitEvents
 from pipeline.policies.view import ModelShape, Target
@@ -110,7 +110,7 @@ def test_an_attempt_without_a_prefetcher_is_refused_and_the_next_uses_its_slab(p
 
 def test_the_prefetchers_context_is_counted_and_a_first_start_does_not_wait(place) -> None:
     parts, runtime = place
-    runtime.total = SPARE_BYTES + CONTEXT_BYTES // 2 + 100 * MB
+    runtime.total = LEAST_SPARE_BYTES + CONTEXT_BYTES // 2 + 100 * MB
     with pytest.raises(NoRoom, match="of device memory"):
         DeviceMemoryOpener(parts).open(0)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipeline.checkpoint.open import open_model
 from pipeline.config import DEFAULT_CACHE, DEFAULT_CONTEXT, KV_BLOCK, EngineConfig, ResolvedConfig
-from pipeline.device.base import SPARE_BYTES
+from pipeline.device.base import LEAST_SPARE_BYTES, SPARE_BYTES, spare_bytes
 from pipeline.errors import UsageError
 from pipeline.memory.needs import Needs, cache_tiles, needs
 from pipeline.memory.plan import (
@@ -85,7 +85,7 @@ def takes(
     host = machine.memory - FREE_BYTES - needs.processes
     if machine.gpu is None:
         return new + device <= host and new + tiles * needs.slot <= machine.shm
-    return new <= min(host, machine.shm) and device + needs.steps + SPARE_BYTES <= machine.gpu
+    return new <= min(host, machine.shm) and device + needs.steps + spare_bytes(machine.gpu) <= machine.gpu
 
 
 def fits_with(needs: Needs, asked: EngineConfig, machine: Machine, slab: bool, least: int) -> bool:
@@ -290,8 +290,7 @@ def test_layers_are_divided_by_the_memory_of_the_devices(model: str, sizes: list
         beside = 0 if part == "KV cache" else needed.head + plan.context * needed.position * len(sizes)
         assert whole.parts[part] <= there + len(sizes) <= whole.parts[part] + beside + 2 * len(sizes)
         assert host.parts.get(part, there) == there
-    fixed = needed.steps + SPARE_BYTES * on_gpu
-    free = [size * GB - fixed for size in sizes]
+    free = [size * GB - needed.steps - spare_bytes(size * GB) * on_gpu for size in sizes]
     free[0] -= needed.embedding
     free[-1] -= needed.head
     least = min(size / number for size, number in zip(free, plan.stages, strict=True))
@@ -313,3 +312,21 @@ def test_unequal_cards_get_unequal_layers() -> None:
     few = Machine(200 * GB, 200 * GB, cards=(("cpu:1GB", GB),) * 33)
     with pytest.raises(UsageError, match="33 devices, and the model has 32 layers"):
         plan.pools(few)
+
+
+@pytest.mark.parametrize(("size", "spare"), [(4, 0.2), (12, 0.375), (16, 0.5), (24, 0.5), (80, 0.5)])
+def test_what_stays_free_follows_the_card(size: int, spare: float) -> None:
+    """A small card keeps less free, and no byte that the rule does not ask for."""
+    needed = next(each for each in every("qwen1.5-moe-a2.7b", True) if each.format == "int4")
+    assert spare_bytes(size * GB) == int(spare * GB)
+    assert LEAST_SPARE_BYTES <= spare_bytes(size * GB) <= SPARE_BYTES
+    *_, pool = smallest(needed, EngineConfig(), True).pools(Machine(400 * GB, 400 * GB, size * GB))
+    assert pool.parts["steps"] == needed.steps + spare_bytes(size * GB)
+    if size != 12:
+        return
+    other = pool.needed - spare_bytes(size * GB)
+    asked = EngineConfig(expert_cache=0.0, context=LEAST_CONTEXT, kv_tokens=LEAST_CONTEXT)
+    edge = next(free for free in range(other, 2 * other, 1000) if other + spare_bytes(free) <= free)
+    for free, fits in ((edge, True), (edge - 1000, False)):
+        there = Machine(400 * GB, 400 * GB, free)
+        assert (choose([needed], asked, there, True) is not None) == fits

@@ -86,7 +86,7 @@ def make_calibration(shape: ModelShape, rng: np.random.Generator) -> Calibration
     kept[:, 1, [1, shape.top_k]] = 0.5 if shape.top_k > 1 else 1
     names, own = ("raw", "residual", "first"), np.random.default_rng(5)
     return Calibration(
-        decode_counts=rng.integers(0, 99, (2, layers, experts))[1],  # as the recorded decisions were drawn
+        decode_counts=rng.integers(0, 99, (layers, experts)),
         residual_logits=rng.normal(size=(layers - 1, experts)).astype(np.float32),
         accuracy={name: rng.random(layers).astype(np.float32) for name in names},
         kept=kept,

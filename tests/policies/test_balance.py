@@ -160,6 +160,18 @@ def test_missing_experts_are_streamed_to_a_device_without_a_cache(part: type[Ass
 
 
 @pytest.mark.parametrize("part", [Greedy, TwoEnded, Cheaper])
+def test_of_a_transfer_under_way_the_rest_is_priced(part: type[Assignment]) -> None:
+    """An expert takes 4 on the host and 1 on the device, and 2 each of its four tiles on the link: the
+    host's. With three of them there it is the device's: what is resident costs no transfer (DALI, section
+    4.3)."""
+    costs = Costs(rows=(1,), host=(1.0,), device=(0.25,), link=2.0, round_trip=0.0)
+    one = Routing(ROUTING.experts[:, :1], ROUTING.weights[:, :1])
+    cuts = [int(part().cut(1, one, view_of([0, 0, 0, landed], costs))[3]) for landed in range(5)]
+    assert cuts == sorted(cuts)
+    assert (cuts[0], cuts[3]) == (0, 4)
+
+
+@pytest.mark.parametrize("part", [Greedy, TwoEnded, Cheaper])
 def test_small_experts_stay_on_the_device_where_the_exchange_takes_longer(part: type[Assignment]) -> None:
     """An expert takes 4 on the host and 6 on the device, with its transfer 8; an exchange is 20."""
     small = Costs(rows=(1,), host=(1.0,), device=(1.5,), link=0.5, round_trip=0.0)

@@ -82,10 +82,12 @@ def test_placement_is_limited_to_each_layers_size() -> None:
 @settings(max_examples=80)
 @given(data=st.data())
 def test_workload_replacement(data: st.DataObject) -> None:
-    """DALI: after each window of a layer's steps, the hottest absent experts for the coldest held ones."""
+    """DALI, Algorithm 2: after each window of a layer's steps, the hottest absent experts for the coldest
+    held ones; by default a pair only where its score is higher."""
     shape = data.draw(shapes())
     window, swaps = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
     options = {"window": str(window), "swaps": str(swaps), "prediction": "none", "assignment": "resident"}
+    options["swap"] = swap = data.draw(st.sampled_from(["higher", "always"]))
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
     machine = Machine(policy("dali", **options), make_view(shape, data.draw(capacities(shape))), rng)
     machine.start()
@@ -103,13 +105,14 @@ def test_workload_replacement(data: st.DataObject) -> None:
             if len(history[layer]) == window:
                 score = [sum(step.get(e, 0) for step in history[layer]) for e in range(shape.experts)]
                 history[layer] = []
-                for _ in range(swaps):
-                    absent = [e for e in range(shape.experts) if e not in held[layer]]
-                    if not absent or not held[layer]:
+                before = set(held[layer])
+                for _ in range(swaps):  # what has changed places stays there
+                    absent = [e for e in range(shape.experts) if e not in held[layer] | before]
+                    if not absent or not held[layer] & before:
                         break
                     hot = max(absent, key=lambda e: (score[e], -e))
-                    cold = min(held[layer], key=lambda e: (score[e], e))
-                    if score[hot] <= score[cold]:
+                    cold = min(held[layer] & before, key=lambda e: (score[e], e))
+                    if swap == "higher" and score[hot] <= score[cold]:
                         break
                     held[layer] = (held[layer] - {cold}) | {hot}
             assert set(np.flatnonzero(machine.view.target[layer]).tolist()) == held[layer]

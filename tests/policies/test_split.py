@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_machine import Machine, capacities, make_calibration, make_routing, make_view, policy, shapes
 
-from pipeline.policies.split import LayerLoads, configured
+from pipeline.policies.split import LayerLoads, Reconfiguration, configured
 from pipeline.policies.view import Gated, ModelShape, Routing, Signals, Target, View
 
 SHAPE = ModelShape(layers=4, experts=8, tiles=4, top_k=2)
@@ -153,3 +154,57 @@ def test_single_tiles_are_noted() -> None:
     assert not any(
         "single tile" in note for note in policy("moepic", theta="0.3").notes(make_view(SHAPE, 64))
     )
+
+
+def hot(machine: Machine, experts: list[int], steps: int) -> None:
+    """Decode steps of which layer 0 uses two of these experts, in turn, and others any."""
+    for step in range(steps):
+        for layer in range(SHAPE.layers):
+            used = [experts[(step + more) % len(experts)] for more in (0, 1)]
+            if layer:
+                used = machine.rng.permutation(8)[:2].tolist()
+            machine.layer(layer, Routing(np.array([used], np.int32), np.ones((1, 2), np.float32)))
+
+
+def sizes(machine: Machine) -> list[int]:
+    return np.count_nonzero(machine.target, axis=1).tolist()
+
+
+def test_an_idle_engine_configures_by_what_it_has_measured_and_then_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Layer 0 uses two experts alone, which its calibration did not know."""
+    monkeypatch.setattr(Reconfiguration, "PERIOD", 24)
+    alone = {"prediction": "none"}
+    machine = Machine(policy("moepic", **alone), calibrated(SHAPE, 64), np.random.default_rng(0))
+    machine.start()
+    before = sizes(machine)
+    hot(machine, [3, 5], 23)
+    assert machine.driver.rest() == (), "too little was measured"
+    for _ in range(3):  # the first misses are forgotten
+        hot(machine, [3, 5], 100)
+        machine.apply(machine.driver.rest())
+    assert sizes(machine)[0] < before[0]
+    assert set(np.flatnonzero(machine.target[0])) >= {3, 5}
+    for _ in range(2):
+        hot(machine, [3, 5], 200)
+        assert machine.driver.rest() == (), "it is the best configuration of this routing already"
+    rng = np.random.default_rng(0)
+    once = Machine(policy("moepic", reconfigure="0", **alone), calibrated(SHAPE, 64), rng)
+    once.start()
+    hot(once, [3, 5], 24)
+    assert once.driver.rest() == ()
+
+
+def test_two_texts_in_turn_change_the_configuration_ever_less_often() -> None:
+    """Each text lasts as long as it takes to be measured; the gain of each change is large."""
+    when, changes = Reconfiguration(1, 2), []
+    for step in range(1, 100 * Reconfiguration.PERIOD):
+        when.used(0, [1.0, 0.0], [0])
+        if when.due:
+            when.hits()
+            if when.pays(1.0, 0.5):
+                changes.append(step)
+    apart = np.diff([0, *changes])
+    assert (apart[1:] >= 2 * apart[:-1]).all()
+    assert not when.pays(1.0, 1 - Reconfiguration.GAIN / 2)

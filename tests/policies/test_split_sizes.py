@@ -118,3 +118,40 @@ def test_tiles_move_to_the_layer_that_is_not_predicted() -> None:
     found = configured(layers, 24)
     assert found[0] == Division(4, 4, 0.0)
     assert total(found) == 0.0
+
+
+def ready_of(one: LayerLoads, kept: int, cached: int) -> float:
+    """Over all ways in which the experts are cached or not, and all are predicted right or none."""
+    found, hit = 0.0, one.hits[cached]
+    for each in product([True, False], repeat=one.used):
+        lacks = sorted(one.tiles - kept if here else one.tiles for here in each)
+        whole = lacks.count(0)
+        time, landed = 0.0, whole
+        for missing in lacks[whole:]:
+            time += one.fetch + one.tile * missing
+            landed += time <= one.window + 1e-9
+        share = prod(hit if here else 1 - hit for here in each)
+        found += share * (one.accuracy * landed + (1 - one.accuracy) * whole)
+    return found
+
+
+@settings(max_examples=100)
+@given(one=loads(), data=st.data())
+def test_the_paper_s_objective_has_most_experts_ready(one: LayerLoads, data: st.DataObject) -> None:
+    """No division of the budget has more of a step's experts whole when their layer begins."""
+    experts = len(one.hits) - 1
+    budget = data.draw(st.integers(0, one.tiles * experts + 3))
+    found = one.division(budget, "ready")
+    assert found.seconds == pytest.approx(one.exposed(found.kept, found.experts))
+    every = [ready_of(one, kept, min(experts, budget // kept)) for kept in range(1, one.tiles + 1)]
+    assert ready_of(one, found.kept, found.experts) == pytest.approx(max(every), abs=1e-6)
+
+
+def test_the_two_objectives_differ() -> None:
+    """The window has time for one of four tiles. With two whole experts one of two is ready at the mean; with
+    halves of four none is, and less is left to load."""
+    one = LayerLoads([0.0, 0.25, 0.5, 0.75, 1.0], 2, accuracy=1.0, window=1.0, tile=1.0, fetch=0.0, tiles=4)
+    assert one.division(8) == Division(2, 4, 3.0)
+    assert one.ready(2, 4) == 0
+    assert one.division(8, "ready") == Division(4, 2, 3.25)
+    assert one.ready(4, 2) == pytest.approx(1)

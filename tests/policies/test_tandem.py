@@ -87,7 +87,7 @@ def test_a_layer_is_cut_so_that_the_heaviest_experts_are_fetched() -> None:
     divider.use(make_view(ModelShape(1, 4, 4, 2), 0))
     rows, resident = active(16, 1, 1, 4), np.array([0, 4, 0, 0], np.int32)
     balanced = divider.balanced(rows, resident, 4)
-    cut = cuts(balanced, rows, resident, 4, [0.0] * 4)
+    cut = cuts(balanced, resident, 4, [0.0] * 4)
     assert cut[1] == 4  # resident
     assert cut[0] >= cut[3] >= cut[2]
     assert balanced.moved == sum(cut) - 4
@@ -99,7 +99,7 @@ def test_of_equal_experts_the_most_valuable_is_fetched() -> None:
     rows, resident = active(1, 1, 1), np.zeros(3, np.int32)
     balanced = divider.balanced(rows, resident, 4)
     assert 0 < balanced.moved <= 4
-    assert cuts(balanced, rows, resident, 4, [1, 3, 2]) == [0, balanced.moved, 0]
+    assert cuts(balanced, resident, 4, [1, 3, 2]) == [0, balanced.moved, 0]
 
 
 def test_where_the_host_is_faster_wherever_tiles_are_no_residency_counts() -> None:

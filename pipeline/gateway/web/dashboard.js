@@ -101,11 +101,15 @@ function onCounters(now) {
   const options = Object.entries(now.policy_options).map(([name, value]) => `${name}=${value}`);
   at("policy-notes").textContent = [...options, now.prefetch.status].filter(Boolean).join("; ");
   if (!cache) [at("hits").textContent, at("cache").textContent] = ["n/a", "none: the host computes"];
+  at("machines").hidden = !now.machines?.length;
   const passed = before ? now.time - before.time : 0;
   const decode = before && difference(now, before, "decode");
   const prefill = before && difference(now, before, "prefill");
+  const earlier = before?.machines ?? [];
   before = now;
   if (!decode || !prefill || passed <= 0) return;
+  const spent = [decode, prefill].flatMap((phase) => Object.values(phase.seconds)).reduce((a, b) => a + b, 0);
+  if (now.machines) showMachines(now.machines, earlier, spent, passed);
   for (const [name, counted] of Object.entries({ decode, prefill })) {
     const rate = counted.rows / passed;
     at(name).textContent = rate >= 100 ? rate.toFixed(0) : rate.toFixed(1);
@@ -116,6 +120,29 @@ function onCounters(now) {
   if (cache) at("cache").textContent = `${filled} filled; ${fetched}/s fetched while a step waited`;
   const parts = timeParts(decode);
   if (decode.steps > 0 && parts) showTime(parts, decode);
+}
+
+// `spent`: seconds of the steps between the two events, `passed`: of the clock.
+function showMachines(now, earlier, spent, passed) {
+  at("machines").querySelector("tbody").replaceChildren(
+    ...now.map((machine) => {
+      const last = earlier.find((other) => other.name === machine.name && other.works <= machine.works) ?? machine;
+      const gained = (name) => machine[name] - last[name];
+      const cells = [
+        percent(machine.share),
+        `${machine.round_trip_us.toFixed(0)} µs`,
+        `${machine.computing_us.toFixed(0)} µs`,
+        spent > 0 ? percent(gained("waited_s") / spent) : "–",
+        `${bytes(gained("sent_bytes") / passed)}/s`,
+        `${bytes(gained("received_bytes") / passed)}/s`,
+      ];
+      const row = make("tr");
+      row.append(make("th", machine.name));
+      if (machine.state === "ready") row.append(...cells.map((text) => make("td", text)));
+      else row.append(Object.assign(make("td", `${machine.state}: ${machine.why}`, "away"), { colSpan: cells.length }));
+      return row;
+    }),
+  );
 }
 
 function showTime(parts, decode) {

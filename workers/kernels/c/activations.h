@@ -2,6 +2,7 @@
  * check of a list of their rows. Part of body.h. */
 #pragma once
 
+#include "groups.h"
 #include "kernels.h"
 #include "records.h"
 #include "vectors.h"
@@ -15,30 +16,9 @@ static int rows_within(const int32_t *rows, int64_t count, int64_t limit) {
 
 /* `padded` codes in groups for `inputs` numbers. */
 static void quantize_row(const float *x, int64_t inputs, int64_t padded, int64_t group, int8_t *codes, float *factors) {
-    for (int64_t start = 0; start < padded; start += group, codes += group, factors += 2) {
+    for (int64_t start = 0; start < padded; start += group, factors += 2) {
         int64_t n = inputs > start ? least(group, inputs - start) : 0;
-        int32_t most = 0; /* largest bit pattern of a magnitude; they order like the magnitudes, NaN above all */
-        for (int64_t i = 0; i < n; i++) {
-            int32_t bits;
-            memcpy(&bits, x + start + i, 4);
-            bits &= 0x7FFFFFFF;
-            most = bits > most ? bits : most;
-        }
-        float largest;
-        memcpy(&largest, &most, 4);
-        float step = largest / 127.0f;
-        int32_t sum = 0;
-        for (int64_t i = 0; i < n; i++) {
-            float code = step > 0.0f ? x[start + i] / step : 0.0f;
-            code = code + 12582912.0f - 12582912.0f; /* rounded, half to even */
-            code = code < 127.0f ? code : 127.0f;
-            code = code > -127.0f ? code : -127.0f;
-            codes[i] = (int8_t)code;
-            sum += codes[i];
-        }
-        memset(codes + n, 0, (size_t)(group - n));
-        factors[0] = step;
-        factors[1] = (float)sum;
+        quantize_group(x + start, n, group, largest_magnitude(x + start, n), codes + start, factors);
     }
 }
 
