@@ -20,7 +20,7 @@ from pipeline.policies.view import Router, Routing
 from pipeline.traces.synthetic import DrawnTrace
 from pipeline.traces.trace import Trace, TracedStep
 
-HISTORY = 8  # one step of decode in so many, at least, comes before those that are measured
+HISTORY = 32  # steps of decode that come before those that are measured, where there are eight times as many
 KEPT_ROWS = 128  # of a step up to which they are kept with it, for the next replay
 
 
@@ -85,12 +85,12 @@ def _rows(steps: Sequence[Kind]) -> dict[Phase, int]:
 
 
 def division(steps: Sequence[Kind], most: int | None = None) -> int:
-    """Returns the first step that is measured: the first one behind a text's end with one in HISTORY before
+    """Returns the first step that is measured: the first one behind a text's end with HISTORY steps before
     it; where no text ends there, half of the steps of decode, with the prompt directly before them. `most`:
     of decode that are measured."""
     kind = "decode" if any(phase == "decode" for phase, _ in steps) else "prefill"
     counted = [index for index, (phase, _) in enumerate(steps) if phase == kind]
-    least = -(-len(counted) // HISTORY)
+    least = min(HISTORY, -(-len(counted) // 8))
     ends = (at for at in _ends(steps) if least <= bisect_left(counted, at) < len(counted))
     begin = next(ends, counted[len(counted) // 2])
     begin = max(begin, counted[-min(most or len(counted), len(counted))])
