@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,7 @@ def page(c: Commands) -> str:
     ]
     found = replayed(texts, jobs)
 
-    def over(policy: str, baseline: str = "on-demand", **wanted: object) -> list[float]:
+    def over(policy: str, baseline: str = "on-demand", **wanted: Any) -> list[float]:
         return found.ratios(baseline, policy=policy, **wanted)
 
     limits = drop_limits(np.asarray(calibration.sensitivity).tolist(), threshold)

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -214,6 +214,6 @@ def policy_of(words: str, text: DividedText) -> Policy:
     policy = make_policy(PolicyRequest(name, dict(option.split("=") for option in options)), 0)
     if others:
         assert isinstance(policy, Composed)
-        parts = {role: part(text) for role, part in (PARTS[other] for other in others)}
+        parts: dict[str, Any] = {role: part(text) for role, part in (PARTS[other] for other in others)}
         policy = Composed(names, replace(policy.parts, **parts))
     return policy

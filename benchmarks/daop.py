@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from benchmarks.evidence_commands import Commands
 from benchmarks.papers import Job, drawn, recorded, replayed, similarity, write
@@ -63,7 +64,8 @@ def page(c: Commands) -> str:
     texts = {name: drawn(shape, PROFILES["mixtral-8x7b"], 256, 32) for name, shape in SHAPES.items()}
     texts["embedded"] = recorded(c.trace(1))
     found = replayed(texts, _jobs())
-    most, drawn_ones = {"cache": CACHES[-1]}, {"text": "Mixtral", "policy": PLACED}
+    most: dict[str, Any] = {"cache": CACHES[-1]}
+    drawn_ones: dict[str, Any] = {"text": "Mixtral", "policy": PLACED}
     machines = [{"machine": name} | drawn_ones for name in ("table I", "A6000", SLOWER)]
     links = [m for m in dict.fromkeys(row["machine"] for row in found.rows) if m.startswith("A6000")]
     own = found.ratios("fiddler", text="embedded", policy="daop")

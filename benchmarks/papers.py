@@ -134,7 +134,7 @@ class Results:
         """That figure of all rows that have this."""
         return [row[figure] for row in self.rows if all(row[name] == v for name, v in wanted.items())]
 
-    def ratios(self, over: str, figure: str = "tok_s", **wanted: Any) -> list[float]:
+    def ratios(self, over: str, figure: str = "tok_s", /, **wanted: Any) -> list[float]:
         """That figure of rows that have this, over the policy `over` with the same labels."""
         return [row[figure] / self._same(row, over)[figure] for row in self.rows if _has(row, wanted)]
 
