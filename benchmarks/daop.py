@@ -71,8 +71,9 @@ def page(c: Commands) -> str:
     own = found.ratios("fiddler", text="embedded", policy="daop")
     settings = [{"text": "Mixtral", "machine": link} | most for link in links]
     ours = {
-        "mean": [*(mean(found.ratios("fiddler", **each)) for each in machines), mean(own)],
-        "largest": [*(found.ratios("fiddler", **each | most)[0] for each in machines), own[-1]],
+        "mean": [mean(found.ratios("fiddler", **each)) for each in machines],
+        "largest": [found.ratios("fiddler", **each | most)[0] for each in machines],
+        "own": own,
         "phi": [mean(found.ratios("fiddler", text="Phi", policy=PLACED))],
         "fetching": [
             found.ratios(name, **each, policy=PLACED)[0] for name in FETCHING[:2] for each in settings
@@ -82,7 +83,7 @@ def page(c: Commands) -> str:
         "mixtral": found.get("tok_s", **machines[1])[::-2],
         "phis": found.get("tok_s", text="Phi", policy=PLACED)[::-2],
         "similar": [similarity(texts[name].text) for name in ("embedded", "Mixtral")],
-        "predicted": [float(c.calibration().accuracy["raw"].mean())],
+        "predicted": [float(c.calibration().accuracy["raw"][1:].mean())],
     }
     first = found.ratios("fiddler", policy="daop:first_layer=1", text="embedded")
     words = {

@@ -143,16 +143,18 @@ class Results:
         return next(r for r in self.rows if r["policy"] == policy and _has(r, labels))
 
     def table(self, title: str, over: str, *labels: str, figure: str = "tok_s", **wanted: Any) -> str:
-        """Rows that have this, behind a title: a line for each setting of these labels, a column for each
-        policy: its figure, and over `over`."""
+        """Rows that have this, behind a title: a line for each policy, a column for each setting of these
+        labels: its figure, and over `over`."""
         every = [row for row in self.rows if _has(row, wanted)]
-        policies = list(dict.fromkeys(row["policy"] for row in every))
         settings = list(dict.fromkeys(tuple(row[name] for name in labels) for row in every))
-        lines = [[*labels, *policies], ["---"] * (len(labels) + len(policies))]
-        for setting in settings:
-            rows = [row for row in every if tuple(row[name] for name in labels) == setting]
-            cells = {row["policy"]: self._cell(row, over, figure) for row in rows}
-            lines.append([*map(str, setting), *(cells.get(policy, "") for policy in policies)])
+        lines = [
+            [", ".join(labels), *(" ".join(map(str, setting)) for setting in settings)],
+            ["---"] * (1 + len(settings)),
+        ]
+        for policy in dict.fromkeys(row["policy"] for row in every):
+            of = {tuple(row[n] for n in labels): row for row in every if row["policy"] == policy}
+            cells = [self._cell(of[one], over, figure) if one in of else "" for one in settings]
+            lines.append([f"`{policy}`", *cells])
         return f"## {title}\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
     def _cell(self, row: Row, over: str, figure: str) -> str:
@@ -224,24 +226,19 @@ class Claim:
 
     @property
     def line(self) -> str:
-        figures = " to ".join(self._figure(one) for one in self.paper if one < inf)
+        figures = self._with_unit(" to ".join(self._figure(one) for one in self.paper))
         figures = "more" if inf in self.paper else figures
         ours = [self._figure(one) for one in self.ours]
-        shown = ", ".join(ours) if len(ours) < 5 else f"{self._least} to {self._most}"
+        if len(ours) > 4:
+            ours = [f"{self._figure(min(self.ours))} to {self._figure(max(self.ours))}"]
+        shown = self._with_unit(", ".join(ours)) if ours else ""
         return f"| {self.headline} | {figures} | {shown} | {self.verdict} | {self.tested} |"
 
-    @property
-    def _least(self) -> str:
-        return self._figure(min(self.ours))
-
-    @property
-    def _most(self) -> str:
-        return self._figure(max(self.ours))
+    def _with_unit(self, figures: str) -> str:
+        return figures if self.unit == "x" else f"{figures} {self.unit}"
 
     def _figure(self, value: float) -> str:
-        if self.unit == "%":
-            return f"{100 * value:.3g} %"
-        return f"{value:.3g}" + (f" {self.unit}" if self.unit != "x" else "")
+        return f"{100 * value:.3g}" if self.unit == "%" else f"{value:.3g}"
 
 
 def write(
