@@ -1,9 +1,9 @@
 """What the pages of `benchmarks/evidence.py` are made of: texts, replays of them on both cores, and claims.
 
 A page has each headline of a paper with its figure, ours, and a verdict that follows from both: "reproduced",
-all of ours are within a tenth of the paper's; "in part", some are, or all are on its side of 1 (shares and
-rates: within a factor of two); "not reproduced", they are not; "undecidable", nothing here can say, or ours
-go over a constant that the paper leaves open, and only some of them are within.
+all of ours are within a tenth of the paper's and have half of its gain; "in part", some are, or all are on
+its side of 1 (shares and rates: within a factor of two); "not reproduced", they are not; "undecidable",
+nothing here can say, or ours go over a constant that the paper leaves open, and only some of them are within.
 """
 
 from __future__ import annotations
@@ -212,8 +212,12 @@ class Claim:
         if not self.ours:
             return NOWHERE
         least, most = min(self.paper), max(self.paper)
-        near = 0.0 if most == inf else 0.1
-        within = [least * (1 - near) <= one <= most * (1 + near) for one in self.ours]
+        if most == inf:
+            within = [one > least for one in self.ours]
+        else:
+            within = [least * 0.9 <= one <= most * 1.1 for one in self.ours]
+        if self.unit == "x" and least > 1:  # of a gain at least half
+            within = [w and (one - 1 >= (least - 1) / 2) for w, one in zip(within, self.ours, strict=True)]
         if all(within):
             return "reproduced"
         if self.open and any(within):
