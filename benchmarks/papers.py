@@ -223,7 +223,7 @@ class Claim:
         if self.open and any(within):
             return NOWHERE
         if self.unit == "x":
-            alike = all((one > 1) == (least > 1) for one in self.ours)
+            alike = most < inf and all((one > 1) == (least > 1) for one in self.ours)
         else:
             alike = all(least / 2 <= one <= most * 2 for one in self.ours)
         return "in part" if any(within) or alike else "**not reproduced**"
