@@ -19,15 +19,17 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from launch.advise.machine import NEW, counts_of, engine, recorded, run
+from launch.advise.machine import NEW, engine, recorded, run
 from launch.bench.measure import make_prompts, measure, read_other_texts, warm_up
 from launch.command_line.options import Options, parse
-from launch.forecast import Priced, RecordedText, Setting, Sizes, by_replay, sizes_of
+from launch.forecast import Priced, Setting, Sizes, by_replay, sizes_of
 from launch.terminal.interrupts import Interrupts
 from pipeline.assets import model_dir
 from pipeline.checkpoint.open import open_model
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import PolicyRequest
+from pipeline.replay.machine import DividedText
+from pipeline.replay.steps import counts_of
 
 PROMPT = 48  # tokens
 PRESETS = (
@@ -114,7 +116,7 @@ def points(machine: str, words: list[str], found: dict[str, Any]) -> list[Point]
     return rows
 
 
-def _text(trace: Path, sizes: Sizes) -> RecordedText:
+def _text(trace: Path, sizes: Sizes) -> DividedText:
     """Popularity is that of the prompts alone, as in the engine that is measured: the answers of a model with
     random weights repeat themselves."""
     text = recorded(trace, sizes.header)

@@ -20,12 +20,11 @@ from typing import Any
 
 from benchmarks.tandem import BITS, MODELS
 from launch.profile import PhaseProfile
-from pipeline.counters import difference
 from pipeline.models.routing import Softmax
 from pipeline.policies.costs import MACHINES, Costs, derived
 from pipeline.policies.presets import make_policy
-from pipeline.policies.view import ModelShape, Policy, PolicyRequest
-from pipeline.replay.machine import Replay
+from pipeline.policies.view import ModelShape, PolicyRequest
+from pipeline.replay.machine import DividedText, Replay
 from pipeline.traces.synthetic import PROFILES, SyntheticText
 from pipeline.traces.trace import Header
 
@@ -52,30 +51,26 @@ class Drawn:
         shape = ModelShape(self.model.layers, self.model.experts, self.model.tiles, self.model.top_k)
         self.header = Header(name, "", "", shape, 1, Softmax(shape.top_k, rescaled=True), 1)
         text = SyntheticText(self.header, PROFILES[PROFILE[name]], seed)
-        self.counts = text.counts(HISTORY)  # of earlier requests
-        self.warm = text.steps(0, 1, WARM)
-        self.steps = [step for _ in range(TEXTS) for step in text.steps(0, 1, TOKENS)]
+        counts = text.counts(HISTORY)  # of earlier requests
+        every = [text.steps(0, 1, tokens) for tokens in (WARM, *(TOKENS,) * TEXTS)]
+        self.text = DividedText([step for steps in every for step in steps], WARM, counts)
 
     def costs(self, link_gbps: float) -> Costs:
         rates, model = replace(MACHINES[MACHINE], link_gbps=link_gbps), self.model
         return derived(rates, model.weights * BITS / 8, model.weights, 2 * model.other, model.other)
 
-    def replay(self, policy: Policy, costs: Costs, share: float) -> Replay:
-        """Returns a replay whose cache is warm."""
+    def capacity(self, share: float) -> int:
+        """Returns the tiles of such a share of all."""
         shape = self.header.shape
-        capacity = round(share * shape.layers * shape.experts * shape.tiles)
-        replay = Replay(self.header, policy, costs, capacity, popularity=self.counts)
-        replay.run(self.warm)
-        return replay
+        return round(share * shape.layers * shape.experts * shape.tiles)
 
 
 def figures(drawn: Drawn, request: PolicyRequest, link_gbps: float, share: float) -> list[float]:
     """Returns seconds of a token, hits, experts moved in a layer of a token, and how busy the link was."""
-    replay = drawn.replay(make_policy(request, 0), drawn.costs(link_gbps), share)
-    began, before = replay.now, replay.outcome.counters.snapshot()
-    counters = replay.run(drawn.steps).counters
-    profile = PhaseProfile(difference(counters.snapshot(), before)["decode"], 1)
-    seconds = (replay.now - began) / len(drawn.steps)
+    policy, costs = make_policy(request, 0), drawn.costs(link_gbps)
+    outcome = drawn.text.replay(drawn.header, policy, costs, drawn.capacity(share))
+    profile = PhaseProfile(outcome.measured["decode"], 1)
+    seconds = profile.seconds / profile.steps
     shape = drawn.header.shape
     moved = profile.copied_per_token / (shape.tiles * shape.layers)
     return [seconds, profile.hit_rate or 0.0, moved, profile.link_busy]
@@ -92,7 +87,11 @@ def row(models: Sequence[Drawn], request: PolicyRequest, link_gbps: float, share
 def planning(drawn: Drawn, request: PolicyRequest, link_gbps: float, share: float) -> float:
     """Microseconds of planning a layer."""
     policy: Any = make_policy(request, 0)
-    replay = drawn.replay(policy, drawn.costs(link_gbps), share)
+    text = drawn.text
+    replay = Replay(
+        drawn.header, policy, drawn.costs(link_gbps), drawn.capacity(share), popularity=text.counts
+    )
+    replay.run(text.steps[:WARM])
     taken: dict[str, list[float]] = {name: [] for name in ("gate", "plan", "predict", "after")}
 
     def timed(call: Callable[..., object], times: list[float]) -> Callable[..., object]:
@@ -106,7 +105,7 @@ def planning(drawn: Drawn, request: PolicyRequest, link_gbps: float, share: floa
 
     for name, times in taken.items():
         setattr(policy, name, timed(getattr(policy, name), times))
-    replay.run(drawn.steps)
+    replay.run(text.steps[WARM:])
     return 1e6 * sum(map(median, taken.values()))
 
 

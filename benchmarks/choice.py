@@ -19,12 +19,12 @@ from multiprocessing import get_context
 from statistics import geometric_mean
 from typing import Any
 
-from benchmarks.tandem import BITS, MODELS, PHASES, counted
+from benchmarks.tandem import BITS, MODELS, PHASES, seconds_of
 from pipeline.models.routing import Softmax
 from pipeline.policies.costs import MACHINES, Costs, Rates, derived
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest
-from pipeline.replay.machine import Replay
+from pipeline.replay.machine import DividedText, Replay
 from pipeline.traces.synthetic import PROFILES, SyntheticText
 from pipeline.traces.trace import Header, TracedStep
 
@@ -47,9 +47,8 @@ class Drawn:
     """Texts of one model: some that warm caches, and those that count."""
 
     header: Header
-    popularity: Any  # [L, E], of other texts
-    warm: list[TracedStep]
-    steps: list[TracedStep]
+    text: DividedText  # its counts are of other texts
+    steps: list[TracedStep]  # that are measured
 
     @classmethod
     def of(cls, name: str, layers: int, batch: int, seed: int, texts: int = TEXTS) -> Drawn:
@@ -59,15 +58,13 @@ class Drawn:
         text = SyntheticText(header, PROFILES[PROFILE[name]], seed)
         history = text.counts(HISTORY)
         every = [text.steps(PROMPT, PROMPT, TOKENS, batch) for _ in range(1 + texts)]
-        return cls(header, history, every[0], [step for steps in every[1:] for step in steps])
+        steps = [step for steps in every[1:] for step in steps]
+        return cls(header, DividedText([*every[0], *steps], len(every[0]), history), steps)
 
-    def replay(self, policy: Any, costs: Costs, share: float) -> Replay:
-        """Returns a replay whose caches are warm."""
+    def capacity(self, share: float) -> int:
+        """Returns the tiles of such a share of all."""
         shape = self.header.shape
-        capacity = round(share * shape.layers * shape.experts * shape.tiles)
-        replay = Replay(self.header, policy, costs, capacity, popularity=self.popularity)
-        replay.run(self.warm)
-        return replay
+        return round(share * shape.layers * shape.experts * shape.tiles)
 
 
 def costs_of(machine: str, model: str) -> Costs:
@@ -78,18 +75,19 @@ def costs_of(machine: str, model: str) -> Costs:
 
 def seconds(drawn: Drawn, name: str, costs: Costs, share: float) -> dict[str, float]:
     """Returns seconds of a token and layer, by phase."""
-    replay = drawn.replay(make_policy(PolicyRequest(name), 0), costs, share)
-    warm = counted(replay.outcome)
-    every = counted(replay.run(drawn.steps))
+    policy = make_policy(PolicyRequest(name), 0)
+    taken = seconds_of(drawn.text.replay(drawn.header, policy, costs, drawn.capacity(share)))
     rows = {phase: sum(len(s.sequences) for s in drawn.steps if s.phase == phase) for phase in PHASES}
     layers = drawn.header.shape.layers
-    return {phase: (every[phase] - warm[phase]) / rows[phase] / layers for phase in PHASES}
+    return {phase: taken[phase] / rows[phase] / layers for phase in PHASES}
 
 
 def planning(drawn: Drawn, name: str, costs: Costs, share: float) -> dict[str, float]:
     """Returns seconds of planning a layer of a step, by phase."""
     policy: Any = make_policy(PolicyRequest(name), 0)
-    replay = drawn.replay(policy, costs, share)
+    text = drawn.text
+    replay = Replay(drawn.header, policy, costs, drawn.capacity(share), popularity=text.counts)
+    replay.run(text.steps[: text.begin])
     taken = dict.fromkeys(PHASES, 0.0)
     steps = dict.fromkeys(PHASES, 0)
 

@@ -10,10 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from pipeline.assets import heldout
 from pipeline.calibration.cost_cache import measured_here
 from pipeline.calibration.file import NAME, read
 from pipeline.config import EngineConfig
-from pipeline.policies.calibration import Calibration
+from pipeline.policies.calibration import Calibration, at_limits
+from pipeline.policies.costs import Costs
 
 Row = dict[str, Any]
 
@@ -44,6 +48,7 @@ COSTS = {
     "a6000-4": _costs(25, (100, 0.61e12), (538, 75e12), 4e-3),
     "a6000-8": _costs(25, (100, 0.61e12), (538, 75e12), 8e-3),
 }
+TRACES = {1: (256, 256), 4: (32, 64), 16: (32, 64), 64: (32, 128)}  # batch: tokens of prompt and answer
 # ms of DAOP's table I: an expert on the link and on the host, and a block, a layer on the device
 TABLE_1 = (39.87, 3.583, 1.24)
 
@@ -55,8 +60,6 @@ class Commands:
         self.folder, self.prefix = folder, prefix
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         (folder / "cache").mkdir(parents=True, exist_ok=True)
-        for name, costs in COSTS.items():
-            self.file(f"{name}.json").write_text(json.dumps(costs, indent=1) + "\n")
 
     def file(self, name: str) -> Path:
         return self.folder / name
@@ -75,15 +78,25 @@ class Commands:
         [path] = self.file("cache").glob(f"tandem/*/{NAME}")
         return read(path)[0]
 
-    def replay(self, name: str, trace: str, policies: str, costs: str, *words: str) -> list[Row]:
-        """A row for each policy and setting."""
-        found = self.file(f"{costs}.json")
-        given = ("--costs", str(found) if found.exists() else costs, "--policy", policies, *words)
-        answer = self.run(name, "bench", "--replay", str(self.file(trace)), *given)
-        points = answer.get("points", [{"settings": {}, **answer}])
-        return [
-            _row(p["settings"], policy, policy["decode"]["tok_s"]) for p in points for policy in p["policies"]
-        ]
+    def traces(self) -> None:
+        """Calibrates and records the embedded model. Text between the prompts of `bench` calibrates: they
+        begin every 20,000 bytes."""
+        text = self.file("calibration.txt")
+        text.write_bytes(b"".join(_piece(path.read_bytes()) for path in heldout().values()))
+        self.run("calibrate", "calibrate", "--text", str(text))
+        for batch, (prompt, new) in TRACES.items():
+            words = ("--prompt-len", str(prompt), "--gen-len", str(new), "--rounds", "1")
+            to = ("--sweep", f"batch={batch}", "--record", str(self.trace(batch)))
+            self.run(f"record-{batch}", "bench", "--policy", "all-host", *words, *to)
+
+    def trace(self, batch: int) -> Path:
+        """The trace of so many requests at once."""
+        return self.file(f"batch-{batch}.trace")
+
+    @staticmethod
+    def costs(name: str) -> Costs:
+        """The costs of this name in COSTS."""
+        return Costs.from_json(COSTS[name])
 
     def measure(self, name: str, policies: str, *words: str) -> list[Row]:
         """The same of engines."""
@@ -102,6 +115,19 @@ def _row(settings: Row, policy: Row, speed: float) -> Row:
     decode = policy["decode"]
     row: Row = {**settings, "policy": label(policy), "tok_s": speed, "hits": decode["hit_rate"]}
     return row | {"wanted": decode["prefetches"]["wanted"], "issued": decode["prefetches"]["share"]}
+
+
+def _piece(text: bytes) -> bytes:
+    return text[text.find(b"\n", 3_000) + 1 : text.find(b"\n", 13_000) + 1]
+
+
+def quarter(calibration: Calibration) -> float:
+    """T of AdapMoE's gate at which 25 % of the (token, layer) pairs use a single expert."""
+    sensitivity = np.asarray(calibration.sensitivity, np.float64)
+    tried = np.geomspace(1e-7, 1, 400)
+    limits = [np.sqrt(one / sensitivity).tolist() for one in tried.tolist()]
+    single = [at_limits(calibration.kept, one)[:, 1].mean() for one in limits]
+    return float(tried[np.argmin(np.abs(np.subtract(single, 0.25)))])
 
 
 def label(policy: Row) -> str:

@@ -83,7 +83,7 @@ def cells(case: Case) -> Iterator[str]:
         share = fitting(sizes, config, hardware).plan.expert_cache
     text, priced = drawn(sizes.header, PROMPT, PROMPT, 0), hardware.priced(sizes, PROMPT)
     decode = [step for step in text.steps[text.begin :] if step.phase == "decode"]
-    replayed = Recorded(case.model, sizes.header, list(text.steps[: text.begin]), decode)
+    replayed = Recorded.of(case.model, sizes.header, list(text.steps[: text.begin]), decode)
     yield from (case.model, case.format, case.card, f"{share:.0%}")
     for policy in POLICIES:
         python = speed(replayed, priced.costs, share, policy) / 1e6  # seconds a layer

@@ -1,95 +1,45 @@
-"""MoEpic's figures on routing that is drawn for the shapes of its own models, by replay.
+"""MoEpic's page: the embedded model's routing, and routing drawn for Mixtral.
 
-    python -m benchmarks.moepic [--tokens N] [--accuracy A] [--model NAME]
-
-The paper measures Mixtral-8x7B and Qwen1.5-MoE on an RTX A6000. Their routing is not here, so it is drawn
-with the embedded model's unevenness and the accuracy of predictions that is given
-(`pipeline/traces/synthetic.py`). The costs are derived from that machine's rates; how long a layer takes
-beside its experts, and so how much it hides, the paper's summary does not say: several values are tried.
-Times are of the layers alone.
+The costs are derived from the rates of the paper's RTX A6000; how long a layer takes beside its experts, and
+so how much it hides, our text of the paper does not say: several values are tried.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 
 import numpy as np
 
 from benchmarks.evidence_commands import COSTS, Commands, Row, paces, relative
+from benchmarks.papers import Job, Results, Text, drawn, recorded, replayed, write
 from pipeline.calibration.observers import TokenOrder
 from pipeline.engine.driver import LayerDecision
-from pipeline.models.routing import Softmax
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs, Rates, derived
-from pipeline.policies.presets import make_policy
-from pipeline.policies.view import Gated, ModelShape, PolicyRequest, Signals
-from pipeline.replay.machine import Replay
-from pipeline.traces.synthetic import EMBEDDED, Skew, SyntheticText
+from pipeline.policies.view import Gated, ModelShape, Signals
+from pipeline.traces.synthetic import PROFILES
 from pipeline.traces.trace import Header, TracedStep
 
 A6000 = Rates(160.0, 25.0, 614.0, 1.5, 75.0)  # PCIe 4.0 x16; 80 % of 768 GB/s, half of the arithmetic
-BITS = 4.5  # of a weight, with scales: half-quadratic quantization in groups of 64
-TILES = 10
-WARM = 40  # tokens before those that are measured
-CACHES = (0.25, 0.5, 0.75)
-THETAS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+WEIGHTS, BESIDE = (
+    3 * 4096 * 14336,
+    84e6,
+)  # of an expert of Mixtral's, at 4.5 bits each; bytes of a layer beside them
+SHAPE = ModelShape(32, 8, 10, 2)
+LAYERS = {"embedded": (0.1, 2, 8), "drawn, 84 %": (2, 6), "drawn, 97 %": (2, 6)}  # ms beside the experts
+CACHES = (0.25, 0.5)
+MOEPIC, WHOLE = "moepic:pause=0", "moepic:pause=0:theta=1"
+BASELINES = ("whole-layer:pause=0", "on-demand", "mixtral-offloading:pause=0")
+THETAS = tuple(f"{MOEPIC}:theta={theta}" for theta in (0.2, 0.3, 0.4, 0.6))
+LCP = "moepic:theta=1:prediction=none"
+MEASURED = ",".join([*BASELINES[1:], MOEPIC, WHOLE, *(f"{MOEPIC}:theta={t}" for t in (0.25, 0.5, 0.75))])
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """A model's shape: hidden size and the experts' channels, and the bytes of a layer beside its experts."""
-
-    layers: int
-    experts: int
-    top_k: int
-    hidden: int
-    channels: int
-    other_bytes: float
-
-    @property
-    def shape(self) -> ModelShape:
-        return ModelShape(self.layers, self.experts, TILES, self.top_k)
-
-    def costs(self, layer: float) -> Costs:
-        """Returns costs with so many seconds of a layer beside its experts."""
-        weights = 3 * self.hidden * self.channels
-        rates = replace(A6000, layer=layer)
-        return derived(rates, weights * BITS / 8, weights, self.other_bytes).for_tiles(TILES)
-
-
-MODELS = {
-    "mixtral-8x7b": Drawn(32, 8, 2, 4096, 14336, 84e6),
-    "qwen1.5-moe": Drawn(24, 60, 4, 2048, 1408, 68e6),  # with its shared expert
-}
-LAYERS = {"mixtral-8x7b": (1e-4, 2e-3, 4e-3, 6e-3), "qwen1.5-moe": (1e-4, 3e-4, 6e-4)}
-BASELINES: dict[str, PolicyRequest] = {
-    "on-demand": PolicyRequest("on-demand"),
-    "whole-layer": PolicyRequest("whole-layer", {"pause": "0"}),
-    "mixtral-offloading": PolicyRequest("mixtral-offloading", {"pause": "0"}),
-    "no split": PolicyRequest("moepic", {"theta": "1", "pause": "0"}),
-}
-ABLATIONS: dict[str, PolicyRequest] = {
-    "moepic": PolicyRequest("moepic", {"pause": "0"}),
-    **{f"theta {t:g}": PolicyRequest("moepic", {"theta": str(t), "pause": "0"}) for t in THETAS},
-}
-
-MOEPIC = ",".join(
-    ["on-demand", "mixtral-offloading:pause=0", "moepic:pause=0", "moepic:pause=0:theta=1"]
-    + [f"moepic:pause=0:theta={eighths / 8}" for eighths in range(1, 8)]
-)
-MOEPIC_MEASURED = ",".join(
-    [*MOEPIC.split(",")[:4], *(f"moepic:pause=0:theta={t}" for t in (0.25, 0.5, 0.75))]
-)
-
-
-def header_of(model: Drawn) -> Header:
-    shape = model.shape
-    return Header("drawn", "0" * 64, "0" * 64, shape, 1, Softmax(shape.top_k, rescaled=True), 1)
+def costs_of(layer: float) -> Costs:
+    """Returns costs with so many milliseconds of a layer beside its experts."""
+    return derived(replace(A6000, layer=layer / 1e3), WEIGHTS * 4.5 / 8, WEIGHTS, BESIDE)
 
 
 def calibrated(header: Header, steps: Sequence[TracedStep], accuracy: float) -> Calibration:
@@ -119,92 +69,74 @@ def calibrated(header: Header, steps: Sequence[TracedStep], accuracy: float) -> 
     )
 
 
-def token_seconds(
-    header: Header, request: PolicyRequest, costs: Costs, cache: float, known: Calibration, steps: Any
-) -> tuple[float, float]:
-    """Seconds a token, without those of the first WARM, and MoEpic's mean theta (or 1)."""
-    shape = header.shape
-    capacity = round(cache * shape.layers * shape.experts) * shape.tiles
-    policy = make_policy(request, 0)
-    machine = Replay(header, policy, costs, capacity, calibration=known, popularity=known.decode_counts)
-    began = 0.0
-    for place, step in enumerate(steps):
-        if place == WARM:
-            began = machine.now
-        machine.step(step)
-    target = machine.cache.target
-    theta = float(target[target > 0].mean() / shape.tiles) if target.any() else 1.0
-    return (machine.now - began) / (len(steps) - WARM), theta
+def _drawn(accuracy: float) -> Text:
+    """Returns drawn routing of which so much is predicted, with the calibration of what warms it."""
+    made = drawn(SHAPE, replace(PROFILES["mixtral-8x7b"], accuracy=accuracy), 0, 32)
+    known = calibrated(made.header, made.text.steps[: made.text.begin], accuracy)
+    return Text(made.header, replace(made.text, calibration=known, counts=known.decode_counts))
 
 
-def table(name: str, skew: Skew, tokens: int) -> list[Row]:
-    """A row for each length of a layer and cache: milliseconds a token."""
-    model = MODELS[name]
-    header = header_of(model)
-    steps = SyntheticText(header, skew).steps(prompt=0, chunk=1, tokens=2 * tokens + WARM)
-    known = calibrated(header, steps[:tokens], skew.accuracy)
-    rows = []
-    for layer in LAYERS[name]:
-        for cache in CACHES:
-            row: Row = {"model": name, "layer_ms": 1e3 * layer, "cache": cache}
-            requests: Mapping[str, PolicyRequest] = BASELINES | ABLATIONS
-            for label, request in requests.items():
-                given = header, request, model.costs(layer), cache, known, steps[tokens:]
-                seconds, theta = token_seconds(*given)
-                row[label] = 1e3 * seconds
-                if label == "moepic":
-                    row["mean theta"] = theta
-            row |= {f"against {base}": row["moepic"] / row[base] - 1 for base in BASELINES}
-            rows.append(row)
-            print(json.dumps(row), file=sys.stderr, flush=True)
-    return rows
-
-
-def drawn(accuracies: Sequence[float] = (EMBEDDED.accuracy, 0.97), tokens: int = 100) -> list[Row]:
-    """The tables of both models, with predictions of these accuracies."""
-    return [
-        {"accuracy": accuracy} | row
-        for accuracy in accuracies
-        for name in MODELS
-        for row in table(name, replace(EMBEDDED, accuracy=accuracy), tokens)
+def page(c: Commands) -> str:
+    """Returns MoEpic's page."""
+    texts = {"embedded": recorded(c.trace(1), 8), "drawn, 84 %": _drawn(0.84), "drawn, 97 %": _drawn(0.97)}
+    jobs = [
+        Job(text, policy, costs_of(layer), cache, (("layer", layer),))
+        for text in texts
+        for layer, cache in product(LAYERS[text], CACHES)
+        for policy in (*BASELINES, MOEPIC, WHOLE, *THETAS[1::2], *(LCP, "on-demand+belady") * (layer == 2))
     ]
+    jobs += [Job("drawn, 97 %", one, costs_of(6), 0.25, (("layer", 6),)) for one in THETAS[::2]]
+    found = replayed(texts, jobs)
+
+    def less(baseline: str) -> list[float]:
+        return [1 - 1 / ratio for ratio in found.ratios(baseline, policy=MOEPIC)]
+
+    half = [
+        found.get("tok_s", policy=MOEPIC, text=text, layer=layer, cache=0.25)[0]
+        / found.get("tok_s", policy="on-demand", text=text, layer=layer, cache=0.5)[0]
+        for text in texts
+        for layer in LAYERS[text]
+    ]
+    ours = {
+        **dict(zip(("whole", "demand", "offloading"), map(less, BASELINES), strict=True)),
+        "half": half,
+        "theta": [
+            _best(found, text, cache, layer) for text in texts for layer in LAYERS[text] for cache in CACHES
+        ],
+        "lcp": found.ratios("on-demand", "hits", policy=LCP),
+        "split": found.ratios(WHOLE, policy=MOEPIC),
+    }
+    bound = found.ratios("on-demand", "hits", policy="on-demand+belady")
+    words = {
+        "belady": f"{min(bound):.2f} to {max(bound):.2f}",
+    }
+    tables = [
+        found.table(f"{text}: tok/s, and over on-demand", "on-demand", "layer", "cache", text=text)
+        for text in texts
+    ]
+    tables += [found.table("hits", "on-demand", "text", "cache", figure="hits", layer=2)]
+    return write("moepic", ours, words, tables)
 
 
-def moepic(c: Commands) -> dict[str, list[Row]]:
-    """Prints experts of eight tiles replayed with the costs of an A6000 whose layers take 0.1 to 8 ms beside
-    their experts, and an engine paced as with 2 ms."""
-    tiles = ("--tile", "32")
-    words = ("--prompt-len", "256", "--gen-len", "256", "--rounds", "1", "--sweep", "batch=1")
-    record = ("--record", str(c.file("tiles.trace")))
-    c.run("record-tiles", "bench", "--policy", "all-host", *tiles, *words, *record)
-    rows = []
-    for costs in ("a6000", "a6000-2", "a6000-4", "a6000-8"):
-        found = c.replay(f"moepic-{costs}", "tiles.trace", MOEPIC, costs, "--sweep", "cache=0.25,0.5,0.75")
-        rows += [{"costs": costs} | row for row in found]
-    relative(rows, "on-demand", "costs", "cache")
+def _best(found: Results, text: str, cache: float, layer: float) -> float:
+    """Returns the theta for all layers that is fastest in a setting."""
+    speeds = {
+        row["policy"]: row["tok_s"]
+        for row in found.rows
+        if (row["text"], row["cache"], row["layer"]) == (text, cache, layer) and "theta" in row["policy"]
+    }
+    speeds.pop(LCP, None)
+    return float(max(speeds, key=speeds.__getitem__).rpartition("=")[2])
+
+
+def emulated(c: Commands) -> dict[str, list[Row]]:
+    """Experts of eight tiles on an engine paced as an A6000 whose layers take 2 ms beside their experts."""
     given = COSTS["a6000-2"]
-    block = given["other"][0] + 2 * given["device"][0]
-    pace = paces(c, given["link"], given["host"][0], block)
-    short = ("--prompt-len", "64", "--gen-len", "32", "--rounds", "3", *tiles, *pace)
+    pace = paces(c, given["link"], given["host"][0], given["other"][0] + 2 * given["device"][0])
+    short = ("--prompt-len", "64", "--gen-len", "32", "--rounds", "3", "--tile", "32", *pace)
     engines = []
     for cache in ("0.25", "0.5", "0.75"):
-        found = c.measure(f"emulated-moepic-{cache}", MOEPIC_MEASURED, "--expert-cache", cache, *short)
+        found = c.measure(f"emulated-moepic-{cache}", MEASURED, "--expert-cache", cache, *short)
         engines += [{"cache": cache} | row for row in found]
     relative(engines, "on-demand", "cache")
-    return {"MoEpic, replayed": rows, "MoEpic, emulated": engines, "MoEpic, drawn routing": drawn()}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=200, help="measured, and before them as many calibrate")
-    parser.add_argument("--accuracy", type=float, default=EMBEDDED.accuracy, help="of predictions")
-    parser.add_argument("--model", choices=MODELS, action="append")
-    arguments = parser.parse_args()
-    skew = replace(EMBEDDED, accuracy=arguments.accuracy)
-    tables = [table(name, skew, arguments.tokens) for name in arguments.model or MODELS]
-    print(json.dumps([row for rows in tables for row in rows], indent=1))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return {"MoEpic, emulated": engines}

@@ -19,15 +19,14 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple, Self
 
 from pipeline.models.routing import Softmax
 from pipeline.policies.costs import MACHINES, Costs, derived
 from pipeline.policies.presets import PRESETS, make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest
-from pipeline.replay.machine import Outcome, Replay
+from pipeline.replay.machine import DividedText, Outcome, Replay
+from pipeline.replay.steps import counts_of
 from pipeline.traces.synthetic import EMBEDDED, SyntheticText
 from pipeline.traces.trace import Header, Trace, TracedStep
 
@@ -56,13 +55,17 @@ MODELS = {
 
 
 class Recorded(NamedTuple):
-    """Steps of which the first ones warm the caches and are not measured. Placements by popularity go by the
-    routing of these, as of an engine's earlier requests."""
+    """A text by a name. Placements go by the routing of the steps that warm, as of an engine's earlier
+    requests."""
 
     name: str
     header: Header
-    warm: list[TracedStep]
-    steps: list[TracedStep]
+    text: DividedText
+
+    @classmethod
+    def of(cls, name: str, header: Header, warm: list[TracedStep], steps: list[TracedStep]) -> Self:
+        counts = counts_of(warm, header.shape.layers, header.shape.experts)
+        return cls(name, header, DividedText([*warm, *steps], len(warm), counts))
 
 
 def divided(name: str, header: Header, steps: Sequence[TracedStep], measured: dict[str, int]) -> Recorded:
@@ -74,7 +77,7 @@ def divided(name: str, header: Header, steps: Sequence[TracedStep], measured: di
         if left[step.phase]:
             left[step.phase] -= 1
             (counted if left[step.phase] >= measured[step.phase] else warm).append(step)
-    return Recorded(name, header, warm[::-1], counted[::-1])
+    return Recorded.of(name, header, warm[::-1], counted[::-1])
 
 
 def read(path: Path, model: Model, measured: dict[str, int]) -> Recorded:
@@ -94,7 +97,7 @@ def synthetic(batch: int, model: Model, layers: int, measured: dict[str, int]) -
         prompts = text.steps(measured["prefill"] * CHUNK, CHUNK, 1)[:-1]
         return prompts + text.steps(1, 1, measured["decode"], batch)[batch:]
 
-    return Recorded(f"synthetic-{batch}", header, part(), part())
+    return Recorded.of(f"synthetic-{batch}", header, part(), part())
 
 
 @dataclass(frozen=True)
@@ -109,21 +112,14 @@ class Setting:
 def seconds(recorded: Recorded, setting: Setting) -> dict[str, float]:
     """Returns figures of the measured steps of each phase."""
     header, shape = recorded.header, recorded.header.shape
-    counts = np.zeros((shape.layers, shape.experts), np.int64)
-    for step in recorded.warm:
-        for index, layer in enumerate(step.layers):
-            counts[index] += layer.router_routing.workload(shape.experts)
     capacity = round(setting.share * shape.layers * shape.experts * shape.tiles)
     policy = make_policy(PolicyRequest(setting.name, setting.options), 0)
-    replay = Replay(header, policy, setting.costs, capacity, popularity=counts)
-    warm, every = (counted(replay.run(part)) for part in (recorded.warm, recorded.steps))
-    return {phase: every[phase] - warm[phase] for phase in PHASES}
+    return seconds_of(recorded.text.replay(header, policy, setting.costs, capacity))
 
 
-def counted(outcome: Outcome) -> dict[str, float]:
-    """Seconds of all steps so far."""
-    phases = outcome.counters.phases.items()
-    return {name: sum(map(sum, phase.seconds.values())) for name, phase in phases}
+def seconds_of(outcome: Outcome) -> dict[str, float]:
+    """Seconds of the measured steps."""
+    return {phase: sum(outcome.measured[phase]["seconds"].values()) for phase in PHASES}
 
 
 RECORDED: list[Recorded] = []
@@ -168,11 +164,12 @@ def speed(recorded: Recorded, costs: Costs, share: float, policy: str = "tandem"
     cache and the driver together, without reading the trace. The median of five runs."""
     shape = recorded.header.shape
     capacity = round(share * shape.layers * shape.experts * shape.tiles)
-    steps = [step for step in recorded.steps if step.phase == "decode"]
+    text = recorded.text
+    steps = [step for step in text.steps[text.begin :] if step.phase == "decode"]
     found = []
     for _ in range(5):
         replay = Replay(recorded.header, make_policy(PolicyRequest(policy), 0), costs, capacity)
-        replay.run(recorded.warm)
+        replay.run(text.steps[: text.begin])
         for known in (vars(layer.router_routing) for step in steps for layer in step.layers):
             known.pop("active", None)  # it belongs to what a replay computes
         started = time.process_time()

@@ -5,19 +5,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from launch.errors import WrongUsage
 from launch.profile import PhaseProfile
 from pipeline.calibration.file import NAME, load
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import EngineConfig, FormatName
-from pipeline.counters import difference
 from pipeline.errors import CalibrationError
 from pipeline.memory.needs import Needs, needs, plain_bytes, quantized_bytes, speed_on_disk
 from pipeline.models.facts import expert_shape
@@ -25,9 +21,9 @@ from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs, Rates, derived
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest
-from pipeline.replay.machine import Replay
+from pipeline.replay.machine import DividedText
 from pipeline.traces.recorder import DEPTH
-from pipeline.traces.trace import Header, TracedStep
+from pipeline.traces.trace import Header
 from protocol.program import user_folder
 from shm.layout import FloeFormat, StoreLayout, format_named
 
@@ -180,18 +176,6 @@ def with_disk(expected: Expected, needs: Needs, rate: float) -> Expected:
 
 
 @dataclass(frozen=True)
-class RecordedText:
-    """A model's routing, steps in order; those before `begin` warm the caches."""
-
-    steps: Sequence[TracedStep]
-    begin: int
-    counts: NDArray[np.int64]  # [L, E] uses before the steps that count
-    words: str
-    rest: float | None = None  # seconds of a decode step that were measured and are not simulated
-    calibration: Calibration | None = None  # for presets that need one; of recorded routing alone
-
-
-@dataclass(frozen=True)
 class Priced:
     """The costs of a model's step on a machine in one format."""
 
@@ -249,27 +233,16 @@ class Estimate:
 
 
 def by_replay(
-    setting: Setting, sizes: Sizes, priced: Priced, text: RecordedText, prompt: int, seed: int
+    setting: Setting, sizes: Sizes, priced: Priced, text: DividedText, prompt: int, seed: int
 ) -> Estimate:
     """Returns the speed of a setting on this routing. `prompt`: tokens of the prompt whose first token is
     timed. Raises PolicyError where the preset lacks an input, TraceError where the routing does,
     PlanError."""
-    machine = Replay(
-        *(sizes.header, make_policy(setting.policy, seed), priced.costs, setting.capacity),
-        calibration=text.calibration,
-        popularity=text.counts,
-        last_steps={sequence: step.number for step in text.steps for sequence in step.sequences},
-    )
-    for step in text.steps[: text.begin]:
-        machine.step(step)
-    before = machine.outcome.counters.snapshot()
-    for step in text.steps[text.begin :]:
-        machine.step(step)
-    outcome, size = machine.outcome, sizes.header.tile_bytes
-    counted = difference(outcome.counters.snapshot(), before)
-    decode, read = PhaseProfile(counted["decode"], size), PhaseProfile(counted["prefill"], size)
-    if not read.rows:  # no prompt among the steps that count
-        read = PhaseProfile(before["prefill"], size)
+    policy, size = make_policy(setting.policy, seed), sizes.header.tile_bytes
+    outcome = text.replay(sizes.header, policy, priced.costs, setting.capacity)
+    decode, read = (PhaseProfile(outcome.measured[phase], size) for phase in ("decode", "prefill"))
+    if not read.rows and outcome.warmed:  # no prompt among the steps that count
+        read = PhaseProfile(outcome.warmed["prefill"], size)
     whole = decode.seconds + decode.steps * priced.rest
     return Estimate(
         setting=setting,

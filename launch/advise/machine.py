@@ -6,20 +6,17 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from launch.bench.measure import make_prompts, read_other_texts, warm_up
 from launch.command_line.options import Options
 from launch.connect import connected
 from launch.errors import WrongUsage
-from launch.forecast import Priced, RecordedText, Sizes, calibration_of, costs_there, sizes_of
+from launch.forecast import Priced, Sizes, calibration_of, costs_there, sizes_of
 from launch.planning import make_plan, situation
 from launch.processes.cores import Cores
 from launch.terminal.format import model_name
@@ -34,9 +31,10 @@ from pipeline.models.shapes import is_shape
 from pipeline.policies.costs import MACHINES, Costs, Rates
 from pipeline.policies.options import did_you_mean
 from pipeline.policies.view import PolicyRequest
+from pipeline.replay.machine import DividedText
 from pipeline.replay.steps import summarize
 from pipeline.traces.synthetic import EMBEDDED, PROFILES, SyntheticText
-from pipeline.traces.trace import Header, Trace, TracedStep
+from pipeline.traces.trace import Header, Trace
 from protocol.client import Client
 
 GIGABYTE = 1e9
@@ -111,7 +109,7 @@ def elsewhere(written: Mapping[str, Any]) -> Hardware | None:
 
 async def this_machine(
     options: Options, interrupts: Interrupts, source: ModelSource, prompt: int
-) -> tuple[Hardware, EngineConfig, RecordedText]:
+) -> tuple[Hardware, EngineConfig, DividedText]:
     """Runs the model for a moment. Returns this machine, the configuration of its engines, and the routing
     that was recorded or given. Raises as its start; UsageError where nothing fits."""
     written = options.written
@@ -164,7 +162,7 @@ async def run(client: Client, prompt: int) -> tuple[Costs, int]:
 # --- routing ------------------------------------------------------------------------------------------------
 
 
-def drawn(header: Header, prompt: int, chunk: int, seed: int) -> RecordedText:
+def drawn(header: Header, prompt: int, chunk: int, seed: int) -> DividedText:
     """Returns routing of a model that was not run."""
     name = header.model.removeprefix("shape:").partition("/")[0] if is_shape(header.model) else ""
     text = SyntheticText(header, PROFILES.get(name, EMBEDDED), seed)
@@ -173,10 +171,10 @@ def drawn(header: Header, prompt: int, chunk: int, seed: int) -> RecordedText:
     steps = [*warm, *text.steps(prompt, chunk, COUNTED, 1)]
     like = "with the locality that was published for it" if name in PROFILES else "like the embedded model's"
     words = f"synthetic routing, {like}"
-    return RecordedText(steps, len(warm), counts, words)
+    return DividedText(steps, len(warm), counts, words)
 
 
-def recorded(path: Path, header: Header) -> RecordedText:
+def recorded(path: Path, header: Header) -> DividedText:
     """Returns a trace's routing. `header`: of the model that is advised on. Raises TraceError, WrongUsage."""
     trace = Trace(path)
     of, its = header.shape, trace.header.shape
@@ -185,26 +183,14 @@ def recorded(path: Path, header: Header) -> RecordedText:
             f"--trace {path}: it has {its.layers} layers of {its.experts} experts, {its.top_k} a token, and"
             f" the model {of.layers} of {of.experts}, {of.top_k} a token; give the model that was recorded"
         )
-    seen = summarize(trace)
+    seen = summarize(trace, MOST)
     if not seen.rows["decode"]:
         raise WrongUsage(f"--trace {path}: it has no step of decode")
     steps = list(trace.steps())
-    decoded = [index for index, step in enumerate(steps) if step.phase == "decode"]
-    begin = decoded[-min(MOST, len(decoded) + 1 >> 1)]
-    while begin and steps[begin - 1].phase == "prefill":  # with the prompt before them
-        begin -= 1
-    before = [index for index in decoded if index < begin]
-    history, first = steps[:begin], before[-WARM] if len(before) > WARM else 0
-    rows = sum(len(step.sequences) for step in steps[begin:] if step.phase == "decode")
-    words = f"recorded routing: the last {rows} tokens count, what is before is the history"
-    counts, calibration = counts_of(history, of.layers, of.experts), calibration_of(trace.header, seen.first)
-    return RecordedText(steps[first:], begin - first, counts, words, seen.rest, calibration)
-
-
-def counts_of(steps: Sequence[TracedStep], layers: int, experts: int) -> NDArray[np.int64]:
-    """Returns the rows [L, E] of these steps that were routed to each expert."""
-    counts = np.zeros((layers, experts), np.int64)
-    for step in steps:
-        for layer, traced in enumerate(step.layers):
-            counts[layer] += traced.router_routing.workload(experts)
-    return counts
+    before = [index for index, step in enumerate(steps[: seen.begin]) if step.phase == "decode"]
+    first = before[-WARM] if len(before) > WARM else 0
+    words = (
+        f"recorded routing: the last {seen.measured['decode']} tokens count, what is before is the history"
+    )
+    calibration = calibration_of(trace.header, seen.first)
+    return DividedText(steps[first:], seen.begin - first, seen.counts, words, seen.rest, calibration)

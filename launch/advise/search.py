@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from launch.advise.machine import Hardware
-from launch.forecast import Estimate, Priced, RecordedText, Setting, Sizes, by_replay
+from launch.forecast import Estimate, Priced, Setting, Sizes, by_replay
 from pipeline.config import EngineConfig, FormatName
 from pipeline.errors import PlanError, PolicyError, TraceError
 from pipeline.memory.needs import cache_tiles
 from pipeline.memory.plan import Plan, plan_format, smallest
 from pipeline.policies.view import PolicyRequest
+from pipeline.replay.machine import DividedText
 
 # What stands in for presets that need a calibration where there is none.
 UNCALIBRATED = {
@@ -41,7 +42,7 @@ class Search:
         self,
         hardware: Hardware,
         formats: Sequence[Fitting],
-        text: RecordedText,
+        text: DividedText,
         prompt: int,
         seed: int,
         progress: Callable[[], None],

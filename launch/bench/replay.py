@@ -1,7 +1,8 @@
 """`launch.py bench --replay F`: each policy's decisions on a recorded trace of routings, and their time by
-measured or published costs. No engine is started, and the checkpoint is not needed. A policy that places
-experts by how often they were used begins with the counts of the calibration; without one, with those of the
-whole trace, as in `bench`, where it has seen the prompts in earlier rounds."""
+measured or published costs. No engine is started, and the checkpoint is not needed. The first texts of the
+trace warm every policy alike, and only what follows is measured (`pipeline/replay/steps.py`). A policy that
+places experts by how often they were used begins with the counts of the calibration; without one, with those
+of the texts that warm it."""
 
 from __future__ import annotations
 
@@ -143,6 +144,7 @@ class Replays:
                     calibration=calibration,
                     popularity=counts,
                     last_steps=overview.last_steps,
+                    begin=overview.begin,
                 )
                 replays.running.append((request, machine))
         return replays
@@ -159,10 +161,9 @@ class Replays:
         self.results = [self._result(*each) for each in self.running]
 
     def _result(self, request: PolicyRequest, machine: Replay) -> Result:
-        counters, exact, notes = machine.outcome
-        trees, size = counters.snapshot(), self.trace.header.tile_bytes
-        profiles = {phase: PhaseProfile(trees[phase], size) for phase in PHASES}
-        return Result(request, exact, notes, profiles)
+        outcome, size = machine.outcome, self.trace.header.tile_bytes
+        profiles = {phase: PhaseProfile(outcome.measured[phase], size) for phase in PHASES}
+        return Result(request, outcome.exact, outcome.notes, profiles)
 
     @contextmanager
     def guarded(self, request: PolicyRequest) -> Iterator[None]:
@@ -189,7 +190,8 @@ class Replays:
             "top_k": shape.top_k,
             "tile_bytes": header.tile_bytes,
             "steps": dict(seen.steps),
-            "tokens": dict(seen.rows),
+            "tokens": dict(seen.measured),
+            "warming": {phase: seen.rows[phase] - rows for phase, rows in seen.measured.items()},
             "cut_short": seen.cut_short,
             "time_leaves_out": self._left_out,
             "cache_tiles": self.capacity,
@@ -281,8 +283,9 @@ class Replays:
         drawn = "drawn" if isinstance(self.trace, DrawnTrace) else "recorded"
         return [
             f"{model_name(header.model, article='')}, {shape.layers} x {shape.experts} experts of"
-            f" {count(shape.tiles, 'tile')}; {drawn}: {count(seen.rows['prefill'], 'token')} of prefill,"
-            f" {seen.rows['decode']} of decode",
+            f" {count(shape.tiles, 'tile')}; {drawn}: {count(seen.measured['prefill'], 'token')} of prefill,"
+            f" {seen.measured['decode']} of decode, behind"
+            f" {sum(seen.rows.values()) - sum(seen.measured.values())} that warm every policy",
             f"expert cache: {self.capacity} of {every} tiles, {size}",
             f"costs: {self.costs_of}",
             "tok/s: of the layers alone, simulated; an engine is slower, because this leaves out"

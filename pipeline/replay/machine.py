@@ -20,16 +20,17 @@ are kept.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from math import nan
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.config import BACKGROUND_ORDERS
-from pipeline.counters import Counters, Part, PhaseCounters, pause_note
+from pipeline.counters import Counters, Part, PhaseCounters, difference, pause_note
 from pipeline.engine.driver import LayerDecision, PolicyDriver
 from pipeline.errors import PlanError, TraceError
 from pipeline.experts.cache import ExpertCache
@@ -66,6 +67,8 @@ class Outcome(NamedTuple):
     counters: Counters
     exact: bool
     notes: list[str]
+    measured: dict[str, Any]  # as a snapshot of the counters: of the measured steps
+    warmed: dict[str, Any] | None  # of those before them
 
     @property
     def prefill(self) -> PhaseCounters:
@@ -91,9 +94,11 @@ class Replay:
         popularity: NDArray[np.int64] | None = None,
         last_steps: Mapping[int, int] | None = None,
         right: float | None = None,
+        begin: int = 0,
     ) -> None:
-        """`capacity`: tiles. `last_steps`: the number of each sequence's last step, with which it ends;
-        without it, sequences end with each step. `calibration`: as in an engine, but without the gate for the
+        """`capacity`: tiles. `begin`: steps that warm it, before those that are measured. `last_steps`: the
+        number of each sequence's last step, with which it ends; without it, sequences end with each step.
+        `calibration`: as in an engine, but without the gate for the
         next token's first layer where the trace has no logits of it. `popularity` [L, E]: the counts of
         earlier requests. `right`: of the predicted channels, kept; None: as `right_at`. Raises PolicyError
         where the policy lacks an input."""
@@ -109,6 +114,8 @@ class Replay:
         self._host_free = 0.0
         self._sparsity = 0.0 if policy.sparsity.dense else policy.sparsity.share(calibration)
         self._right = right_at(self._sparsity) if right is None else right
+        self._left = begin  # steps before those that are measured
+        self._warmed: dict[str, Any] | None = None
         self._up = header.up_bytes / (header.up_bytes + header.tile_bytes)  # of the bytes that are read
         self._named = False  # channels were predicted
         capacity = capacity if policy.uses_device else 0
@@ -160,7 +167,9 @@ class Replay:
         if self._named:
             taken = f"{self._right:.0%} are taken to be kept by their layer"
             notes.append(f"{self._policy.name}: of the channels that a prediction names, {taken}")
-        return Outcome(self._all, self._policy.exact, notes)
+        every = self._all.snapshot()
+        measured = difference(every, self._warmed) if self._warmed else every
+        return Outcome(self._all, self._policy.exact, notes, measured, self._warmed)
 
     @property
     def now(self) -> float:
@@ -188,6 +197,9 @@ class Replay:
         driver.end_step(counters.predicted_tiles, counters.useful_tiles)
         if self._last_steps and not self._live:
             self.end(driver.rest())
+        self._left -= 1
+        if not self._left:
+            self._warmed = self._all.snapshot()
 
     # --- a layer, in the driver's order --------------------------------------------------------------------
 
@@ -353,6 +365,32 @@ class Replay:
                 f" is not in the trace: it has {self._header.depth} layers ahead"
             )
         return first.astype(np.float32)
+
+
+@dataclass(frozen=True)
+class DividedText:
+    """Routing to replay, steps in order: those before `begin` warm every policy alike, the others are
+    measured."""
+
+    steps: Sequence[TracedStep]
+    begin: int
+    counts: NDArray[np.int64]  # [L, E] earlier uses, from which placements are made; none of measured steps
+    words: str = ""
+    rest: float | None = None  # seconds of a decode step that were measured and are not simulated
+    calibration: Calibration | None = None  # for presets that need one; of recorded routing alone
+
+    def replay(
+        self, header: Header, policy: Policy, costs: Costs, capacity: int, right: float | None = None
+    ) -> Outcome:
+        """Replay it under a policy. Raises as `Replay`."""
+        return Replay(
+            *(header, policy, costs, capacity),
+            calibration=self.calibration,
+            popularity=self.counts,
+            last_steps={sequence: step.number for step in self.steps for sequence in step.sequences},
+            right=right,
+            begin=self.begin,
+        ).run(self.steps)
 
 
 class _Recorded(Router):

@@ -1,21 +1,26 @@
-"""Reads a trace for replays: a summary of the whole, with the check that it can be replayed; and of each step
-what its layers need, made for all of them at once, which is quicker than one by one.
+"""Reads a trace for replays: a summary of the whole, with the check that it can be replayed and where it is
+divided; and of each step what its layers need, made for all of them at once, which is quicker than one by
+one.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.arrays import FloatArray, Phase
+from pipeline.arrays import PHASES, FloatArray, Phase
 from pipeline.errors import TraceError
 from pipeline.policies.view import Router, Routing
 from pipeline.traces.synthetic import DrawnTrace
 from pipeline.traces.trace import Trace, TracedStep
 
+HISTORY = 32  # steps of decode that come before those that are measured, where there are eight times as many
 KEPT_ROWS = 128  # of a step up to which they are kept with it, for the next replay
 
 
@@ -25,27 +30,27 @@ class Overview:
 
     steps: dict[Phase, int]
     rows: dict[Phase, int]
-    counts: NDArray[np.int64]  # [L, E] rows routed to each expert
+    begin: int  # steps before those that are measured: they warm every policy alike
+    measured: dict[Phase, int]  # rows of the steps from there on
+    counts: NDArray[np.int64]  # [L, E] rows routed to each expert before them
     first: bool  # each step has logits of the gate for the next token's first layer
     cut_short: bool  # the file ends within a step
     last_steps: dict[int, int]  # the number of each sequence's last step
     rest: float | None  # measured seconds of a decode step that are not simulated; None: not measured
 
 
-def summarize(trace: Trace | DrawnTrace) -> Overview:
-    """Read the whole trace once; the counts of a drawn one are those of other texts. Raises TraceError for a
-    damaged one, for one without any step, and for one with a layer that was predicted without running its own
-    router: another policy would need its logits."""
+def summarize(trace: Trace | DrawnTrace, most: int | None = None) -> Overview:
+    """Read the whole trace, and again what comes before the measured steps, of which `most` are of decode;
+    the counts of a drawn one are those of other texts. Raises TraceError for a damaged one, for one without
+    any step, and for one with a layer that was predicted without running its own router: another policy would
+    need its logits."""
     shape = trace.header.shape
-    steps: dict[Phase, int] = {"prefill": 0, "decode": 0}
-    rows: dict[Phase, int] = {"prefill": 0, "decode": 0}
-    counts = np.zeros((shape.layers, shape.experts), np.int64)
+    order: list[Kind] = []
     first = True
     last_steps: dict[int, int] = {}
     rest = []
     for step in trace.steps():
-        steps[step.phase] += 1
-        rows[step.phase] += len(step.sequences)
+        order.append((step.phase, step.sequences))
         last_steps.update(dict.fromkeys(step.sequences, step.number))
         if step.rest and step.phase == "decode":
             rest.append(step.rest)
@@ -55,14 +60,62 @@ def summarize(trace: Trace | DrawnTrace) -> Overview:
                     f"{trace.path}: in step {step.number} layer {index} was predicted, and its own router was"
                     " not run; record under a policy that runs all of them, such as all-host"
                 )
-            counts[index] += layer.router_routing.workload(shape.experts)
         first = first and step.layers[-1].first is not None
-    if not any(steps.values()):
+    if not order:
         raise TraceError(f"{trace.path} has no complete step")
     # the median: a step in which the machine did something else is not the policy's
     typical = median(rest) if rest else None
-    counts = trace.counts if isinstance(trace, DrawnTrace) else counts
-    return Overview(steps, rows, counts, first, trace.cut_short, last_steps, typical)
+    begin = division(order, most)
+    if isinstance(trace, DrawnTrace):
+        counts = trace.counts
+    else:
+        counts = counts_of(islice(trace.steps(), begin), shape.layers, shape.experts)
+    phases = [phase for phase, _ in order]
+    return Overview(
+        {phase: phases.count(phase) for phase in PHASES},
+        *(_rows(order), begin, _rows(order[begin:]), counts, first, trace.cut_short, last_steps, typical),
+    )
+
+
+Kind = tuple[Phase, tuple[int, ...]]  # of a step: the sequence of each of its rows
+
+
+def _rows(steps: Sequence[Kind]) -> dict[Phase, int]:
+    return {phase: sum(len(rows) for of, rows in steps if of == phase) for phase in PHASES}
+
+
+def division(steps: Sequence[Kind], most: int | None = None) -> int:
+    """Returns the first step that is measured: the first one behind a text's end with HISTORY steps before
+    it; where no text ends there, half of the steps of decode, with the prompt directly before them. `most`:
+    of decode that are measured."""
+    kind = "decode" if any(phase == "decode" for phase, _ in steps) else "prefill"
+    counted = [index for index, (phase, _) in enumerate(steps) if phase == kind]
+    least = min(HISTORY, -(-len(counted) // 8))
+    ends = (at for at in _ends(steps) if least <= bisect_left(counted, at) < len(counted))
+    begin = next(ends, counted[len(counted) // 2])
+    begin = max(begin, counted[-min(most or len(counted), len(counted))])
+    while kind == "decode" and begin and steps[begin - 1][0] == "prefill":
+        begin -= 1
+    return begin
+
+
+def _ends(steps: Sequence[Kind]) -> Iterator[int]:
+    """The steps before which every sequence that has begun has ended, but the first."""
+    last = {sequence: index for index, (_, rows) in enumerate(steps) for sequence in rows}
+    latest = 0
+    for index, (_, rows) in enumerate(steps):
+        latest = max(latest, *(last[sequence] for sequence in rows))
+        if latest == index:
+            yield index + 1
+
+
+def counts_of(steps: Iterable[TracedStep], layers: int, experts: int) -> NDArray[np.int64]:
+    """Returns the rows [L, E] of these steps that were routed to each expert."""
+    counts = np.zeros((layers, experts), np.int64)
+    for step in steps:
+        for layer, traced in enumerate(step.layers):
+            counts[layer] += traced.router_routing.workload(experts)
+    return counts
 
 
 def inputs_of(step: TracedStep, router: Router) -> StepInputs:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from plain_calibration import plain_calibration
-from trace_files import FINGERPRINT, drawn_steps, make_header, scripted_steps, write_trace
+from trace_files import FINGERPRINT, drawn_steps, in_order, make_header, scripted_steps, write_trace
 
 from launch.cli import main
 from launch.profile import PhaseProfile
@@ -22,10 +22,12 @@ from pipeline.policies.costs import Costs, shipped_costs
 from pipeline.policies.presets import PRESETS, make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest
 from pipeline.replay.machine import Replay
+from pipeline.replay.steps import counts_of
 from protocol.program import user_folder
 
 HEADER = make_header(ModelShape(layers=4, experts=8, tiles=4, top_k=2))
-STEPS = drawn_steps(HEADER, 12, 30)
+BEGIN = 11  # steps of a first text, which warms every policy
+STEPS = in_order(drawn_steps(HEADER, 3, 10), drawn_steps(HEADER, 12, 30))
 TABLE = ("--costs", "daop-table-1")
 
 
@@ -75,16 +77,13 @@ def costs_of_this_machine() -> Record:
 def test_figures_are_those_of_the_replay(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (trace, *TABLE, "--policy", "on-demand,fiddler", "--expert-cache", "0.5")
     report = in_json(capsys, *arguments)
-    counts = sum(
-        layer.router_routing.workload(8)[None] * (np.arange(4) == index)[:, None]
-        for step in STEPS
-        for index, layer in enumerate(step.layers)
-    )
+    counts = counts_of(STEPS[:BEGIN], 4, 8)
     first: dict[str, PhaseProfile] = {}
     for name, entry in zip(("on-demand", "fiddler"), report["policies"], strict=True):
         policy = make_policy(PolicyRequest(name), 0)
-        outcome = Replay(HEADER, policy, Costs.load(Path("daop-table-1")), 64, popularity=counts).run(STEPS)
-        for phase, tree in outcome.counters.snapshot().items():
+        costs = Costs.load(Path("daop-table-1"))
+        machine = Replay(HEADER, policy, costs, 64, popularity=counts, begin=BEGIN)
+        for phase, tree in machine.run(STEPS).measured.items():
             mine, its, layers = PhaseProfile(tree, 1000), entry[phase], tree["layers"]
             relative = mine.tok_s / first.setdefault(phase, mine).tok_s
             assert its["tok_s"] == digits(mine.rows / mine.seconds)
@@ -103,7 +102,25 @@ def test_figures_are_those_of_the_replay(trace: Path, capsys: pytest.CaptureFixt
     _, out, _ = replayed(capsys, *arguments)
     assert "64 of 128 tiles, 64.0 kB" in out
     assert report["config"]["tokens"] == {"prefill": 12, "decode": 30}
+    assert report["config"]["warming"] == {"prefill": 3, "decode": 10}
     assert report["policies"][1]["decode"]["ratio"] > 2, "at these costs fetching is far from computing"
+
+
+@pytest.mark.parametrize("policy", ["fiddler", "dali:prediction=none", "cache", "on-demand"])
+def test_every_policy_is_warmed_by_the_first_text_and_placed_without_the_second(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], policy: str
+) -> None:
+    """A text that always uses the same two experts, behind one that uses the same and behind one that uses
+    two others: what is resident when it begins was learnt before."""
+    hits = []
+    for before in ([2, 3], [4, 5]):
+        texts = (scripted_steps(HEADER, [[used] * 4] * 80) for used in (before, [2, 3]))
+        trace = write_trace(tmp_path / f"{before[0]}.trace", HEADER, in_order(*texts))
+        report = in_json(capsys, trace, *TABLE, "--policy", policy, "--expert-cache", "0.25")
+        assert report["config"]["warming"]["decode"] == 80
+        hits.append(report["policies"][0]["decode"]["hit_rate"])
+    assert hits[0] == 1
+    assert hits[1] < 1
 
 
 def test_approximate_policies_note_their_assumption(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +189,7 @@ def test_truncated_trace_is_noted(trace: Path, capsys: pytest.CaptureFixture[str
     code, out, _ = replayed(capsys, trace, *TABLE, "--policy", "all-host")
     assert code == 0
     assert "ends within a step" in out
-    assert "12 tokens of prefill, 29 of decode" in " ".join(out.split())
+    assert "12 tokens of prefill, 29 of decode, behind 13 that warm every policy" in " ".join(out.split())
 
 
 def test_unusable_traces_are_refused(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,7 +280,8 @@ def test_drawn_routing_is_replayed_with_the_costs_of_a_machine(capsys: pytest.Ca
     arguments = ("shape:mixtral-8x7b/2", "--costs", "4090-pcie4", "--policy", "on-demand,cache")
     report = in_json(capsys, *arguments, "--expert-cache", "0.5")
     assert report["config"]["model"] == "mixtral-8x7b"
-    assert report["config"]["tokens"] == {"prefill": 384, "decode": 192}
+    assert report["config"]["tokens"] == {"prefill": 256, "decode": 128}
+    assert report["config"]["warming"] == {"prefill": 128, "decode": 64}
     assert report["config"]["costs"]["of"] == "derived from the rates of 4090-pcie4"
     uploading, on_host = report["policies"]
     assert uploading["decode"]["host_share"] == 0

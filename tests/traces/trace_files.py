@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,15 @@ def scripted_steps(
             layers.append(LayerTrace(routing, own, following, None))
         made.append(TracedStep(number, phase, (0,), tuple(layers)))
     return made
+
+
+def in_order(*texts: Sequence[TracedStep]) -> list[TracedStep]:
+    """Texts one after the other, each with sequences of its own."""
+    steps = [(number << 8, step) for number, text in enumerate(texts) for step in text]
+    return [
+        replace(step, number=number, sequences=tuple(first + sequence for sequence in step.sequences))
+        for number, (first, step) in enumerate(steps)
+    ]
 
 
 def logits_for(header: Header, chosen: Sequence[int]) -> FloatArray:

@@ -1,0 +1,266 @@
+"""What the pages of `benchmarks/evidence.py` are made of: texts, replays of them on both cores, and claims.
+
+A page has each headline of a paper with its figure, ours, and a verdict that follows from both: "reproduced",
+all of ours are within a tenth of the paper's and have half of its gain; "in part", some are, or all are on
+its side of 1 (shares and rates: within a factor of two); "not reproduced", they are not; "undecidable",
+nothing here can say, or ours go over a constant that the paper leaves open, and only some of them are within.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.baselines import policy_of
+from launch.forecast import calibration_of
+from launch.profile import PhaseProfile
+from pipeline.models.routing import Softmax
+from pipeline.policies.costs import Costs
+from pipeline.policies.view import ModelShape
+from pipeline.replay.machine import DividedText
+from pipeline.replay.steps import division
+from pipeline.traces.synthetic import Skew, SyntheticText
+from pipeline.traces.trace import Header, Trace
+
+Row = dict[str, Any]
+
+HISTORY = 4000  # tokens of other texts, from which drawn placements are made
+WARMING = 2  # texts of 24 tokens that warm a drawn one
+
+
+class Text(NamedTuple):
+    """A text to replay, and the model that it is of."""
+
+    header: Header
+    text: DividedText
+
+
+def recorded(path: Path, tiles: int | None = None) -> Text:
+    """Returns the text of a trace of `bench`, with its model's calibration; with experts of so many tiles.
+    `bench` reads every text twice, and the second time is left out."""
+    trace = Trace(path)
+    steps, header = list(trace.steps()), trace.header
+    rows = np.cumsum([len(step.sequences) * (step.phase == "decode") for step in steps])
+    del steps[int(np.searchsorted(rows, rows[-1] / 2)) + 1 :]
+    begin = division([(step.phase, step.sequences) for step in steps])
+    calibration = calibration_of(header, first=True)
+    if tiles is not None:
+        header = replace(header, shape=replace(header.shape, tiles=tiles))
+    assert calibration is not None
+    return Text(header, DividedText(steps, begin, calibration.decode_counts, calibration=calibration))
+
+
+def drawn(
+    shape: ModelShape, skew: Skew, prompt: int, tokens: int, batch: int = 1, seed: int = 0, chunk: int = 256
+) -> Text:
+    """Returns routing that was drawn: texts that warm, then one with a prompt that is measured."""
+    header = Header("drawn", "0" * 64, "0" * 64, shape, 1000, Softmax(shape.top_k, rescaled=True), 3)
+    text = SyntheticText(header, skew, seed)
+    counts = text.counts(HISTORY)
+    warm = [step for _ in range(WARMING) for step in text.steps(24 if prompt else 0, 24, 24, batch)]
+    return Text(header, DividedText([*warm, *text.steps(prompt, chunk, tokens, batch)], len(warm), counts))
+
+
+@dataclass(frozen=True)
+class Job:
+    """A policy over one of the texts. `policy`: as in `policy_of`."""
+
+    text: str
+    policy: str
+    costs: Costs
+    cache: float  # share of the experts
+    labels: tuple[tuple[str, Any], ...] = ()  # of its row, beside text, policy and cache
+    right: float | None = None  # as in `Replay`
+
+
+TEXTS: dict[str, Text] = {}
+
+
+def _run(job: Job) -> Row:
+    header, text = TEXTS[job.text]
+    shape = header.shape
+    capacity = round(job.cache * shape.layers * shape.experts) * shape.tiles
+    policy = policy_of(job.policy, text)
+    planned = _timed(policy)
+    outcome = text.replay(header, policy, job.costs, capacity, job.right)
+    prefill, decode = (PhaseProfile(outcome.measured[p], header.tile_bytes) for p in ("prefill", "decode"))
+    expert = shape.layers * shape.tiles * header.tile_bytes
+    of = sum(step.phase == "decode" for step in text.steps)
+    return {
+        **{"text": job.text, "cache": job.cache, "policy": job.policy},
+        **dict(job.labels),
+        **{"tok_s": decode.tok_s, "prefill": prefill.tok_s, "hits": decode.hit_rate},
+        "moved": decode.copied_per_token / expert,
+        "waits": decode.shares["link"],
+        "planning": planned[0] * decode.steps / of / (decode.seconds or inf),
+    }
+
+
+CALLS = ("probes", "gate", "plan", "ahead", "predict", "channels_ahead", "after")
+
+
+def _timed(policy: Any) -> list[float]:
+    """Returns a sum of the seconds of this process that a policy's decisions of decode take from now on."""
+    taken = [0.0]
+
+    def timed(call: Callable[..., object]) -> Callable[..., object]:
+        def called(*given: Any) -> object:
+            began = time.thread_time()
+            answer = call(*given)
+            taken[0] += (time.thread_time() - began) * (given[-1].phase == "decode")
+            return answer
+
+        return called
+
+    for call in CALLS:
+        setattr(policy, call, timed(getattr(policy, call)))
+    return taken
+
+
+class Results:
+    """Rows of replays, to be asked for by what they have."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = list(rows)
+
+    def get(self, figure: str, **wanted: Any) -> list[float]:
+        """That figure of all rows that have this."""
+        return [row[figure] for row in self.rows if all(row[name] == v for name, v in wanted.items())]
+
+    def ratios(self, over: str, figure: str = "tok_s", /, **wanted: Any) -> list[float]:
+        """That figure of rows that have this, over the policy `over` with the same labels."""
+        return [row[figure] / self._same(row, over)[figure] for row in self.rows if _has(row, wanted)]
+
+    def _same(self, row: Row, policy: str) -> Row:
+        labels = {name: v for name, v in row.items() if name not in MEASURED and name != "policy"}
+        return next(r for r in self.rows if r["policy"] == policy and _has(r, labels))
+
+    def table(self, title: str, over: str, *labels: str, figure: str = "tok_s", **wanted: Any) -> str:
+        """Rows that have this, behind a title: a line for each policy, a column for each setting of these
+        labels: its figure, and over `over`."""
+        every = [row for row in self.rows if _has(row, wanted)]
+        settings = list(dict.fromkeys(tuple(row[name] for name in labels) for row in every))
+        lines = [
+            [", ".join(labels), *(" ".join(map(str, setting)) for setting in settings)],
+            ["---"] * (1 + len(settings)),
+        ]
+        for policy in dict.fromkeys(row["policy"] for row in every):
+            of = {tuple(row[n] for n in labels): row for row in every if row["policy"] == policy}
+            cells = [self._cell(of[one], over, figure) if one in of else "" for one in settings]
+            lines.append([f"`{policy}`", *cells])
+        return f"## {title}\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+    def _cell(self, row: Row, over: str, figure: str) -> str:
+        if figure == "hits":
+            return f"{row['hits']:.0%}"
+        if not over:
+            return f"{row[figure]:.3g}"
+        return f"{row[figure]:.3g}: {row[figure] / self._same(row, over)[figure]:.2f}"
+
+
+MEASURED = ("tok_s", "prefill", "hits", "moved", "waits", "planning")
+
+
+def _has(row: Row, wanted: Row) -> bool:
+    return all(row[name] == value for name, value in wanted.items())
+
+
+def replayed(texts: dict[str, Text], jobs: Sequence[Job]) -> Results:
+    """Replay the jobs on two cores."""
+    TEXTS.update(texts)
+    with get_context("fork").Pool(2) as pool:
+        return Results(pool.map(_run, jobs, chunksize=1))
+
+
+def similarity(text: DividedText) -> float:
+    """The mean over layers of the cosine of what a measured text's prompt used and what its decoding used."""
+    counts = {"prefill": np.zeros(text.counts.shape), "decode": np.zeros(text.counts.shape)}
+    for step in text.steps[text.begin :]:
+        for layer, traced in enumerate(step.layers):
+            counts[step.phase][layer] += traced.router_routing.workload(text.counts.shape[1])
+    prompt, answer = counts["prefill"], counts["decode"]
+    norms = np.linalg.norm(prompt, axis=1) * np.linalg.norm(answer, axis=1)
+    return float(np.mean((prompt * answer).sum(axis=1) / norms))
+
+
+# --- claims -------------------------------------------------------------------------------------------------
+
+NOWHERE = "undecidable"
+FOLDER = Path(__file__).with_name("claims")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A headline. `paper`: its figure, or the least and most; `ours`: none where nothing here can say."""
+
+    headline: str
+    paper: tuple[float, ...]
+    ours: Sequence[float]
+    tested: str
+    unit: str = "x"  # ratios; others are not compared with 1
+    open: bool = False  # ours go over a constant that the paper leaves open
+
+    @property
+    def verdict(self) -> str:
+        if not self.ours:
+            return NOWHERE
+        least, most = min(self.paper), max(self.paper)
+        if most == inf:
+            within = [one > least for one in self.ours]
+        else:
+            within = [least * 0.9 <= one <= most * 1.1 for one in self.ours]
+        if self.unit == "x" and least > 1:  # of a gain at least half
+            within = [w and (one - 1 >= (least - 1) / 2) for w, one in zip(within, self.ours, strict=True)]
+        if all(within):
+            return "reproduced"
+        if self.open and any(within):
+            return NOWHERE
+        if self.unit == "x":
+            alike = most < inf and all((one > 1) == (least > 1) for one in self.ours)
+        else:
+            alike = all(least / 2 <= one <= most * 2 for one in self.ours)
+        return "in part" if any(within) or alike else "**not reproduced**"
+
+    @property
+    def line(self) -> str:
+        figures = self._with_unit(" to ".join(self._figure(one) for one in self.paper))
+        figures = "more" if inf in self.paper else figures
+        ours = [self._figure(one) for one in self.ours]
+        if len(ours) > 4:
+            ours = [f"{self._figure(min(self.ours))} to {self._figure(max(self.ours))}"]
+        shown = self._with_unit(", ".join(ours)) if ours else ""
+        return f"| {self.headline} | {figures} | {shown} | {self.verdict} | {self.tested} |"
+
+    def _with_unit(self, figures: str) -> str:
+        return figures if self.unit == "x" else f"{figures} {self.unit}"
+
+    def _figure(self, value: float) -> str:
+        return f"{100 * value:.3g}" if self.unit == "%" else f"{value:.3g}"
+
+
+def write(
+    paper: str, ours: Mapping[str, Sequence[float]], words: Mapping[str, object], tables: Sequence[str]
+) -> str:
+    """Returns a paper's page. Its claims are in `claims/PAPER.md`: {name} stands for one of the words, "?"
+    behind the unit for a claim that is open, "> 1" for a figure that is only said to be more. A claim without
+    figures in `ours` is one that nothing here can say, unless its key is "=" and figures of an engine."""
+    about, _, rows = (FOLDER / f"{paper}.md").read_text().partition("| key |")
+    lines = ["| headline | paper | here | verdict | tested |", "|---|---|---|---|---|"]
+    for row in rows.strip().splitlines()[2:]:
+        key, headline, figures, unit, tested = row.strip("| ").split(" | ")
+        known = tuple(float(figure) for figure in figures.replace("> ", "").split(" to "))
+        known += (inf,) * figures.startswith(">")
+        found = [float(one) for one in key[1:].split(",")] if key[0] == "=" else list(ours.get(key, ()))
+        shown = {name: word if isinstance(word, str) else f"{word:.3g}" for name, word in words.items()}
+        given = headline, known, found, tested.format(**shown), unit.strip("?")
+        lines.append(Claim(*given, open=unit.endswith("?")).line)
+    if unused := ours.keys() - {row.split(" | ")[0].strip("| ") for row in rows.splitlines()}:
+        raise ValueError(f"no claim {', '.join(unused)}")
+    return "\n\n".join([about.strip(), "\n".join(lines), *tables])
