@@ -193,6 +193,7 @@ def similarity(text: DividedText) -> float:
 # --- claims -------------------------------------------------------------------------------------------------
 
 NOWHERE = "undecidable"
+VISIBLE = 1.005  # more than this is more: less is not to be seen in three digits
 FOLDER = Path(__file__).with_name("claims")
 
 
@@ -213,7 +214,7 @@ class Claim:
             return NOWHERE
         least, most = min(self.paper), max(self.paper)
         if most == inf:
-            within = [one > least for one in self.ours]
+            within = [one > least * VISIBLE for one in self.ours]
         else:
             within = [least * 0.9 <= one <= most * 1.1 for one in self.ours]
         if self.unit == "x" and least > 1:  # of a gain at least half
