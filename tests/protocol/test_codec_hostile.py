@@ -148,7 +148,7 @@ REFUSED = {
         framed(Heartbeat(), b"\x81\xa4time\xcb\x7f\xf8" + bytes(6)),
         "Heartbeat: Expected `float` >= -1.797",
     ),
-    "bad UTF-8": (framed(Heartbeat(), b"\x81\xa4tim\xff\x01"), "can't decode byte 0xff"),
+    "bad UTF-8": (framed(Heartbeat(), b"\x81\xa4tim\xff\x01"), "utf-8"),
     "extension": (framed(Heartbeat(), b"\x81\xa4time\xd4\x05\x00"), "got `ext`"),
     "extension in a tree": (
         changed(StatsReply(1, {}), stats={"a": msgpack.Ext(5, b"")}),
@@ -182,7 +182,7 @@ REFUSED = {
 def test_refused(frames, line):
     with pytest.raises(MalformedMessage) as caught:
         decode(frames)
-    assert line in str(caught.value)
+    assert line.lower() in str(caught.value).lower()  # msgspec's versions differ
     attempt(frames)
 
 
