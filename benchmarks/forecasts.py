@@ -4,8 +4,8 @@
 
 Each row replays drawn routing on a machine described by its rates, with a cache of a share of the experts
 (`launch/forecast.py`). To each modelled step is added what the replay takes of this machine's Python, in
-parentheses as microseconds a layer, the median of five runs: the policy plans and the cache is kept there as in an engine, and the
-model lets nothing of that overlap with the GPU. Nothing here is measured on a GPU.
+parentheses as microseconds a layer, the median of five runs: the policy plans and the cache is kept there as
+in an engine, and the model lets nothing of that overlap with the GPU. Nothing here is measured on a GPU.
 """
 
 from __future__ import annotations

@@ -53,19 +53,6 @@ class SlabMemory(ABC):
     def slot(self, index: int) -> Tensor:
         """uint8 [slot_bytes] on the device; the same memory at every call."""
 
-    def records(self, places: IntArray, size: int, each: int) -> Tensor:
-        """uint8 [len(places) * size]: records of `size` bytes, of which a slot has `each`, counted over all
-        slots. Without a copy where they follow each other in one slot."""
-        slots, at = np.divmod(places, each)
-        if not len(places):
-            return self.slot(0)[:0]
-        if slots[0] == slots[-1] and at[-1] - at[0] == len(at) - 1 and (at[1:] > at[:-1]).all():
-            return self.slot(int(slots[0]))[int(at[0]) * size : (int(at[-1]) + 1) * size]
-        whole = self.all_slots
-        every = whole[:, : each * size].view(len(whole), each, size)
-        chosen: Tensor = every[tuple(self.upload(np.stack([slots, at]).astype(np.int64)))]
-        return chosen.flatten()
-
     @abstractmethod
     def upload(self, array: NDArray[Any]) -> Tensor:
         """Return an array on the device, as `Device.from_host`."""
@@ -115,6 +102,8 @@ class DeviceChannelKernel(Protocol):
     """Computes with the heads and channels of a format that can leave channels out (`shm/floe.py`). A row's
     bits depend on that row and on the channels that it keeps alone, or on the device's matrix products."""
 
+    gathers: bool  # it has `kept`
+
     def activations(self, x: Tensor) -> Any:
         """The experts' input x, float32 [R, H], in the form that the others read."""
 
@@ -129,6 +118,13 @@ class DeviceChannelKernel(Protocol):
         """The sum over channels of f(gate . x, u) * down: float32 [n, H], a new tensor. records: uint8
         [channels * channel_bytes]; u: float32 [n, channels], with its bias, 0 where a row leaves a channel
         out."""
+
+    def kept(
+        self, tiles: NDArray[np.void], records: NDArray[np.int64], which: IntArray, x: Any, out: Tensor
+    ) -> None:
+        """What x, a single row, keeps of tiles: of each, an address of its channels' u with biases, the first
+        and the number of its records and its line of out, float32 [.., H]. records: their addresses, any in
+        the slab; which: the channel of its tile that each is, ascending."""
 
 
 class Device(ABC):

@@ -251,6 +251,8 @@ class ChannelInputs(NamedTuple):
 class ReferenceChannels:
     """Computes heads and chosen channels in torch, from uint8 tensors, on their device."""
 
+    gathers = False
+
     def __init__(self, layout: StoreLayout) -> None:
         format = layout.format
         assert isinstance(format, FloeFormat)

@@ -70,6 +70,11 @@ class Program:
         return cls("plain.cu", (("FP8", 1), ("UNGATED", 1), ("LINEAR", 1)))
 
     @classmethod
+    def of_channels(cls, bits: int, math: ExpertMath) -> Program:
+        """Channels that a row keeps, of formats whose gate and down lie by channel."""
+        return cls("channels.cu", (("ROW_BITS", bits), *_constants(math)))
+
+    @classmethod
     def of_sums(cls) -> Program:
         """Sums of partial sums in the host's memory."""
         return cls("sums.cu")
