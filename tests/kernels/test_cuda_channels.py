@@ -1,5 +1,5 @@
-"""Formats whose gate and down lie by channel, by the emulated CUDA kernels: up has the host's bits, and so its
-masks; what one row keeps has them in int8 and int4, wherever it lies."""
+"""Formats whose gate and down lie by channel, by the emulated CUDA kernels: up has the host's bits, and so
+its masks; what one row keeps has them in int8 and int4, wherever it lies."""
 
 from __future__ import annotations
 
@@ -103,9 +103,7 @@ def test_what_one_row_keeps_is_what_a_worker_computes(case: str, tmp_path: Path)
                 clock, given = StepClock(memory.counters), torch.from_numpy(x)
                 work = memory.begin(1, share, given, mask, clock)
                 y = torch.full_like(given, torch.nan)
-                OutputSums(EmulatedLauncher(library(Program.of_sums()))).total(
-                    y, [memory.compute(work, given, clock)], []
-                )
+                sums.total(y, [memory.compute(work, given, clock)], [])
                 memory.end_layer(())
                 found.append(y.numpy())
             share.items[:, 1] = 0

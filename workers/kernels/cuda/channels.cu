@@ -52,26 +52,35 @@ KERNEL(GATE_THREADS, gates, const kept *tiles, const uint8_t *const *records, co
     const int first = (int)(blockIdx.x % wide) * TOGETHER, mine = first + (int)threadIdx.x / LANES;
     if (first >= it.number) return; /* the whole block */
     const int at = it.first + (mine < it.number ? mine : it.number - 1);
-    const int lane = threadIdx.x % LANES;
+    const int lane = threadIdx.x % LANES, last = (int)lines - 1;
     const uint8_t *record = table(here, records)[at];
     float sum = 0.0f, rest = 0.0f;
-#pragma unroll 8
-    for (int line = 0; line < (int)lines; line++) {
-        part one;
-        one.load(record, (int)lines, line * LANES + lane);
+    part next[AHEAD];
 #pragma unroll
-        for (int h = 0; h < GROUPS; h++) {
-            const int g = GROUPS * line + h, with = (int)__ldg(x + LANES * g + lane);
-            if (!CODES) {
-                sum = __fmaf_rn(one.number(h, 0), part::half((uint32_t)with, 0), sum);
-                sum = __fmaf_rn(one.number(h, 1), part::half((uint32_t)with, 1), sum);
-                continue;
+    for (int a = 0; a < AHEAD; a++) next[a].load(record, (int)lines, (a < last ? a : last) * LANES + lane);
+#pragma unroll 1
+    for (int begin = 0; begin <= last; begin += AHEAD) {
+#pragma unroll
+        for (int a = 0; a < AHEAD; a++) {
+            const int line = begin + a, then = line + AHEAD;
+            const part one = next[a];
+            next[a].load(record, (int)lines, (then < last ? then : last) * LANES + lane);
+            if (line > last) continue;
+#pragma unroll
+            for (int h = 0; h < GROUPS; h++) {
+                const int g = GROUPS * line + h, with = (int)__ldg(x + LANES * g + lane);
+                if (!CODES) {
+                    sum = __fmaf_rn(one.number(h, 0), part::half((uint32_t)with, 0), sum);
+                    sum = __fmaf_rn(one.number(h, 1), part::half((uint32_t)with, 1), sum);
+                    continue;
+                }
+                const float factor = __fmul_rn(one.scale(h), __ldg(&of_x[g].step));
+                const int codes = (int)(ROW_BITS == 4 ? one.word >> 4 * h & 0x0F0F0F0Fu : one.word ^ 0x80808080u);
+                const int dot = __dp4a(codes, with, ROW_BITS == 4 ? 0 : 128 * __dp4a(0x01010101, with, 0));
+                sum = __fmaf_rn((float)dot, factor, sum);
+                const float sum_of_codes = __ldg(&of_x[g].sum);
+                if (g % LANES == lane) rest = __fmaf_rn(__fmul_rn(factor, one.zero(h)), sum_of_codes, rest);
             }
-            const float factor = __fmul_rn(one.scale(h), __ldg(&of_x[g].step));
-            const int codes = (int)(ROW_BITS == 4 ? one.word >> 4 * h & 0x0F0F0F0Fu : one.word ^ 0x80808080u);
-            const int dot = __dp4a(codes, with, ROW_BITS == 4 ? 0 : 128 * __dp4a(0x01010101, with, 0));
-            sum = __fmaf_rn((float)dot, factor, sum);
-            if (g % LANES == lane) rest = __fmaf_rn(__fmul_rn(factor, one.zero(h)), __ldg(&of_x[g].sum), rest);
         }
     }
     float gate = __fsub_rn(sum_of_lanes(sum), sum_of_lanes(rest));
@@ -88,22 +97,30 @@ KERNEL(DOWN_THREADS, downs, const kept *tiles, const uint8_t *const *records, co
     const uint8_t *const *from = table(here, records) + it.first;
     const int row = part::row_bytes((int)lines);
     float sums[EACH] = {}, zeros[GROUPS] = {};
+    const uint8_t *later[AHEAD]; /* records whose words are loaded next */
+    float by[AHEAD];
     part next[AHEAD];
 #pragma unroll
-    for (int a = 0; a < AHEAD; a++)
-        if (last >= 0) next[a].load(from[a < last ? a : last] + row, (int)lines, word);
+    for (int a = 0; a < AHEAD; a++) {
+        if (last < 0) break;
+        next[a].load(from[a < last ? a : last] + row, (int)lines, word);
+        by[a] = __ldg(inner + it.first + (a < last ? a : last));
+        later[a] = from[a + AHEAD < last ? a + AHEAD : last];
+    }
 #pragma unroll 1
     for (int begin = 0; begin <= last; begin += AHEAD) {
 #pragma unroll
         for (int a = 0; a < AHEAD; a++) {
             const int k = begin + a, then = k + AHEAD;
             const part one = next[a];
-            next[a].load(from[then < last ? then : last] + row, (int)lines, word);
+            const float times = by[a];
+            next[a].load(later[a] + row, (int)lines, word);
+            by[a] = __ldg(inner + it.first + (then < last ? then : last));
+            later[a] = from[then + AHEAD < last ? then + AHEAD : last];
             if (k > last) continue;
-            const float by = __ldg(inner + it.first + k);
 #pragma unroll
             for (int h = 0; h < GROUPS; h++) {
-                const float factor = CODES ? __fmul_rn(one.scale(h), by) : by;
+                const float factor = CODES ? __fmul_rn(one.scale(h), times) : times;
                 if (ROW_BITS == 4) zeros[h] = __fmaf_rn(factor, one.zero(h), zeros[h]);
 #pragma unroll
                 for (int i = 0; i < OF_GROUP; i++)
