@@ -35,6 +35,7 @@ CONTEXT_BYTES = 600_000_000  # of GPU memory, which a second process takes for i
 SLOT_ALIGNMENT = 256  # bytes, of a slot in GPU memory: as cudaMalloc aligns, and enough for vector loads
 # An output of experts, float32 [R, H]: there, or to be added up by `Device.total`.
 Added: TypeAlias = "Tensor | Weighted"
+Kept: TypeAlias = "Callable[[NDArray[np.void], NDArray[np.int64], IntArray, Any, Tensor], None]"
 Fence = Any  # what `Device.fence` returns; None where the device computes synchronously
 
 
@@ -102,8 +103,6 @@ class DeviceChannelKernel(Protocol):
     """Computes with the heads and channels of a format that can leave channels out (`shm/floe.py`). A row's
     bits depend on that row and on the channels that it keeps alone, or on the device's matrix products."""
 
-    gathers: bool  # it has `kept`
-
     def activations(self, x: Tensor) -> Any:
         """The experts' input x, float32 [R, H], in the form that the others read."""
 
@@ -119,12 +118,12 @@ class DeviceChannelKernel(Protocol):
         [channels * channel_bytes]; u: float32 [n, channels], with its bias, 0 where a row leaves a channel
         out."""
 
-    def kept(
-        self, tiles: NDArray[np.void], records: NDArray[np.int64], which: IntArray, x: Any, out: Tensor
-    ) -> None:
-        """What x, a single row, keeps of tiles: of each, an address of its channels' u with biases, the first
-        and the number of its records and its line of out, float32 [.., H]. records: their addresses, any in
-        the slab; which: the channel of its tile that each is, ascending."""
+    @property
+    def kept(self) -> Kept | None:
+        """Writes what x, a single row, keeps of tiles (the first argument): of each an address of its
+        channels' u with biases, the first and the number of its records, and its line of the output. Then
+        come the records' addresses, any in the slab; which channel of its tile each is, ascending; x; and the
+        output, float32 [.., H]. None where `channels` computes a single row too."""
 
 
 class Device(ABC):

@@ -92,7 +92,7 @@ class CpuKernel(TileByTile):
 class CpuChannelKernel:
     """The expert workers' kernel of formats with heads, for tensors: the same u, bit by bit, as in a Work."""
 
-    gathers = False
+    kept = None  # a single row is computed as others
 
     def __init__(self, library: Library, layout: StoreLayout, format: FloeFormat, team: Team | None) -> None:
         self._kernel = ChannelKernel(library, format, layout.shape.hidden, team, layout.shape.math)

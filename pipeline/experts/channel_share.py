@@ -20,7 +20,7 @@ from torch import Tensor
 from pipeline.arrays import IntArray
 from pipeline.counters import StepClock
 from pipeline.device import Device
-from pipeline.device.base import DeviceChannelKernel, LayerSum, SlabMemory
+from pipeline.device.base import DeviceChannelKernel, Kept, LayerSum, SlabMemory
 from pipeline.device.tile_sums import TileSums
 from pipeline.experts.device_share import DeviceMemory, DeviceWork, Slab, rows_of
 from pipeline.experts.division import Share
@@ -171,8 +171,8 @@ class ChannelMemory(DeviceMemory):
             rows_by, cuts = rows_of(share, self.device), share.items[:, 2].tolist()
             for expert, cut in zip(experts, cuts, strict=True):
                 us[expert] = self._up(layer, expert, cut, inputs, rows_by[expert])
-        if len(x) == 1 and self.kernel.gathers:
-            return OneRow(self._memory, self._layout, self.kernel, inputs, share, us, masked)
+        if len(x) == 1 and (kept := self.kernel.kept) is not None:
+            return OneRow(self._memory, self._layout, kept, inputs, share, us, masked)
 
         def output(item: int, tile: int, data: Tensor | Records, rows: Tensor) -> Tensor:
             expert = experts[item]
@@ -203,14 +203,14 @@ class OneRow:
         self,
         memory: SlabMemory,
         layout: StoreLayout,
-        kernel: DeviceChannelKernel,
+        kept: Kept,
         x: Any,
         share: Share,
         us: dict[int, Tensor],
         masked: Masked,
     ) -> None:
         """`x`: the kernel's activations; `us`: of each expert, float32 [1, channels]."""
-        self._kernel, self._x, self._weights = kernel, x, share.weights
+        self._kept, self._x, self._weights = kept, x, share.weights
         self._tile, self._size = layout.shape.tile, layout.tile_bytes // layout.shape.tile
         self._slots, self._stride = memory.all_slots.data_ptr(), memory.all_slots.stride(0)
         self._experts, cuts = share.items[:, 0].tolist(), share.items[:, 2]
@@ -242,7 +242,7 @@ class OneRow:
             self._computed[item] += 1
         if tiles:
             records, which = np.concatenate(addresses), np.concatenate(channels)
-            self._kernel.kept(items, records, which, self._x, self._out)
+            self._kept(items, records, which, self._x, self._out)
 
     def result(self) -> Weighted:
         """Return the sum, as LayerSum says."""

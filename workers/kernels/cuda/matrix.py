@@ -115,8 +115,6 @@ class CudaInputs:
 class CudaChannels:
     """Computes heads and channels on the device."""
 
-    gathers = True
-
     def __init__(self, launcher: Launcher, channels: Launcher, layout: StoreLayout) -> None:
         """`launcher` has the program of the format's up matrices, `channels` that of its channels."""
         assert isinstance(layout.format, FloeFormat)
