@@ -19,7 +19,7 @@ from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import EngineConfig, FormatName
 from pipeline.counters import difference
 from pipeline.errors import CalibrationError
-from pipeline.memory.needs import Needs, needs, plain_bytes, quantized_bytes
+from pipeline.memory.needs import Needs, needs, plain_bytes, quantized_bytes, speed_on_disk
 from pipeline.models.facts import expert_shape
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs, Rates, derived
@@ -166,6 +166,14 @@ def by_rates(sizes: Sizes, speeds: Speeds, left_out: float) -> Expected:
     seconds = experts / speeds.experts[sizes.format] + backbone / speeds.backbone + rest
     limit = speeds.memory / (experts + backbone + kv)
     return Expected(experts, backbone, kv, limit, min(1 / seconds, limit))
+
+
+def with_disk(expected: Expected, needs: Needs, rate: float) -> Expected:
+    """Returns the speed where only some experts are in memory: the bytes of the others are read from a
+    disk of so many bytes a second, while nothing else of the token is done."""
+    disk = 1 / speed_on_disk(needs, rate)
+    usual, limit = 1 / (1 / expected.usual + disk), 1 / (1 / expected.limit + disk)
+    return replace(expected, usual=usual, limit=max(usual, limit))
 
 
 # --- by a replay --------------------------------------------------------------------------------------------

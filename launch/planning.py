@@ -16,13 +16,22 @@ from launch.errors import WrongUsage
 from launch.terminal.format import count, model_name
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.checkpoint.open import open_model
-from pipeline.config import DEFAULT_CACHE, KV_CONTEXTS, Card, DeviceName, EngineConfig, FormatName
+from pipeline.config import (
+    DEFAULT_CACHE,
+    DEFAULT_CONTEXT,
+    KV_CONTEXTS,
+    Card,
+    DeviceName,
+    EngineConfig,
+    FormatName,
+)
 from pipeline.errors import ModelError, UsageError
-from pipeline.memory.needs import Needs, choose_context, needs
+from pipeline.memory.needs import LAYERS_IN_MEMORY, NEEDS_ALL, Needs, choose_context, needs, speed_on_disk
 from pipeline.memory.plan import (
     AUTOMATIC,
     GOOD_CONTEXT,
     LEFT_FREE,
+    MEMORY,
     Machine,
     Plan,
     Pool,
@@ -33,7 +42,8 @@ from pipeline.memory.plan import (
 from pipeline.models.facts import is_own
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
-from protocol.program import COMMAND
+from protocol.program import COMMAND, user_folder
+from shm.disk_cache import free_on_disk, store_path
 from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes, total_memory
 from workers.lifetime import PYTHON, environment
 
@@ -186,8 +196,36 @@ def make_plan(model: Path, now: Situation) -> tuple[Plan, list[str]]:
     every = every_format(source, now.config, formats(now.config, source))
     plan = now.plan(now.config, every)
     if plan is None:
+        plan = plan_on_disk(source, now, every)
+    if plan is None:
         raise UsageError(refusal(source, now, every))
+    if plan.needs.partial and (why := needs_all(now.policy)):
+        raise UsageError(why)
     return plan, [*memory_lines(plan, now.machine), *reasons(plan, now, every)]
+
+
+def needs_all(policy: Policy) -> str:
+    """Tells why a policy cannot be used with experts on disk; empty where it can."""
+    return f"policy {policy.name} {NEEDS_ALL}" if policy.uses_device or policy.needs_costs else ""
+
+
+def plan_on_disk(source: ModelSource, now: Situation, every: Sequence[Needs]) -> Plan | None:
+    """The plan with as many experts in memory as fit, in the last format that was tried, and the others on
+    disk; None where these have no room there, or other options would fit, or a larger /dev/shm."""
+    last, config = every[-1], now.config
+    if config.host_memory is not None or config.lanes is not None or needs_all(now.policy):
+        return None
+    pool = worst(now.smallest(last), now.machine)
+    bare = smallest(replace(last, store=0, present=0), config, False, DEFAULT_CONTEXT)
+    room = min(pool.free - pool.needed for pool in bare.pools(now.machine) if "experts" in pool.parts)
+    file = store_path(user_folder("CACHE"), last.fingerprint)
+    on_disk = file.exists() or free_on_disk(file) >= last.whole
+    if pool.name != MEMORY or room < LAYERS_IN_MEMORY * last.layer or not on_disk:
+        return None
+    if _fitting(source, now) is not None:
+        return None
+    partial = replace(config, format=last.format, host_memory=room)
+    return now.plan(partial, [needs(source, partial, last.format)])
 
 
 def start_line(model: Path, plan: Plan, machine: Machine, backbone_dtype: str) -> str:
@@ -199,6 +237,8 @@ def start_line(model: Path, plan: Plan, machine: Machine, backbone_dtype: str) -
             needs.append(f"{pool.name} {size} of {byte_size(pool.free)}")
     again = f" (a second rounding, of {plan.needs.rounded})" if plan.needs.rounded else ""
     rest = ", ".join(f"{target} of {kinds}" for kinds, target in plan.needs.rest_rounded)
+    some = f" ({byte_size(plan.needs.store)} of {byte_size(plan.needs.whole)}, the others on disk)"
+    again += some if plan.needs.partial else ""
     formats = f"experts {plan.needs.format}{again}, rest {backbone_dtype}{f' ({rest})' if rest else ''}"
     if plan.needs.kv_dtype == "int8":
         formats += ", KV cache int8 (an approximation)"
@@ -225,6 +265,8 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
         if not pool.short:
             why = f"with {names[position - 1]} fewer than {GOOD_CONTEXT} tokens of context would fit"
         lines.append(f"--format {plan.needs.format}: {why}")
+    if plan.needs.partial:
+        lines.append(on_disk_line(plan.needs))
     lines += second_roundings(plan.needs)
     if plan.needs.kv_dtype == "int8":
         lines.append("--kv-dtype int8: keys and values are rounded, so answers are approximate")
@@ -242,6 +284,22 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
         what = "all experts fit" if plan.expert_cache == 1 else "more experts do not fit"
         lines.append(f"--expert-cache {plan.expert_cache:g}: {what}")
     return lines
+
+
+def on_disk_line(needs: Needs) -> str:
+    """Tells how many of the experts are in memory, and where the others are."""
+    file = store_path(user_folder("CACHE"), needs.fingerprint)
+    sizes = f"{byte_size(needs.store)} of the experts' {byte_size(needs.whole)} are in memory"
+    return f"--host-memory {needs.store / 1e9:.4g}GB: {sizes}, the others are read from {file}"
+
+
+def disk_line(needs: Needs, rate: float) -> str:
+    """Tells what the disk's rate means for the speed."""
+    return (
+        f"experts: {byte_size(needs.store)} of {byte_size(needs.whole)} in memory; the disk reads"
+        f" {byte_size(rate)}/s, enough for {speed_on_disk(needs, rate):.3g} tok/s where experts are used"
+        " evenly, and for more where some are used more often"
+    )
 
 
 def second_roundings(needs: Needs) -> list[str]:
@@ -279,13 +337,11 @@ def refusal(source: ModelSource, now: Situation, every: Sequence[Needs]) -> str:
 def remedy(source: ModelSource, now: Situation, least: Plan, pool: Pool) -> str:
     """Tells what would make it fit. `least`: the smallest plan, too large; `pool`: the memory it lacks."""
     ways = []
-    for config in _others(now.config):
-        plan = now.plan(config, every_format(source, config, formats(config, source)))
-        if plan is not None:
-            there = replace(now, config=config).smallest(plan.needs)
-            takes = next(p.needed for p in there.pools(now.machine) if p.name == pool.name)
-            ways.append(f"use {_options(plan, now.config, config)} (at least {byte_size(takes)})")
-            break
+    if (found := _fitting(source, now)) is not None:
+        config, plan = found
+        there = replace(now, config=config).smallest(plan.needs)
+        takes = next(p.needed for p in there.pools(now.machine) if p.name == pool.name)
+        ways.append(f"use {_options(plan, now.config, config)} (at least {byte_size(takes)})")
     if pool.name == SHM_FOLDER and sum(other.short > 0 for other in least.pools(now.machine)) == 1:
         ways.append(f"enlarge it: {_enlarge(pool)}")
     if not ways:
@@ -347,6 +403,15 @@ def _others(asked: EngineConfig) -> Iterator[EngineConfig]:
         smaller = {"int4": (), "int8": ("int4",)}
         for dtype in smaller.get(asked.backbone_dtype or "bf16", ("int8", "int4")):
             yield replace(asked, **everything, backbone_dtype=dtype)  # type: ignore[arg-type]
+
+
+def _fitting(source: ModelSource, now: Situation) -> tuple[EngineConfig, Plan] | None:
+    """The first of the other configurations that fits, with its plan."""
+    for config in _others(now.config):
+        plan = now.plan(config, every_format(source, config, formats(config, source)))
+        if plan is not None:
+            return config, plan
+    return None
 
 
 def _options(plan: Plan, asked: EngineConfig, other: EngineConfig) -> str:

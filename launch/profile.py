@@ -20,6 +20,7 @@ NOT_APPLICABLE = "n/a"
 CAUSES: dict[str, tuple[str, ...]] = {
     "workers": ("wait",),  # waiting for the workers' partial sums
     "link": ("link",),  # waiting for tiles to be copied to the device
+    "disk": ("disk",),  # waiting for experts to be read into memory
     "device": ("device", "shared"),  # computing experts on the device
     "attention": ("attention", "read"),  # an asynchronous device computes it until its result is read
     "planning": ("plan",),

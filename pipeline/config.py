@@ -135,6 +135,8 @@ class EngineConfig:
     host_slowdown: float = 1.0  # emulation: factor on the workers' computing time
     costs: Path | None = None  # use these instead of measuring
     record: Path | None = None  # a new file for the trace of every step's routing; absolute
+    # bytes of experts in memory, the others stay on disk; None: all of them, or as many as fit
+    host_memory: int | None = None
     seed: int = 0  # of the preset `random` and of requests that give none
     exchange: ExchangeName = "shm"  # of Work with the workers
     graphs: GraphsName = "auto"  # CUDA graphs of decode steps

@@ -15,7 +15,9 @@ from pipeline.arrays import PHASES, IntArray, Phase
 from pipeline.policies.view import Gated
 from shm.mask import Tally
 
-Part = Literal["attention", "read", "plan", "submit", "shared", "device", "link", "wait", "combine", "head"]
+Part = Literal[
+    "attention", "read", "plan", "submit", "shared", "device", "link", "disk", "wait", "combine", "head"
+]
 PARTS: tuple[Part, ...] = get_args(Part)
 WINDOW = 16  # steps after which predictions are judged
 LEAST = 64  # tiles that must have landed for a judgement

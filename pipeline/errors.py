@@ -71,6 +71,10 @@ class ShardFailed(StepFailed):
     cause is a request with rows in the Work, or the experts' bytes; the workers are restarted."""
 
 
+class DiskFailed(StepFailed):
+    """An expert that a step needs could not be read from its file."""
+
+
 class NotFinite(PipelineError):
     """A request's logits hold NaN or no finite maximum: its KV may be wrong."""
 

@@ -20,6 +20,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,13 +41,21 @@ from shm.disk_cache import (
     store_path,
     sweep_cache,
 )
-from shm.errors import NotEnoughMemory, SegmentMissing, ShmError, StoreDamaged, StoreInvalid, UnknownFormat
-from shm.layout import format_named
+from shm.errors import (
+    NotEnoughDisk,
+    NotEnoughMemory,
+    SegmentMissing,
+    ShmError,
+    StoreDamaged,
+    StoreInvalid,
+    UnknownFormat,
+)
+from shm.layout import Bytes, format_named
 from shm.locks import build_lock, remove_unused, sweep
 from shm.manifest import StoreManifest, store_bytes
 from shm.part import part_of
 from shm.segment import byte_size, check_space, unlink
-from shm.store import Store, StoreBuilder, store_name
+from shm.store import Store, StoreBuilder, own_fingerprint, store_name
 
 ROLE = "loader"
 PROGRESS_SECONDS = 0.1
@@ -108,6 +117,12 @@ class Loading:
         self.size = store_bytes(self.manifest)
         self.cached = self.source.worth_keeping(config["format"])  # whether the disk cache is used
         self.cache_folder = Path(config["cache_dir"])
+        self.in_file = self.manifest  # of the file in the disk cache
+        self.budget: int | None = config.get("host_memory")  # bytes of experts in memory, of a partial store
+        if self.budget is not None:
+            path = store_path(self.cache_folder, self.fingerprint)
+            self.fingerprint = own_fingerprint(self.fingerprint, Path(config["runtime"]))
+            self.manifest = replace(self.manifest, fingerprint=self.fingerprint, file=str(path))
         self.reserve: int = config["reserve_bytes"]
         self.nodes: list[int] = config["nodes"]
         self.origin = ""
@@ -123,18 +138,57 @@ class Loading:
         for path in sweep_cache(self.cache_folder):
             log.warning(f"removed the half-written {path}, left by a loader that was killed")
         waiting = self.control.stage("waiting for another engine that loads this model", 0)
-        with build_lock(self.fingerprint, lambda: waiting(0)):
-            if self._attached():
+        with build_lock(self.in_file.fingerprint, lambda: waiting(0)):
+            if self.budget is not None:
+                origin, read, cached = self._on_disk()
+            elif self._attached():
                 origin, read, cached = "attached", 0, 0
             elif self._from_cache():
                 origin, read, cached = "cache", 0, self.size
             else:
                 origin, read, cached = self.source.kind, self._from_source(), 0
-        if (path := store_path(self.cache_folder, self.fingerprint)).exists():
+        if (path := store_path(self.cache_folder, self.in_file.fingerprint)).exists():
             note_use(path.parent, CacheRecord("store", self.source.name, self.manifest.format))
         self.origin = (
             f"source {origin}: {byte_size(read)} read from the checkpoint, {byte_size(cached)} from the cache"
         )
+
+    def _on_disk(self) -> tuple[str, int, int]:
+        """Make a partial store without any expert, and its file where there is none; returns the origin of
+        its bytes, those of weights read, and those of the file. Raises NotEnoughDisk where that cannot be
+        written."""
+        try:
+            found = CachedStore.open(self.cache_folder, self.in_file.fingerprint)
+        except StoreInvalid as e:
+            log.warning(f"{e}; it is made again from the checkpoint")
+            found = None
+        if found is not None:
+            with found:
+                self._builder().finish()
+            return "disk", 0, self.size
+        with _needed_on_disk(self.manifest.file):
+            opened = CacheWriter(self.cache_folder, self.in_file)
+        with opened as writer:
+            return self.source.kind, self._through(writer), 0
+
+    def _through(self, writer: CacheWriter) -> int:
+        """Fill the file layer by layer by way of a partial store; returns the bytes of weights read."""
+        builder = self._builder()
+
+        def keep(layer: int, data: Bytes) -> None:
+            with _needed_on_disk(self.manifest.file):
+                writer.write_through(layer, data)
+            builder.forget(layer)
+
+        builder.keep = keep
+        read = self._fill(builder, self.source.fill, self.source.filling)
+        try:
+            with _needed_on_disk(self.manifest.file):
+                writer.finish(self.control.stage("writing the cache", self.size))
+        except BaseException:
+            unlink(self.name)
+            raise
+        return read
 
     def _attached(self) -> bool:
         """Returns whether a usable store exists. An invalid one is removed; ShmError where another engine
@@ -154,9 +208,10 @@ class Loading:
         """Create the segment, after removing unused ones. Raises NotEnoughMemory."""
         for name in sweep():
             log.warning(f"removed the unused store {name}")
-        check_space(self.size, self.reserve)
+        partial = self.budget is not None
+        check_space(self.size if self.budget is None else self.budget, self.reserve)
         allocating = self.control.stage("allocating", self.size)
-        builder = StoreBuilder.create(self.name, self.manifest, allocating, self.nodes)
+        builder = StoreBuilder.create(self.name, self.manifest, allocating, self.nodes, partial)
         self.notes = builder.notes
         return builder
 
@@ -212,6 +267,16 @@ class Loading:
 
 
 @contextmanager
+def _needed_on_disk(file: str) -> Iterator[None]:
+    """Turn a failure to write the file of a partial store into a NotEnoughDisk."""
+    try:
+        yield
+    except OSError as e:
+        what = "the experts that memory does not hold must be on disk"
+        raise NotEnoughDisk(f"{what}, and {file} cannot be written: {e.strerror}") from None
+
+
+@contextmanager
 def _cache_optional() -> Iterator[None]:
     """Turn a failure to write the cached file into a warning."""
     try:
@@ -230,7 +295,7 @@ def main(config: dict[str, Any]) -> int:
             loading.load()
         except Stopped:
             return 0
-        except (UsageError, NotEnoughMemory, UnknownFormat) as e:
+        except (UsageError, NotEnoughMemory, NotEnoughDisk, UnknownFormat) as e:
             return _fail(control, str(e), usage=True)
         except ShmError as e:
             return _fail(control, str(e), usage=False)

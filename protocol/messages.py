@@ -388,7 +388,7 @@ class Ready(Record, frozen=True):
     Peers refuse another `version` or `fingerprint`."""
 
     version: Int
-    role: str  # loader | coordinator | worker | prefetcher | text | gateway
+    role: str  # loader | coordinator | worker | prefetcher | reader | text | gateway
     index: Int
     generation: Int
     pid: Int
@@ -497,6 +497,31 @@ class CancelFetch(Record, frozen=True):
     id: Int
 
 
+# --- coordinator <-> reader --------------------------------------------------------------------------------
+
+
+@message(43)
+class ReadExpert(Record, frozen=True):
+    """Read an expert from the store's file to its place in memory. A second message with the number of an
+    order that is not answered changes its urgency."""
+
+    id: Int
+    layer: Int
+    expert: Int
+    urgency: Int  # 0 demanded, 1 predicted; smaller overtakes
+
+
+@message(44)
+class ExpertRead(Record, frozen=True):
+    """The expert is in memory, or `error` says why it is not."""
+
+    id: Int
+    generation: Int
+    size: Int  # bytes that were read
+    seconds: Float  # since the order was begun
+    error: str = ""
+
+
 # --- coordinator <-> text process ------------------------------------------------------------------------
 
 
@@ -578,11 +603,11 @@ class Shutdown(Record, frozen=True):
 
 @message(67)
 class WorkerDied(Record, frozen=True):
-    """Supervisor to coordinator: this generation of a worker or the prefetcher has exited. `crashed`: it
+    """Supervisor to coordinator: this generation of a worker, prefetcher or reader has exited. `crashed`: it
     failed or hung, and was not ended by a SIGKILL or SIGTERM from outside. `seq`: the Work that it was
     computing, -1 if none."""
 
-    role: str  # worker | prefetcher
+    role: str  # worker | prefetcher | reader
     index: Int
     generation: Int
     crashed: bool

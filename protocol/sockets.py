@@ -50,7 +50,7 @@ LARGEST = max(ARRAY_LIMIT, HEADER_LIMIT)  # bytes of a frame
 _IPC = "ipc://"
 CLIENT_IDENTITY = 16  # bytes of a client's identity
 _IDENTITY = re.compile(
-    rb"((loader|coordinator|worker|prefetcher|text|gateway)-(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,17}))"
+    rb"((loader|coordinator|worker|prefetcher|reader|text|gateway)-(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,17}))"
     rb"-([0-9a-f]{16})"
 )
 
@@ -59,7 +59,7 @@ _IDENTITY = re.compile(
 class Identity:
     """A child process of the engine, as a ROUTER's identity frame names it."""
 
-    role: str  # loader | coordinator | worker | prefetcher | text | gateway
+    role: str  # loader | coordinator | worker | prefetcher | reader | text | gateway
     index: int
     generation: int
 

@@ -1,9 +1,10 @@
-"""The control segment: progress and current Work of each worker, prefetcher and the coordinator's engine
-thread, written by them; and the requests that the coordinator computes.
+"""The control segment: progress and current Work of each worker, prefetcher, the reader and the coordinator's
+engine thread, written by them; and the requests that the coordinator computes.
 
     line i: the prefetcher of device i           line 8: the coordinator, and its link to device 0
     line 8 + i: the coordinator's link to device i
-    lines 16 to 48: its requests                 line 49 + i: worker i
+    lines 16 to 48: its requests                 line 49: the reader
+    line 50 + i: worker i
 
 There are at most 8 devices. A line is 64 bytes, so that no two writers share a cache line. Its numbers
 (int64):
@@ -33,7 +34,9 @@ IDLE = -1
 REQUEST_LINES = 33
 MOST_DEVICES = 8
 MOST_REQUESTS = (REQUEST_LINES * LINE - 1) // 2  # that are written down
-_ROWS = {"prefetcher": 0, "coordinator": MOST_DEVICES, "worker": 2 * MOST_DEVICES + REQUEST_LINES}
+_REQUESTS = 2 * MOST_DEVICES  # the first of their lines
+_READER = _REQUESTS + REQUEST_LINES
+_ROWS = {"prefetcher": 0, "coordinator": MOST_DEVICES, "reader": _READER, "worker": _READER + 1}
 
 
 class ControlSegment:
@@ -50,6 +53,7 @@ class ControlSegment:
         for index in range(MOST_DEVICES):
             for role in ("prefetcher", "coordinator"):
                 made.line(role, index).end()
+        made.line("reader", 0).end()
         for index in range(workers):
             made.line("worker", index).end()
         return made
@@ -60,7 +64,8 @@ class ControlSegment:
         return cls(Segment.attach(name, writable=True))
 
     def line(self, role: str, index: int) -> ControlLine:
-        """The line of a worker, a prefetcher or the coordinator. Raises IndexError if it does not exist."""
+        """The line of a worker, a prefetcher, the reader or the coordinator. Raises IndexError if it is
+        not there."""
         if index < 0 or role not in _ROWS:
             raise IndexError(f"no line of {role} {index}")
         return ControlLine(self.segment.array.view(np.int64).reshape(-1, LINE)[_ROWS[role] + index])
@@ -83,7 +88,7 @@ class ControlSegment:
 
     @property
     def _request_numbers(self) -> NDArray[np.int64]:
-        return self.segment.array.view(np.int64)[2 * MOST_DEVICES * LINE : _ROWS["worker"] * LINE]
+        return self.segment.array.view(np.int64)[_REQUESTS * LINE : _READER * LINE]
 
     def close(self) -> None:
         """End this process's use; its creator unlinks `segment.name`."""

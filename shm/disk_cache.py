@@ -25,6 +25,7 @@ import errno
 import fcntl
 import json
 import logging
+import mmap
 import os
 import re
 import shutil
@@ -107,6 +108,7 @@ STORE_FILE = "store.bin"
 UNFINISHED = "store.tmp"
 FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 CHUNK = 1 << 24  # bytes of one read
+DONTNEED = os.POSIX_FADV_DONTNEED
 
 
 class CachedStore:
@@ -116,8 +118,9 @@ class CachedStore:
         """Hold an open file. Use `open`."""
         self._descriptor = descriptor
         self._start = start
-        self._path = path
+        self.path = path
         self.manifest = manifest
+        self._direct = False
 
     @classmethod
     def open(cls, folder: Path, fingerprint: str) -> CachedStore | None:
@@ -143,6 +146,36 @@ class CachedStore:
             raise StoreInvalid(f"the cached store {path} cannot be used: {reason}") from None
         return cls(descriptor, path, manifest, start)
 
+    def hold(self) -> None:
+        """Mark the file as being in use, until this object or this process ends."""
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+
+    def pass_page_cache(self) -> bool:
+        """Read past the page cache from now on, where the file system can do that: `read_pages` then moves
+        bytes from the disk to their place. Returns whether it can."""
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+            self._direct = os.preadv(self._descriptor, [mmap.mmap(-1, PAGE)], 0) == PAGE
+        except OSError:
+            self._direct = False
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
+        return self._direct
+
+    def read_pages(self, memory: Bytes, at: int) -> None:
+        """Fill whole pages with the experts' bytes from `at` on; for any thread. Nothing of it stays in the
+        page cache. Raises StoreDamaged, with the file and the reason."""
+        done = 0
+        while done < len(memory):
+            begin = at + done
+            done += self._read(memory[done:].data, begin)
+            if self._direct and done % PAGE:
+                raise StoreDamaged(f"the cached store {self.path} became shorter while it was read")
+            if not self._direct:
+                os.posix_fadvise(self._descriptor, self._start + begin, at + done - begin, DONTNEED)
+
     def fill(self, builder: StoreBuilder, progress: Callable[[int], None]) -> int:
         """Read all experts directly into a new store, and return their bytes; `progress` is called with those
         read so far. Raises StoreDamaged if a checksum does not match."""
@@ -153,7 +186,7 @@ class CachedStore:
                 sums.append(pool.submit(zlib.crc32, builder.layer(layer).data))
         for layer, (found, expected) in enumerate(zip(sums, self.manifest.checksums, strict=True)):
             if found.result() != expected:
-                raise StoreDamaged(f"the cached store {self._path} is damaged in layer {layer}")
+                raise StoreDamaged(f"the cached store {self.path} is damaged in layer {layer}")
         return builder.layout.total_bytes
 
     def _read_layer(self, builder: StoreBuilder, layer: int, progress: Callable[[int], None]) -> None:
@@ -169,9 +202,9 @@ class CachedStore:
         try:
             count = os.preadv(self._descriptor, [target], self._start + begin)
         except OSError as e:
-            raise StoreDamaged(f"the cached store {self._path} cannot be read: {e.strerror}") from None
+            raise StoreDamaged(f"the cached store {self.path} cannot be read: {e.strerror}") from None
         if count == 0:
-            raise StoreDamaged(f"the cached store {self._path} became shorter while it was read")
+            raise StoreDamaged(f"the cached store {self.path} became shorter while it was read")
         return count
 
     def __enter__(self) -> CachedStore:
@@ -206,6 +239,12 @@ def store_path(folder: Path, fingerprint: str) -> Path:
     return folder / fingerprint / STORE_FILE
 
 
+def free_on_disk(path: Path) -> int:
+    """Bytes that are free where this file is or would be."""
+    folder = next(folder for folder in path.parents if folder.exists())
+    return shutil.disk_usage(folder).free
+
+
 PIECE = 1 << 24  # bytes of one write
 FLUSH = 1 << 28  # bytes between two flushes
 LOCK_TRIES = 10  # a sweep holds an unfinished file's lock for a moment
@@ -227,7 +266,7 @@ class CacheWriter:
         self._failure: Exception | None = None
         self._descriptor = _open_unfinished(self._temporary)
         try:
-            free = shutil.disk_usage(self._path.parent).free
+            free = free_on_disk(self._path)
             if free < self._size:
                 what = f"{byte_size(self._size)} are needed, {byte_size(free)} are free"
                 raise OSError(errno.ENOSPC, what, str(self._path.parent))
@@ -240,6 +279,12 @@ class CacheWriter:
         """Queue a layer's bytes, which must not change any more; for any thread. Returns at once: `finish`
         raises the error of a failed write."""
         self._thread.submit(self._write, layer, data)
+
+    def write_through(self, layer: int, data: Bytes) -> None:
+        """Write a layer's bytes; they may change when this returns. Raises OSError."""
+        self._thread.submit(self._write, layer, data).result()
+        if self._failure is not None:
+            raise self._failure
 
     def finish(self, progress: Callable[[int], None]) -> None:
         """Wait until all layers are written, write the head and rename the file; `progress` is called with

@@ -29,6 +29,10 @@ class NotEnoughMemory(ShmError):
     """The space check before an allocation failed; the text names the bytes needed and what to change."""
 
 
+class NotEnoughDisk(ShmError):
+    """The file of a partial store cannot be written; the text names it and the reason."""
+
+
 class SegmentMissing(ShmError):
     """A segment to attach does not exist."""
 

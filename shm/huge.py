@@ -21,7 +21,8 @@ import numpy as np
 from shm.formats import Bytes
 
 HUGE = 1 << 21
-MADV_HUGEPAGE, MADV_POPULATE_WRITE, MADV_COLLAPSE = (
+MADV_REMOVE, MADV_HUGEPAGE, MADV_POPULATE_WRITE, MADV_COLLAPSE = (
+    9,
     14,
     23,
     25,
@@ -78,6 +79,14 @@ def populate(memory: Bytes) -> None:
     """Allocate the pages of a writable mapping, where the kernel can and has the memory (Linux 5.14)."""
     start = memory.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
     _libc.madvise(start, memory.ctypes.data + memory.nbytes - start, MADV_POPULATE_WRITE)
+
+
+def give_back(memory: Bytes) -> None:
+    """Free the pages of a part of a writable mapping of shared memory, for all processes that map it: it is
+    whole pages, and reads as zeros. Raises OSError."""
+    if _libc.madvise(memory.ctypes.data, memory.nbytes, MADV_REMOVE):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def _place(size: int, flags: int, descriptor: int, writable: bool) -> ctypes.Array[ctypes.c_uint8]:

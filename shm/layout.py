@@ -184,7 +184,7 @@ class StoreLayout:
 
     @property
     def layer_stride(self) -> int:
-        return (self.head_stride + self.expert_stride) * self.shape.experts
+        return self.expert_pages * self.shape.experts
 
     @property
     def total_bytes(self) -> int:
@@ -201,11 +201,23 @@ class StoreLayout:
         self._check(layer, expert, tile)
         return layer * self.layer_stride + expert * self.head_stride + tile * self.head_bytes
 
+    def ranges(self, layer: int, expert: int) -> tuple[tuple[int, int], ...]:
+        """Where all of an expert lies, in whole pages that are its own: its heads, if it has any, and its
+        tiles; the byte offset and the size of each. Raises IndexError outside the shape."""
+        heads = (self.head_offset(layer, expert), self.head_stride)
+        tiles = (self.offset(layer, expert), self.expert_stride)
+        return (heads, tiles) if self.head_stride else (tiles,)
+
+    @property
+    def expert_pages(self) -> int:
+        """Bytes of all pages of one expert."""
+        return self.head_stride + self.expert_stride
+
     def before(self, layer: int, expert: int) -> int:
         """Bytes of the store that the experts before this one have, their heads included: how far a loader
         has come that does one expert after the other."""
         self._check(layer, expert, 0)
-        return layer * self.layer_stride + expert * (self.head_stride + self.expert_stride)
+        return layer * self.layer_stride + expert * self.expert_pages
 
     def _check(self, layer: int, expert: int, tile: int) -> None:
         s = self.shape

@@ -46,7 +46,8 @@ _CHECKSUM = np.dtype("<u4")
 class StoreManifest:
     """The content of a store. In msgpack: `fingerprint`, `format`, `source` as text; `shape` as the map that
     `ExpertShape.plain` gives; `checksums` as binary, 4 bytes for each layer: the crc32 of its bytes in a
-    file; in memory 0; and of a part of a model `part`, as the map that `Part.plain` gives."""
+    file; in memory 0; of a part of a model `part`, as the map that `Part.plain` gives; and of a store of
+    which only some experts are in memory `file` (shm/store.py)."""
 
     fingerprint: str
     shape: ExpertShape
@@ -54,6 +55,7 @@ class StoreManifest:
     source: str  # the model directory it came from, for a person
     checksums: tuple[int, ...] = ()  # one for each layer; () as for zeros
     part: Part | None = None  # None: the whole experts
+    file: str = ""  # that has every expert, where the segment has only some; "": it has all
 
     @property
     def layout(self) -> StoreLayout:
@@ -72,6 +74,7 @@ class StoreManifest:
                 "checksums": np.array(checksums, dtype=_CHECKSUM).tobytes(),
             }
             | ({} if self.part is None else {"part": self.part.plain()})
+            | ({"file": self.file} if self.file else {})
         )
 
 
@@ -125,9 +128,10 @@ def _unpack(packed: bytes) -> StoreManifest:
         checksums = np.frombuffer(fields["checksums"], dtype=_CHECKSUM)
         shape = shape_of(fields["shape"])
         text = {key: str(fields[key]) for key in ("fingerprint", "format", "source")}
-        part = part_of(fields.get("part"))
+        part, file = part_of(fields.get("part")), str(fields.get("file", ""))
     except (msgspec.DecodeError, RecursionError, ValueError, KeyError, TypeError, AttributeError):
         raise StoreInvalid("its manifest cannot be read") from None
     if len(checksums) != shape.layers:
         raise StoreInvalid("its manifest lacks checksums")
-    return StoreManifest(shape=shape, checksums=tuple(int(c) for c in checksums), part=part, **text)
+    checks = tuple(int(c) for c in checksums)
+    return StoreManifest(shape=shape, checksums=checks, part=part, file=file, **text)

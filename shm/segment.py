@@ -95,9 +95,11 @@ class Segment:
         size: int,
         progress: Callable[[int], None] | None = None,
         place: Callable[[int], None] | None = None,
+        sparse: bool = False,
     ) -> Segment:
         """A new, zeroed, writable segment of `size` bytes; `progress` is called with the bytes allocated so
-        far, `place` before that with the open descriptor, to set the policy for its pages.
+        far, `place` before that with the open descriptor, to set the policy for its pages. Of a `sparse` one
+        none is allocated: who writes a page makes it.
 
         Raises NotEnoughMemory if not all of its pages can be allocated, ShmError if the name is taken; an
         incomplete segment is removed.
@@ -111,7 +113,8 @@ class Segment:
             if place is not None:
                 place(memory.fd)
             segment = cls(memory.name, memory.fd, size, writable=True)
-            _allocate(memory.fd, segment.array, progress)
+            if not sparse:
+                _allocate(memory.fd, segment.array, progress)
             return segment
         except OSError as e:
             _give_up(memory)
@@ -224,6 +227,16 @@ def unlink(name: str) -> None:
     if is_segment(segment_path(name)):
         with contextlib.suppress(posix_ipc.ExistentialError):
             posix_ipc.unlink_shared_memory(name)
+
+
+def allocated_bytes(name: str) -> int:
+    """Bytes that a segment of this user takes: all of a complete one, less of a partial one and of one that
+    is being built; 0 where there is none."""
+    with contextlib.suppress(OSError):
+        status = os.stat(segment_path(name))
+        if status.st_uid == os.geteuid():
+            return status.st_blocks * 512
+    return 0
 
 
 def free_shm_bytes() -> int:

@@ -3,18 +3,29 @@
 `shm/manifest.py` specifies the header page and the manifest, and when a reader may rely on them;
 `shm/layout.py` specifies the bytes after them. One loader builds a store, under the store's build lock
 (`shm/locks.py`); any number of processes then attach it, which takes the same time whatever its size.
+
+A store may be **partial**: only some of its experts are in memory, and a file of the disk cache has all. It
+is laid out as any other, but an expert that is not in memory is a hole: its pages, which no other shares
+(`StoreLayout.ranges`), are not there, and would read as zeros. So no address depends on what is in memory,
+and who computes an expert knows nothing of the file. An expert is only ever read from the file to its own
+place: what a late or dying reader still writes are the bytes that belong there. One coordinator decides what
+is in memory (`pipeline/experts/disk_tier.py`), so a partial store is its engine's alone, and has a
+fingerprint of its own, and with it a name and locks.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from shm.errors import SegmentEmpty, ShmError, StoreInvalid
+from shm.huge import give_back
 from shm.layout import PAGE, Bytes, Float32, StoreLayout
 from shm.manifest import (
     BUILDING,
@@ -58,6 +69,11 @@ def store_name(fingerprint: str) -> str:
     return f"{store_prefix()}{fingerprint[:16]}-{os.geteuid()}"
 
 
+def own_fingerprint(fingerprint: str, runtime: Path) -> str:
+    """The fingerprint of one engine's partial store: of the experts, and of the engine's directory."""
+    return hashlib.sha256(f"{fingerprint} in part, for {os.path.realpath(runtime)}".encode()).hexdigest()
+
+
 def store_key(segment: str) -> str:
     """The first 16 digits of the fingerprint in the name of a store of this user; empty for other names."""
     return found[1] if (found := _store_pattern().fullmatch(segment.removeprefix("/"))) else ""
@@ -83,6 +99,7 @@ class Store:
         data = segment.array[start:]
         data.flags.writeable = False
         self._data: Bytes | None = data
+        self._start = start
         self._tile_bytes = self.layout.tile_bytes
 
     @classmethod
@@ -110,6 +127,23 @@ class Store:
     @property
     def fingerprint(self) -> str:
         return self.manifest.fingerprint
+
+    @property
+    def partial(self) -> bool:
+        """Returns whether only some experts are in memory."""
+        return bool(self.manifest.file)
+
+    def pages(self, layer: int, expert: int) -> list[tuple[int, Bytes]]:
+        """All of an expert: where each part lies behind the experts' beginning, and its pages, writable where
+        the store is attached so. Raises as `tiles`."""
+        start, memory = self._start, self.segment.array
+        ranges = self.layout.ranges(layer, expert)
+        return [(at, memory[start + at : start + at + size]) for at, size in ranges]
+
+    @property
+    def every_page(self) -> Bytes:
+        """The pages of all experts, writable where the store is attached so."""
+        return self.segment.array[self._start :]
 
     def tiles(self, layer: int, expert: int, lo: int, hi: int) -> Bytes:
         """Tiles [lo, hi) of an expert: uint8 [(hi-lo) * tile_bytes], read-only. Raises IndexError outside
@@ -161,7 +195,8 @@ class StoreBuilder:
     `finish` makes it a store. `discard` removes an unfinished one. Until one of them, or until this process
     exits, a shared lock on the segment marks it as being built.
 
-    `keep`, if set, is called once for every layer, after the last write to it. It must not raise."""
+    `keep`, if set, is called once for every layer, after the last write to it. What it raises ends the
+    filling."""
 
     def __init__(
         self, segment: Segment, manifest: StoreManifest, lock: int, notes: tuple[str, ...] = ()
@@ -183,9 +218,11 @@ class StoreBuilder:
         manifest: StoreManifest,
         progress: Callable[[int], None] | None = None,
         nodes: Sequence[int] = (),
+        sparse: bool = False,
     ) -> StoreBuilder:
         """A new segment for a store, its tiles interleaved over these NUMA nodes; `progress` is called with
-        the bytes allocated so far. Raises NotEnoughMemory, and ShmError if the name is taken."""
+        the bytes allocated so far, of which there are none if it is `sparse`. Raises NotEnoughMemory, and
+        ShmError if the name is taken."""
         if len(manifest.pack()) > MAX_MANIFEST:
             raise ShmError(f"a store of {manifest.shape.layers} layers needs too long a manifest")
         notes: list[str] = []
@@ -194,7 +231,8 @@ class StoreBuilder:
             note = interleave(descriptor, manifest.layout, data_offset(len(manifest.pack())), nodes)
             notes.extend([note] if note else ())
 
-        segment = Segment.create(name, store_bytes(manifest), progress, place if len(nodes) > 1 else None)
+        placed = place if len(nodes) > 1 else None
+        segment = Segment.create(name, store_bytes(manifest), progress, placed, sparse)
         head = pack_head(manifest, BUILDING)
         segment.array[: len(head)] = np.frombuffer(head, dtype=np.uint8)
         lock = os.open(segment_path(segment.name), os.O_RDONLY | os.O_CLOEXEC)
@@ -224,6 +262,10 @@ class StoreBuilder:
         """Give a layer, of which no byte will change any more, to `keep`."""
         if self.keep is not None:
             self.keep(layer, self.layer(layer))
+
+    def forget(self, layer: int) -> None:
+        """Give the memory of a layer of a partial store back: its file has it."""
+        give_back(self.layer(layer))
 
     def finish(self) -> None:
         """Make the store ready, and close the builder."""

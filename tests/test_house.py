@@ -15,15 +15,15 @@ ROOT = Path(__file__).parents[1]
 PROGRAM = ("protocol", "shm", "workers", "pipeline", "launch")
 SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
-    "protocol": 2_540,
-    "shm": 4_610,
-    "workers": 9_820,
-    "pipeline": 39_840,
-    "launch": 14_090,
-    "benchmarks": 6_850,
-    "tests": 62_960,
+    "protocol": 2_560,
+    "shm": 4_750,
+    "workers": 10_040,
+    "pipeline": 40_372,
+    "launch": 14_240,
+    "benchmarks": 6_930,
+    "tests": 63_173,
 }
-ROOMS = 317  # Python files of the program, without those that only mark a package
+ROOMS = 319  # Python files of the program, without those that only mark a package
 
 
 @pytest.mark.parametrize("folder", LINES)

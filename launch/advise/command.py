@@ -16,6 +16,7 @@ from launch.advise.search import Fitting, Search, fitting
 from launch.bench.plan import requested_policies
 from launch.command_line.checks import check_engine, check_one_device
 from launch.command_line.options import Options
+from launch.errors import WrongUsage
 from launch.forecast import Estimate, Sizes, sizes_of
 from launch.planning import every_format, second_roundings
 from launch.profile import shown_hits
@@ -42,6 +43,8 @@ async def advise(options: Options, interrupts: Interrupts) -> int:
     requests = requested_policies(options, asked.seed)
     hardware = elsewhere(written)
     check_one_device(asked, "advise")
+    if asked.host_memory is not None:
+        raise WrongUsage("--host-memory: of experts on disk `doctor --model` tells how fast they would be")
     source = open_config(written.get("model", model_dir()))
 
     def sizes(config: EngineConfig) -> list[Sizes]:

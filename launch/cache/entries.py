@@ -32,7 +32,7 @@ from protocol.errors import NotPrivate
 from shm.disk_cache import FINGERPRINT, RECORD, STORE_FILE, UNFINISHED, last_use, read_record
 from shm.errors import ShmError
 from shm.locks import unused_store
-from shm.segment import is_segment
+from shm.segment import allocated_bytes, is_segment
 from shm.store import Store, store_key
 from workers.kernels.cuda.compiler import FILE_NAME as GPU_KERNELS
 from workers.kernels.cuda.compiler import KEPT_IN as KERNEL_FOLDER
@@ -112,17 +112,21 @@ def scan(folder: Path) -> list[Entry]:
 def writer_of(path: Path) -> str:
     """Names the writer of an unfinished file, for a person; "" for a file of a killed process."""
     if path.name in LOCKED:
-        with suppress(FileNotFoundError):
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return "its writer"
-            finally:
-                os.close(descriptor)
-    elif time.time() - path.lstat().st_mtime < WRITING_SECONDS:
-        return "its writer"
-    return ""
+        return "its writer" if _is_locked(path) else ""
+    return "its writer" if time.time() - path.lstat().st_mtime < WRITING_SECONDS else ""
+
+
+def _is_locked(path: Path) -> bool:
+    """Tells whether a program holds a lock on a file."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+    return False
 
 
 def _children(folder: Path) -> list[Path]:
@@ -141,7 +145,9 @@ def _fingerprint_folder(folder: Path) -> Iterator[Entry]:
         entry = _plain(path)
         if path.name in KINDS and path.is_file() and not path.is_symlink():
             last = used or entry.last_use
-            entry = Entry(KINDS[path.name], path, entry.size, last, model, format)
+            # An engine that reads experts from a store's file as it needs them holds a lock on it.
+            in_use = "an engine" if path.name == STORE_FILE and _is_locked(path) else ""
+            entry = Entry(KINDS[path.name], path, entry.size, last, model, format, in_use)
         yield entry
 
 
@@ -185,6 +191,7 @@ def _kept_store(path: Path) -> Entry:
     try:
         with Store.attach(f"/{path.name}") as store:
             model, format = store.manifest.source, store.manifest.format
+            size = allocated_bytes(store.segment.name) if store.partial else size
     except ShmError:
         model, format = "", ""
     return Entry("kept store", path, size, used, model or UNKNOWN, format, in_use)

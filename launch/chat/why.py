@@ -27,6 +27,7 @@ LARGER = ("f32", "bf16", "int8")  # formats than int4
 CAUSE_NAMES = {
     "workers": "waiting for the workers",
     "link": "waiting for the link",
+    "disk": "waiting for the disk",
     "device": "experts on the device",
     "attention": "attention and routers",
     "planning": "planning",
@@ -55,6 +56,7 @@ def why_text(reply: Reply | None, stats: dict[str, Any], welcome: Welcome) -> Re
     lines = [*_facts(profile, request), stats.get("prefetch", {}).get("status")]
     lines += [stats.get("policy_status")] if stats.get("policy") == policy else []
     lines += [_machine(each) for each in stats.get("machines") or ()]
+    lines += [_disk(stats["disk"])] if "disk" in stats else []
     lines.append(f"fidelity: {approximation(answer.get('fidelity', {})) or 'exact'}")
     parts: list[RenderableType] = [_time(profile, policy, stats), "", _layers(profile, request), ""]
     parts += [Text(line) for line in lines if line]
@@ -66,6 +68,16 @@ def _machine(machine: dict[str, Any]) -> str:
     if machine["state"] != "ready":
         return f"machine {machine['name']} is {machine['state']}: {machine['why']}"
     return f"machine {machine['name']}: {machine['round_trip_us']:,.0f} us a layer"
+
+
+def _disk(disk: dict[str, Any]) -> str:
+    """Returns a line about experts that are read from disk, since the engine's start."""
+    needed = max(disk["hits"] + disk["misses"], 1)
+    return (
+        f"disk: {disk['resident_experts']} of {disk['all_experts']} experts are in memory;"
+        f" {percent(disk['hits'] / needed)} of the needed ones were there, {byte_size(disk['bytes'])} were"
+        f" read from {disk['file']}"
+    )
 
 
 def _time(profile: PhaseProfile, policy: str, stats: dict[str, Any]) -> Text:
@@ -146,6 +158,10 @@ def _changes(
             and 0 < stats.get("cache", {}).get("capacity_tiles", 0) < stats["cache"]["all_tiles"]
         ):
             yield "--expert-cache", "a larger one keeps more experts resident, if the device has the memory"
+        if cause == "disk":
+            yield "--host-memory", "a larger one has more experts in memory, if it is there"
+            if welcome.format in LARGER:
+                yield "--format int4", f"less is read of each expert; {cost}"
         if cause in ("workers", "messages") and welcome.device == "cpu" and "exchange" in stats:
             yield "--workers 0", "computes experts without other processes to wait for"
         if cause == "workers" and welcome.format in LARGER:

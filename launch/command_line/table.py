@@ -114,6 +114,7 @@ COSTS = (
 )
 SEED = "seed of sampling and of the policy random"
 HTTP = f"also serve OpenAI's and Anthropic's API over HTTP (default address {DEFAULT_HTTP})"
+HOST_MEMORY = "experts in memory, as 16GB; the others are read from disk (default: all, or as many as fit)"
 HTTP_KEYS = "API keys for --http, one a line: a name and a key; needed beyond this machine"
 ORIGINS = "pages of other sites that may send requests to --http: their origins, with commas, or *"
 NAMES = "the model's name over HTTP; others are then refused (default: its own, and every name is served)"
@@ -199,6 +200,7 @@ _sizes = _section(
     Option("format FORMAT", get_args(FormatName), FORMATS),
     Option("backbone-dtype", get_args(BackboneDType), BACKBONE),
     Option("expert-cache RATIO", between(0.0, 1.0), CACHE, also=REPLAY),
+    Option("host-memory SIZE", size, HOST_MEMORY),
     Option("tile N", at_least(1), "channels of a tile (default: by the experts' shape)"),
     Option("workers N", at_least(0), WORKERS),
     Option(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -39,12 +40,16 @@ from pipeline.models.facts import expert_shape
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from protocol.errors import ProtocolError
+from protocol.files import make_folders
+from protocol.program import user_folder
 from shm.errors import ShmError
 from shm.layout import format_named
 from shm.segment import available_memory, byte_size
+from workers.reader import read_rate
 
 CHILD = "launch.doctor.child"
 STEP, LARGEST = 1 << 26, 1 << 30  # bytes of the buffer: many times what a cache holds
+SCRATCH = 1 << 28  # bytes of the file by which a disk is measured
 SHARE = 8  # the buffer takes at most 1 / SHARE of the available memory
 SECONDS = 0.4  # of each measurement
 LIMIT = 60.0  # seconds for a child to start or to end
@@ -156,6 +161,22 @@ async def measure_speeds(
     layer = max(0.0, 1 / tok_s - small.token / reads) / small.header.shape.layers
     experts = dict(zip(names, paces, strict=False))
     return Speeds(max(reads, *paces), experts, paces[-1], layer, load, len(cores))
+
+
+def disk_rate() -> float:
+    """Returns the bytes a second that the disk of the cache folder reads, past the page cache. Raises
+    TrialFailed."""
+    folder = user_folder("CACHE")
+    try:
+        make_folders(folder)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
+            for _ in range(SCRATCH // STEP):
+                file.write(os.urandom(STEP))
+            file.flush()
+            os.fsync(file.fileno())
+            return read_rate(Path(file.name))
+    except OSError as e:
+        raise TrialFailed(f"the disk of {folder} cannot be measured: {e.strerror}") from e
 
 
 def left_out(asked: EngineConfig) -> float:

@@ -15,14 +15,16 @@ from rich.text import Text
 
 from launch.command_line.checks import check_engine
 from launch.command_line.options import Options
-from launch.doctor.measure import explain_speeds, left_out, measure_speeds
-from launch.forecast import CONTEXT, Expected, Speeds, by_rates, sizes_of
+from launch.doctor.measure import disk_rate, explain_speeds, left_out, measure_speeds
+from launch.forecast import CONTEXT, Expected, Speeds, by_rates, sizes_of, with_disk
 from launch.planning import (
     OPTIONS,
     Situation,
     check_divides,
+    disk_line,
     every_format,
     formats,
+    plan_on_disk,
     reasons,
     refusal,
     situation,
@@ -62,10 +64,10 @@ class ModelPlan:
         names = AUTOMATIC if asked[0] in AUTOMATIC else (asked[0], *AUTOMATIC)
         each = every_format(source, now.config, names)
         allowed = [needs for needs in each if needs.format in asked]
-        chosen = now.plan(now.config, allowed)
+        chosen = now.plan(now.config, allowed) or plan_on_disk(source, now, allowed)
 
         def row(needs: Needs) -> Plan:
-            if chosen is not None and chosen.needs == needs:
+            if chosen is not None and chosen.needs.format == needs.format:
                 return chosen
             return now.plan(replace(now.config, format=needs.format), [needs]) or now.smallest(needs)
 
@@ -177,8 +179,13 @@ async def _expected(
         speeds = await measure_speeds(source, config, plan.formats, options, interrupts)
     except TrialFailed as e:
         return None, {}, [f"The expected tok/s are unknown: {e}"]
-    share = left_out(config)
+    share, notes = left_out(config), list[str]()
     expected = {name: by_rates(sizes_of(source, config, name), speeds, share) for name in plan.formats}
+    if (chosen := plan.chosen) is not None and chosen.needs.partial:
+        disk = await asyncio.to_thread(disk_rate)
+        format = chosen.needs.format
+        expected[format] = with_disk(expected[format], chosen.needs, disk)
+        notes.append(f"{format}: {disk_line(chosen.needs, disk)}.")
     first = expected[plan.formats[0]]
     reads = (
         f"tok/s: expected of one request after {CONTEXT} tokens, with --policy all-host. A token reads its"
@@ -187,7 +194,7 @@ async def _expected(
     )
     floe = any(name in get_args(FloeName) for name in plan.formats)
     reads += f"; in floe formats it leaves out {share:.0%} of an expert." if floe else "."
-    return speeds, expected, [reads, *explain_speeds(plan.formats, speeds)]
+    return speeds, expected, [reads, *explain_speeds(plan.formats, speeds), *notes]
 
 
 def _head(plan: ModelPlan) -> Iterator[RenderableType]:

@@ -33,12 +33,13 @@ TERM_LIMIT = 1.0  # seconds between SIGTERM and SIGKILL
 KILLS = (-signal.SIGKILL, -signal.SIGTERM)  # exit codes after a signal from outside
 KILL_LIMIT = 2.0  # seconds for the kernel to end a killed child
 LAST_MESSAGE_LIMIT = 0.5  # seconds that the last message of an exited child may still be under way
-STOP_ORDER = (("gateway",), ("coordinator",), ("worker", "prefetcher", "text"), ("loader",))
+STOP_ORDER = (("gateway",), ("coordinator",), ("worker", "prefetcher", "reader", "text"), ("loader",))
 MODULES = {
     "loader": "pipeline.loader",
     "coordinator": "pipeline.coordinator",
     "worker": "workers.expert_worker",
     "prefetcher": "workers.prefetcher",
+    "reader": "workers.reader",
     "text": "pipeline.text.process",
     "gateway": "pipeline.gateway.process",
 }

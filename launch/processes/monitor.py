@@ -33,7 +33,7 @@ GATEWAY = "gateway"
 ALONE = (COORDINATOR, GATEWAY)  # roles that no other process waits for: they send heartbeats
 IN_ENGINE = " in its engine thread"  # where a coordinator hangs
 MOST_SUSPECTS = 1024  # requests
-COUNTED = ("coordinator", "worker", "prefetcher")  # roles with a line in the control segment
+COUNTED = ("coordinator", "worker", "prefetcher", "reader")  # roles with a line in the control segment
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from launch.errors import EngineFailed, StartFailed, system_reason
-from launch.planning import make_plan, situation, start_line
+from launch.planning import disk_line, make_plan, situation, start_line
 from launch.processes.children import Child, ProcessGroup, TaskGuard, title, to_the_end
 from launch.processes.cores import Cores, CpuSet
 from launch.processes.listeners import address_of, listen
@@ -43,11 +43,13 @@ from protocol.messages import VERSION, MachineRecord, Needed, Progress, Ready, S
 from protocol.program import user_folder
 from protocol.sockets import Identity
 from shm.control import ControlSegment
+from shm.disk_cache import store_path
 from shm.errors import SegmentMissing, ShmError
 from shm.locks import StoreLease
 from shm.locks import sweep as sweep_stores
 from shm.segment import engine_prefix
 from shm.store import store_name
+from workers.reader import read_rate
 
 log = logging.getLogger("tandem")
 
@@ -185,6 +187,9 @@ class Supervisor:
             await self._monitor.start_slot(self._add_slot("text"))
         self._progress.update("starting the loader")
         await self._load(group)
+        if plan.needs.partial:
+            file = store_path(user_folder("CACHE"), plan.needs.fingerprint)
+            notice(disk_line(plan.needs, await asyncio.to_thread(read_rate, file)))
         self._progress.update("starting the processes")
         await self._start_processes()
         self._progress.close()
@@ -227,6 +232,8 @@ class Supervisor:
             self._add_slot("worker", len(cpus.cores), index, cpus)
         if self._slab:
             self._add_prefetchers()
+        if self._config.host_memory is not None:
+            self._add_slot("reader")
         if self.config.http is not None:
             self._add_slot("gateway")
         await self._monitor.start()
@@ -276,6 +283,7 @@ class Supervisor:
                     "tile": config.tile,
                     "reserve_bytes": self._reserve,
                     "nodes": list(self._cores.nodes),
+                    "host_memory": config.host_memory,
                     "part": None if config.lanes is None else config.lanes.part.plain(),
                 }
             case "coordinator":
@@ -388,6 +396,7 @@ class Supervisor:
 
     def _release_store(self) -> None:
         if self._lease is not None:
-            self._lease.release(self.config.keep_store)
+            # Of a partial store the file is what is kept.
+            self._lease.release(self.config.keep_store and self._config.host_memory is None)
         else:
             sweep_stores()  # a store that a stopped loader has half built

@@ -41,7 +41,7 @@ KINDS = (
     "corrupt",  # a client sends hostile messages to every socket
 )
 SIGNALS = ("kill", "stop")  # sent to a process
-TARGETS = ("worker", "prefetcher", "text", "gateway", "coordinator")  # all but the supervisor
+TARGETS = ("worker", "prefetcher", "reader", "text", "gateway", "coordinator")  # all but the supervisor
 RATE = 1.0
 STARTING_SHARE = 0.1  # of these faults, meet a process in its start: more would let none end its start
 COORDINATOR_SHARE = 0.02  # of the others: at each all processes are restarted, for seconds

@@ -93,9 +93,12 @@ class RandomModel(ModelSource):
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             try:
-                places = product(range(shape.layers), range(shape.experts), range(shape.tiles))
-                for done, _ in enumerate(pool.map(draw, places), 1):
-                    progress(layout.total_bytes * done // number)
+                done = 0
+                for layer in range(shape.layers):
+                    for _ in pool.map(draw, product((layer,), range(shape.experts), range(shape.tiles))):
+                        done += 1
+                        progress(layout.total_bytes * done // number)
+                    builder.filled(layer)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise

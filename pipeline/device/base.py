@@ -267,9 +267,8 @@ class Device(ABC):
 
 
 def spare_bytes(free: int) -> int:
-    """SPARE_BYTES on a GPU with so much free memory: a share of it, between two limits. cuBLAS's workspace (8
-    to 32 MB), kernels that are loaded at their first use and the last blocks of torch's allocator (20 MB in
-    each pool) take about 200 MB on any card; what fragments grows with the memory that is given away."""
+    """SPARE_BYTES on a GPU with so much free memory: workspaces, kernels that are loaded late and the last
+    blocks of torch's allocator take about 200 MB on any card; what fragments grows with the memory."""
     return min(SPARE_BYTES, max(LEAST_SPARE_BYTES, free // SPARE_SHARE))
 
 

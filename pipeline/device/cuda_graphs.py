@@ -81,10 +81,6 @@ class CudaGraphs:
         """Wait for all that was enqueued."""
         self.device.wait_for_stream()
 
-    def write(self, tensor: Tensor, array: NDArray[Any]) -> None:
-        """Enqueue a copy of an array to a contiguous tensor of its shape and dtype. The array may change."""
-        self.device.upload_to(tensor, array)
-
     def free_bytes(self) -> int:
         """Return the free bytes of the device's memory."""
         free, _ = call("cudaMemGetInfo")

@@ -27,6 +27,7 @@ from pipeline.engine.observer import Observer, with_observers
 from pipeline.engine.stage import EngineStage, Shifted, begin_step, copied
 from pipeline.errors import DeviceFailed, OutOfDeviceMemory, StepFailed
 from pipeline.experts.device_share import DeviceWork
+from pipeline.experts.disk_tier import DiskTier
 from pipeline.experts.division import Split, split_layer
 from pipeline.experts.pool import HostPool, Ticket
 from pipeline.memory.needs import out_of_memory
@@ -65,6 +66,7 @@ class Engine:
         self._channel_bytes = layout.tile_bytes // s.tile if layout.head_bytes else 0
         self.counters = Counters(layout.tile_bytes, s.layers, self._channel_bytes)
         self.observers: list[Observer] = []
+        self.tier: DiskTier | None = None  # of a store of which only some experts are in memory
         self.tick: Callable[[], None] = lambda: None  # at each layer: progress that the supervisor watches
         self.up = layout.format.up.name if isinstance(layout.format, FloeFormat) else ""  # as in View
         # Outlasts policies; only some steps count.
@@ -194,6 +196,8 @@ class Engine:
             raise
         clock.layer = layers
         self.tick()
+        if self.tier is not None:
+            self.tier.end_step(phase == "decode")
         counters.steps += 1
         counters.paused_steps += not self.first.driver.view.prefetching
         counters.rows += len(sequences)
@@ -220,7 +224,8 @@ class TensorExecutor:
         self, engine: Engine, stage: EngineStage, phase: Phase, clock: StepClock, observers: list[Observer]
     ) -> None:
         self.engine, self.phase, self.clock, self._observers = engine, phase, clock, observers
-        self.counters, self.timing, self._first = clock.counters, stage.timing, stage.layers.start
+        self.counters, self.timing, self._layers = clock.counters, stage.timing, stage.layers
+        self._first, self._router = stage.layers.start, stage.backbone.router_math
         self._device, self._memory, self._tiles = stage.device, stage.memory, engine.shape.tiles
         self._ticket: Ticket | None = None  # of the latest layer; as the following
         self._device_work: DeviceWork | None = None
@@ -238,6 +243,9 @@ class TensorExecutor:
         """Compute the layer up to its experts. Copies x, the router's logits and the probes' to the host
         together."""
         wanted = with_observers(layer, probes, self._observers)
+        if (tier := self.engine.tier) is not None and tier.predicts and self.phase == "decode":
+            following = layer + 1
+            wanted += [following] if following in self._layers and following not in wanted else []
         self.call.attend(own, wanted)
         self.clock.mark("attention")
         self._x_host, *read = self.call.read()
@@ -252,6 +260,8 @@ class TensorExecutor:
         for observer in self._observers:
             observer.layer(decision, self._x_host)
         active = decision.gated.routing.active.experts
+        if (tier := self.engine.tier) is not None:
+            tier.need(layer, active)
         self.counters.book_hits(layer, decision.resident.take(active).tolist(), self._tiles)
         self._memory.mover.retarget(decision.targets)
         routing, mask = decision.gated.routing, decision.mask
@@ -272,6 +282,9 @@ class TensorExecutor:
         self._ticket = begun
         work = self._memory.begin(layer, split.device, self.call.x, mask, self.clock)
         self._device_work = work._replace(started=started)
+        if tier is not None:
+            logits = decision.signals.probes.get(layer + 1)
+            tier.predict(None if logits is None else self._router(logits, layer + 1 - self._first))
         self.clock.mark("submit")
 
     def begin_early(self, layer: int, ahead: Ahead, mask: Mask) -> Ticket:
@@ -306,6 +319,9 @@ class TensorExecutor:
             self._outputs.append(self._memory.compute(work, self.call.inputs, self.clock, timed))
             self.timing.device_began(split)
         if not ticket.empty:
+            if ticket.held:
+                ticket.begin_held()
+                self.clock.mark("disk")
             self._parts = ticket.parts()
             self.timing.host_ends(ticket.busy)
             self.clock.mark("wait")

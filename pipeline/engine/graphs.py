@@ -230,7 +230,7 @@ class Bucket:
         if memory is not self._memory:
             self._memory, self.inputs = memory, None if memory is None else memory.inputs(self._bucket_rows)
         table = self._backbone.decode_table(spans, self._bucket_rows)
-        self._gpu.write(self._table[: len(table)], table)
+        self._gpu.device.upload_to(self._table[: len(table)], table)
         self._steps += 1
         self._captures = CAPTURES if self._steps > WARM else 0
 

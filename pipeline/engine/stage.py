@@ -92,7 +92,7 @@ class EngineStage:
             staging=memory.staging,
             heat=None if heat is None else heat[rows],
             up=up,
-            probing=_can_probe(self.backbone),
+            probing=self.can_probe,
         )
         driver: PolicyDriver[Ticket] = PolicyDriver(policy, view, *counters.prefetched)
         if any(policy.probes(layer, driver.view) for layer in range(len(self.layers))):
@@ -113,18 +113,19 @@ class EngineStage:
         )
         self.memory.mover.wait_idle()
 
+    @property
+    def can_probe(self) -> bool:
+        """Routers can be applied to the input of an earlier layer."""
+        try:
+            self.backbone.check_probes("")
+        except PolicyError:
+            return False
+        return True
+
     def poll(self) -> None:
         """Handle the prefetcher's messages, starts and exits."""
         self.device.use()
         self.memory.poll()
-
-
-def _can_probe(backbone: AnyBackbone) -> bool:
-    try:
-        backbone.check_probes("")
-    except PolicyError:
-        return False
-    return True
 
 
 def begin_step(

@@ -81,7 +81,8 @@ class ExitEvents:
     the end of all waiting. For any thread."""
 
     def __init__(self) -> None:
-        self._exits: dict[str, deque[WorkerDied]] = {"worker": deque(), "prefetcher": deque()}
+        roles = "worker", "prefetcher", "reader"
+        self._exits: dict[str, deque[WorkerDied]] = {role: deque() for role in roles}
         self.machines: deque[SetMachines] = deque()
         self.given_up = ""
 

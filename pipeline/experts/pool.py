@@ -22,7 +22,8 @@ import numpy as np
 
 from pipeline.arrays import FloatArray, sum_on_host
 from pipeline.config import WorkerCores
-from pipeline.errors import PeerLost, ShardFailed
+from pipeline.errors import DiskFailed, PeerLost, ShardFailed
+from pipeline.experts.disk_tier import DiskTier
 from pipeline.experts.division import Divided, Divider, Split, empty_part
 from pipeline.experts.peers import ChildServerSocket, ProgressWatch
 from protocol.messages import Ready, WorkerDied, WorkFailed
@@ -77,6 +78,7 @@ class Ticket:
     tasks: list[Task] = field(default_factory=list)  # in the workers' order; without any the result is zeros
     answers: dict[int, Answer] = field(default_factory=dict)  # by seq
     own: list[Task] = field(default_factory=list)  # which this process computes
+    held: list[Task] = field(default_factory=list)  # which wait for experts that are read from disk
     busy: float = 0.0  # seconds of computing, of the slowest worker; set with the result
     failure: str = ""  # the reason why it can never be complete
     dropped: bool = False
@@ -108,6 +110,10 @@ class Ticket:
         y = parts[0] if len(self.tasks) == len(self.own) == 1 else sum_on_host(parts, self.x.shape)
         self.pool.release(self)
         return y
+
+    def begin_held(self) -> None:
+        """Wait until each Work's experts are in memory, and begin those that waited. Raises DiskFailed."""
+        self.pool.begin_held(self)
 
     def parts(self) -> list[FloatArray]:
         """Wait for the partial sums, in the workers' order: float32 [R, H] each, perhaps the workers' memory
@@ -214,6 +220,7 @@ class HostPool:
         self._next = 1  # seq
         self._running: dict[int, _Worker] = {}  # by index
         self._unassigned: list[Task] = []  # while no worker runs
+        self.tier: DiskTier | None = None  # of a store of which only some experts are in memory
 
     def wait_ready(self, limit: float) -> None:
         """Wait until all workers have announced themselves; they import their kernels meanwhile. Raises
@@ -263,6 +270,7 @@ class HostPool:
     def parts(self, ticket: Ticket) -> list[FloatArray]:
         """Wait for the partial sums, in the workers' order; until `release` they may be the workers'
         memory."""
+        self.begin_held(ticket)
         for task in ticket.own:
             self._compute_own(task)
         deadline = time.monotonic() + POOL_LIMIT
@@ -319,12 +327,40 @@ class HostPool:
     # --- assignment --------------------------------------------------------------------------------------
 
     def _begin(self, task: Task, beside: int | None) -> None:
-        """Begin a ticket's next task, here where no worker need be woken for it."""
+        """Begin a ticket's next task."""
         task.ticket.tasks.append(task)
-        if not self.workers or (task.preferred == beside and self.cores.cores[beside] == 1):
+        self._place(task, beside)
+
+    def _place(self, task: Task, beside: int | None = None) -> None:
+        """Have a task computed: here where no worker need be woken for it; later where an expert of it is on
+        disk."""
+        if self.tier is not None and not self.tier.has(task.descriptor):
+            task.ticket.held.append(task)
+        elif not self.workers or (task.preferred == beside and self.cores.cores[beside] == 1):
             task.ticket.own.append(task)
         else:
             self._assign(task)
+
+    def begin_held(self, ticket: Ticket) -> None:
+        """Begin the tasks that wait for the disk as their experts land, and compute own ones meanwhile.
+        Raises DiskFailed."""
+        while ticket.held:
+            assert self.tier is not None
+            held, ticket.held = ticket.held, []
+            for task in held:
+                self._place(task)
+            if len(ticket.held) < len(held):
+                self._carrier.flush()
+                continue
+            if own := next((task for task in ticket.own if task.seq not in ticket.answers), None):
+                self._compute_own(own)
+                continue
+            try:
+                self.tier.wait(task.descriptor for task in ticket.held)
+            except DiskFailed:
+                self.abandon(ticket)
+                raise
+            self.update(0)
 
     def _assign(self, task: Task) -> None:
         """Send a task to the worker it was cut for if that is up or no other is; else to the least loaded."""

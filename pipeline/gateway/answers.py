@@ -39,7 +39,7 @@ MOST_OPENINGS = 256  # different variables of templates whose openings are remem
 TOKEN_BYTES, BEST_BYTES = 400, 72  # of a token that waits, and of each of the best of its step
 
 Event = tuple[int, Token | Done]
-Queue = asyncio.Queue[Event | ProtocolError | ApiError]
+Queue = asyncio.Queue[Event | Exception]
 
 
 async def events_of(call: Call, answers: Iterable[Answer]) -> AsyncGenerator[Event, None]:
@@ -57,7 +57,7 @@ async def events_of(call: Call, answers: Iterable[Answer]) -> AsyncGenerator[Eve
         left = len(begun)
         while left:
             event = await queue.get()
-            if isinstance(event, ProtocolError | ApiError):
+            if isinstance(event, Exception):
                 raise event
             call.release(_size(event[1]))
             if isinstance(done := event[1], Done):
@@ -81,7 +81,7 @@ async def _feed(call: Call, queue: Queue, place: int, answer: Answer) -> None:
             queue.put_nowait((place, token))
         assert answer.done is not None
         queue.put_nowait((place, answer.done))
-    except (ProtocolError, ApiError) as e:
+    except Exception as e:
         queue.put_nowait(e)
 
 

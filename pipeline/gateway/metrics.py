@@ -78,6 +78,7 @@ class _Collector:
             yield from _scheduler(self._stats["scheduler"])
             yield from _engine({phase: self._stats["engine"][phase] for phase in PHASES})
             yield from _cache(self._stats.get("cache"))
+            yield from _disk(self._stats.get("disk"))
             yield from _machines(self._stats.get("machines") or ())
             labels = {
                 "model": model_name(self._welcome),
@@ -122,6 +123,22 @@ def _cache(cache: dict[str, Any] | None) -> Iterator[Any]:
     if cache is not None:
         yield GaugeMetricFamily("tandem_cache_tiles", "That fit the device.", cache["capacity_tiles"])
         yield GaugeMetricFamily("tandem_resident_tiles", "Now on the device.", cache["resident_tiles"])
+
+
+def _disk(disk: dict[str, Any] | None) -> Iterator[Any]:
+    """Yields what happened where only some experts are in memory."""
+    if disk is None:
+        return
+    for name, text, key in (
+        ("tandem_disk_hits", "Needed experts that were in memory.", "hits"),
+        ("tandem_disk_misses", "Needed experts that were not.", "misses"),
+        ("tandem_disk_read_bytes", "Of experts.", "bytes"),
+        ("tandem_disk_wait_seconds", "In which a layer only waited for the disk.", "waited"),
+        ("tandem_disk_failures", "Experts that could not be read.", "failed"),
+    ):
+        yield CounterMetricFamily(name, text, disk[key])
+    yield GaugeMetricFamily("tandem_disk_resident_experts", "In memory.", disk["resident_experts"])
+    yield GaugeMetricFamily("tandem_disk_capacity_experts", "That fit in memory.", disk["capacity_experts"])
 
 
 def _machines(machines: Sequence[Mapping[str, Any]]) -> Iterator[Any]:

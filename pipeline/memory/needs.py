@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -38,7 +37,7 @@ from shm.codes import CODE_FORMATS, format_of_all
 from shm.fp8 import BLOCK
 from shm.layout import FORMATS, MatrixFormat, format_named
 from shm.manifest import StoreManifest, store_bytes
-from shm.segment import SHM_FOLDER
+from shm.segment import allocated_bytes, byte_size
 from shm.store import store_name
 
 COORDINATOR = {"cpu": 320_000_000, "cuda": 1_500_000_000}  # bytes; measured: 290 MB. A CUDA context is large
@@ -52,6 +51,10 @@ RECURRENT_COPIES = 8  # of the queries, keys and values of a recurrent layer's r
 EXPANDED_COPIES = 4  # of the keys and values that latent attention expands, or of a generic family's scores
 STAGING_TILES = 4  # slots beside the cache's: two to stream through, two so that neither side waits
 STAGING_SHARE = 1 / 32  # of a GPU's free memory, at most, for more staging slots than the fewest
+# Of a partial store, at least: a prompt's layer is computed while the experts of the next are read.
+LAYERS_IN_MEMORY = 2
+# why a policy cannot be used with experts on disk
+NEEDS_ALL = "keeps experts on the device, which needs all of them in memory: give no --host-memory"
 CHUNK_MAX = 1024  # rows of a step, where --chunk does not say otherwise
 
 
@@ -65,7 +68,10 @@ class Needs:
     aside: tuple[str, ...]  # lines about what the model or its files have and is not used
     rounded: str  # how the file has the experts, where this format rounds them a second time; else empty
     rest_rounded: tuple[tuple[str, str], ...]  # the same of the other matrices, and in what they are kept
-    store: int  # every expert
+    store: int  # every expert, or those that are in memory of a partial store
+    whole: int  # every expert
+    layer: int  # all experts of a layer
+    fingerprint: str  # of the store of every expert
     present: int  # of the store, allocated in shared memory already
     heads: int  # of all experts, on a GPU; 0 on the host, which reads them in the store
     slot: int  # a tile on the device, without its head
@@ -83,6 +89,11 @@ class Needs:
     steps: int  # on a GPU: a step's allocations, CUDA graphs, the second process's context; 0 on the host
     facts: ModelFacts
 
+    @property
+    def partial(self) -> bool:
+        """Returns whether only some experts are in memory."""
+        return self.store < self.whole
+
 
 def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Needs:
     """`config`: with its device and its number of workers. Raises UsageError where the format does not have
@@ -94,7 +105,9 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     if part is not None:
         shape, fingerprint = narrowed(part, shape), part.fingerprint(fingerprint)
     manifest = StoreManifest(fingerprint, shape, format, source.name, part=part)
-    store = store_bytes(manifest)
+    whole = store_bytes(manifest)
+    partial = config.host_memory is not None and config.host_memory < whole
+    store = _budget(config, manifest) if partial else whole
     cuda = config.kind == "cuda"
     slot, heads = manifest.layout.tile_bytes, manifest.layout.head_stride
     staging = staging_tiles(shape.tiles, facts.top_k, heads > 0)
@@ -126,7 +139,10 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         rounded=_rounded(source, format),
         rest_rounded=_rest_rounded(source, facts, config),
         store=store,
-        present=min(store, _allocated(store_name(fingerprint))),
+        whole=whole,
+        layer=manifest.layout.layer_stride,
+        fingerprint=fingerprint,
+        present=0 if partial else min(store, allocated_bytes(store_name(fingerprint))),
         heads=shape.layers * shape.experts * heads if cuda else 0,
         slot=-(-slot // SLOT_ALIGNMENT) * SLOT_ALIGNMENT if cuda else slot,
         tiles=tiles,
@@ -144,6 +160,26 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         steps=activations + CONTEXT_BYTES + graphs if cuda else 0,
         facts=facts,
     )
+
+
+def speed_on_disk(needs: Needs, rate: float) -> float:
+    """Tokens a second for which a disk of so many bytes a second can read the experts, where all are used
+    evenly."""
+    facts = needs.facts
+    return rate / ((1 - needs.store / needs.whole) * needs.whole * facts.top_k / facts.experts)
+
+
+def _budget(config: EngineConfig, manifest: StoreManifest) -> int:
+    """Raises UsageError for a budget that is too small, and for what needs every expert in memory."""
+    budget, least = config.host_memory or 0, LAYERS_IN_MEMORY * manifest.layout.layer_stride
+    if budget < least:
+        raise UsageError(
+            f"--host-memory {byte_size(budget)}: the experts of two layers must fit, {byte_size(least)} in"
+            f" {manifest.format}"
+        )
+    if config.lanes is not None:
+        raise UsageError("--host-memory: experts that are divided among machines are all kept in memory")
+    return budget
 
 
 def plain_bytes(config: EngineConfig) -> int:
@@ -307,15 +343,6 @@ def quantized_bytes(facts: ModelFacts, config: EngineConfig) -> int:
     if facts.tied_embeddings:  # a plain table cannot serve as the quantized head
         total += tile_format.matrix_bytes(facts.vocabulary, facts.hidden)
     return total
-
-
-def _allocated(segment: str) -> int:
-    """Allocated bytes of a segment of this user: all of a complete one, a part of one that is being built."""
-    with contextlib.suppress(OSError):
-        status = os.stat(SHM_FOLDER + segment)
-        if status.st_uid == os.geteuid():
-            return status.st_blocks * 512
-    return 0
 
 
 def staging_tiles(tiles: int, top_k: int, heads: bool) -> int:

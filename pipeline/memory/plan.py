@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from math import ceil, floor, prod
-from typing import cast
+from typing import Any, cast
 
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import DEFAULT_CACHE, KV_BLOCK, KV_CONTEXTS, EngineConfig, FormatName, ResolvedConfig
@@ -165,8 +165,9 @@ class Plan:
         """The configuration with this plan's choices."""
         given = {field.name: getattr(config, field.name) for field in fields(config)}
         names = "context", "kv_tokens", "expert_cache", "staging", "stages"
-        chosen = {name: getattr(self, name) for name in names}
+        chosen: dict[str, Any] = {name: getattr(self, name) for name in names}
         chosen |= {"format": self.needs.format, "backbone_dtype": self.needs.backbone_dtype}
+        chosen["host_memory"] = self.needs.store if self.needs.partial else None
         return ResolvedConfig(**(given | chosen))
 
 

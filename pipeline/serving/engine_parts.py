@@ -30,6 +30,7 @@ from pipeline.device import open_devices
 from pipeline.engine.engine import Engine
 from pipeline.errors import PeerLost, UsageError
 from pipeline.experts.carriers import ArenaCarrier, SocketCarrier
+from pipeline.experts.disk_tier import DiskTier
 from pipeline.experts.division import Divider, largest
 from pipeline.experts.peers import ChildServerSocket, ExitEvents, SendToSupervisor
 from pipeline.experts.pool import Compute, HostPool, computing
@@ -74,7 +75,7 @@ CHUNK_SECONDS = 0.25  # target duration of a prefill chunk
 ALONE = 8  # factor of the chunk of a lone request: a second request waits a second or two at most
 TRIAL_TOKENS = 64
 TRIAL_SECONDS = 1.0  # no trial begins after this: the first request waits for them
-SOCKET_FILES = {"worker": "work.sock", "prefetcher": "fetch.sock"}
+SOCKET_FILES = {"worker": "work.sock", "prefetcher": "fetch.sock", "reader": "read.sock"}
 
 
 class EngineParts:
@@ -119,12 +120,14 @@ class EngineParts:
             self.bind_socket("worker", largest=4 * self._rows * facts.hidden)
         if config.slab:
             self.bind_socket("prefetcher")
+        if options.host_memory is not None:
+            self.bind_socket("reader")
         self.store = Store.attach(config.store, config.fingerprint, writable=True)
         closing.callback(self.store.close)
         self.machines = self._open_machines()
         kept = nullcontext() if self.machines is None else self.machines.kept()
         with kept, ThreadPoolExecutor(1, "locking") as beside:
-            locked = beside.submit(lock_pages, self.store.segment.array)
+            locked = beside.submit(self._lock_store)
             backbone = self._load_backbone()
         chunk = options.chunk or CHUNK_MAX
         if not backbone.chunks and chunk < self.context:  # a prompt is one chunk
@@ -133,6 +136,7 @@ class EngineParts:
                 " --chunk N makes it longer, in more memory"
             )
             self.context = chunk
+        self.tier = self._open_tier(facts.top_k)
         pool = self._open_pool(facts.top_k)
         self.detokenizer = self._detokenizer(text_up)
         held = kv_budget(options.kv_tokens, self.context)
@@ -145,6 +149,9 @@ class EngineParts:
         layout = self.store.layout
         self.engine = Engine(backbone, layout, pool, options.graphs)
         self.engine.tick = self.tick
+        self.engine.tier = pool.tier = self.tier
+        if self.tier is not None:
+            self.tier.probing = self.engine.first.can_probe
         self.notes = [
             f"store: {locked.result()}",
             *self._backbone_notes(backbone),
@@ -174,6 +181,17 @@ class EngineParts:
         if not ((self.config.runtime / DECODER).exists() or text_up.wait(TEXT_LIMIT)):
             raise PeerLost(f"the text process was not ready after {TEXT_LIMIT:.0f} s")
         return Detokenizer.read(self.config.runtime / DECODER)
+
+    def _lock_store(self) -> str:
+        """Lock the store's pages, unless most of them are on disk; the result in one line."""
+        return self.store.manifest.file if self.store.partial else lock_pages(self.store.segment.array)
+
+    def _open_tier(self, top_k: int) -> DiskTier | None:
+        """Returns what has experts read that are not in memory; None where all are."""
+        if not self.store.partial:
+            return None
+        budget, line = self.config.options.host_memory or 0, self.control.line("reader", 0)
+        return DiskTier(self.store, budget, top_k, self.sockets["reader"], line)
 
     def bind_socket(self, role: str, largest: int = 0) -> None:
         """Open the socket to the children of a role. `largest`: bytes of the largest array that they send."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from pipeline.errors import NumberInUse, PrefetcherLost, PromptTooLong, UsageError
 from pipeline.fairness import TimeShare
+from pipeline.memory.needs import CHUNK_MAX
 from pipeline.policies.view import PolicyRequest
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.scheduler import Scheduler
@@ -84,7 +85,9 @@ class EngineService:
     def warm_up(self) -> None:
         """Measure the prefill chunk, open the trace file."""
         parts, scheduler, options = self._parts, self._scheduler, self._parts.config.options
-        if options.chunk is None:
+        if options.chunk is None and parts.tier is not None:  # each chunk reads what memory lacks of a model
+            scheduler.chunk = scheduler.chunk_alone = min(CHUNK_MAX, parts.context)
+        elif options.chunk is None:
             chunks = measure_chunks(parts.engine, parts.kv, parts.context)
             scheduler.chunk, scheduler.chunk_alone = chunks
             parts.engine.forget_trials()
@@ -177,6 +180,8 @@ class EngineService:
         """Handle children's exits, fetch in the background, audit, keep counts. True while tiles move."""
         engine = self._parts.engine
         engine.poll_children()
+        if engine.tier is not None:
+            engine.tier.tidy()
         self._policies.keep_heat()
         idle = all(stage.memory.idle for stage in engine.stages)
         for stage in engine.stages if idle else ():

@@ -90,6 +90,8 @@ class EngineStatus:
             stats["exchange"] = carrier.stats()
         elif "worker" in sockets:
             stats["exchange"] = {"name": "zmq"}
+        if self._parts.tier is not None:
+            stats["disk"] = self._parts.tier.stats()
         if self._parts.machines is not None:
             stats["machines"] = self._parts.machines.stats()
         if (costs := first.timing.costs or self._policies.costs) is not None:

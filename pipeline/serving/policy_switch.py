@@ -11,11 +11,11 @@ from pipeline.arrays import Counts
 from pipeline.calibration.cost_probe import costs_for
 from pipeline.calibration.file import calibration_path, load
 from pipeline.calibration.heat import ENOUGH_TOKENS, Heat
-from pipeline.errors import CalibrationError, NoRoom, PrefetcherLost
+from pipeline.errors import CalibrationError, NoRoom, PolicyError, PrefetcherLost
 from pipeline.experts.channel_share import ChannelMemory
 from pipeline.experts.device_share import DeviceMemory, Slab
 from pipeline.experts.link import PrefetchLink
-from pipeline.memory.needs import cache_tiles, full_memory_in_one_line, staging_tiles
+from pipeline.memory.needs import NEEDS_ALL, cache_tiles, full_memory_in_one_line, staging_tiles
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import canonical, make_policy
@@ -55,6 +55,8 @@ class PolicySwitch:
         engine cannot go on."""
         engine = self._parts.engine
         policy: Policy = make_policy(request, self._parts.config.options.seed)
+        if self._parts.tier is not None and (policy.uses_device or policy.needs_costs):
+            raise PolicyError(f"policy {policy.name} {NEEDS_ALL}")
         if not policy.exact:  # before it is asked to be calibrated
             engine.backbone.check_choices(f"policy {policy.name}")
         for index, stage in enumerate(engine.stages):

@@ -212,12 +212,19 @@ FORMED = Style(
 )
 
 
+def call_of(service: Any) -> Any:
+    """What an answer needs of its call; its client reads at once, so nothing waits for it."""
+    return SimpleNamespace(
+        service=service, id="x", created=1, key_name="", hold=lambda size: None, release=lambda size: None
+    )
+
+
 @pytest.mark.parametrize("dialect", [Chat, Response, Messages])
 async def test_an_answer_in_a_form_is_content_where_the_prompt_opens_reasoning(dialect: type[Any]) -> None:
     kind = TemplateKind.of_text(FORMED.template)
     form = {"type": "json_schema", "schema": {"type": "object"}}
     service: Any = Service(SimpleNamespace(), SimpleNamespace(), kind)  # type: ignore[arg-type]
-    call: Any = SimpleNamespace(service=service, id="x", created=1, key_name="")
+    call = call_of(service)
     if dialect is Chat:
         asked = chat_request(
             fitting({"messages": ASKED, "response_format": form}, ChatBody, ""), WELCOME, kind
@@ -274,7 +281,7 @@ async def test_an_answer_comes_back_as_one_message_in_each_dialect(style: Style,
     kind = TemplateKind.of_text(style.template)
     engine = StyledEngine(style)
     service: Any = Service(SimpleNamespace(), SimpleNamespace(), kind)  # type: ignore[arg-type]
-    call: Any = SimpleNamespace(service=service, id="x", created=1, key_name="")
+    call = call_of(service)
     turns: list[Any] = list(ASKED)
     answer = dialect(call, engine, request_of(dialect, turns, kind))
     body = await answer._whole()

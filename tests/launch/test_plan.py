@@ -91,9 +91,10 @@ def test_the_numbers_of_a_refusal_add_up_and_its_advice_is_good(
         assert size(use[2]) <= there_is * GB * 1.001
 
 
-def test_refusal_names_options_that_would_fit() -> None:
+def test_refusal_names_options_that_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Path("shape:mixtral-8x7b")
     machine = Machine(40 * GB, 39 * GB)
+    monkeypatch.setattr(planning, "free_on_disk", lambda path: 20 * GB)  # less than all experts
     for asked, words in (
         ({"format": "bf16"}, "use --format int4"),
         ({"format": "int4", "context": 32768, "kv_tokens": 100_000}, "use --kv-dtype int8 "),
@@ -113,6 +114,30 @@ def test_refusal_names_options_that_would_fit() -> None:
         with pytest.raises(UsageError) as refused:
             make_plan(model, now(machine, model=model, backbone_dtype="f32"))
         assert words in str(refused.value)
+
+
+def test_a_model_larger_than_memory_has_the_rest_of_its_experts_on_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Path("shape:mixtral-8x7b")
+    monkeypatch.setattr(planning, "free_on_disk", lambda path: 30 * GB)
+    small = Machine(20 * GB, 20 * GB)
+    plan, lines = make_plan(model, now(small, model=model))
+    assert plan.needs.format == "int4-g128"
+    assert plan.fits(small)
+    assert 10 * GB < plan.needs.store == plan.resolved(EngineConfig()).host_memory < 18 * GB
+    assert any(
+        line.startswith("--host-memory") and "are in memory, the others are read" in line for line in lines
+    )
+    assert f"{plan.needs.store / GB:.2f} GB of " in start_line(model, plan, small, "bf16")
+    for machine, asked in ((Machine(200 * GB, 10 * GB), {}), (small, {"policy": "fiddler"})):
+        with pytest.raises(UsageError):
+            make_plan(model, now(machine, model=model, **asked))
+    given, _ = make_plan(
+        model, now(Machine(100 * GB, 100 * GB), model=model, format="int4", host_memory=50 * GB)
+    )
+    assert not given.needs.partial
+    assert given.resolved(EngineConfig()).host_memory is None
 
 
 def test_each_choice_other_than_the_default_has_a_reason() -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import venv
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -80,11 +81,21 @@ def test_interrupt_while_modules_are_imported_is_one_line(bare_python: Path, che
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
+def everything(terminal: int) -> bytes:
+    """Returns what was written to a terminal whose other end is closed; it may come in pieces."""
+    said = b""
+    with suppress(OSError):  # what a terminal says at its end
+        while piece := os.read(terminal, 1 << 16):
+            said += piece
+    return said
+
+
 @pytest.mark.parametrize("on_terminal", [False, True])
 def test_step_of_make_says_what_it_does_and_where_its_output_is(tmp_path: Path, on_terminal: bool) -> None:
-    log, ours, theirs = tmp_path / "log", *os.openpty()
+    log = tmp_path / "log"
     for code in (0, 3):
         log.write_text("")
+        ours, theirs = os.openpty()
         shown = subprocess.run(
             [ROOT / ".ci/step", log, "doing it", "sh", "-c", f"{OUTPUT} exit {code}"],
             stdout=subprocess.PIPE,
@@ -93,7 +104,9 @@ def test_step_of_make_says_what_it_does_and_where_its_output_is(tmp_path: Path, 
         )
         assert (shown.returncode, shown.stdout) == (code, b"")
         assert log.read_text().splitlines()[1:] == ["all", "why"]
-        said = (os.read(ours, 1 << 16) if on_terminal else shown.stderr).decode()
+        os.close(theirs)
+        said = (everything(ours) if on_terminal else shown.stderr).decode()
+        os.close(ours)
         *before, last = re.split(r"\r\x1b\[2K|\r?\n", said.removesuffix("\n").removesuffix("\r"))
         failure = f"make: doing it failed: why (all of it: {log})"
         if on_terminal:
@@ -101,8 +114,6 @@ def test_step_of_make_says_what_it_does_and_where_its_output_is(tmp_path: Path, 
             assert last == failure * (code > 0)
         else:
             assert [*before, last] == ["make: doing it ...", *[failure] * (code > 0)]
-    os.close(ours)
-    os.close(theirs)
 
 
 def test_step_of_make_names_the_file_that_is_compiled_and_no_warning(tmp_path: Path) -> None:
@@ -110,8 +121,8 @@ def test_step_of_make_names_the_file_that_is_compiled_and_no_warning(tmp_path: P
     output = "echo '  cc -O3 -Wall -Iinclude -c c/avx2.c -o /tmp/avx2.o -pthread'; echo WARNING: old; sleep 1"
     command = [ROOT / ".ci/step", tmp_path / "log", "compiling", "sh", "-c", output]
     subprocess.run(command, stderr=theirs, env={**os.environ, "TERM": "xterm"}, check=True)
-    said = os.read(ours, 1 << 16).decode()
+    os.close(theirs)
+    said = everything(ours).decode()
     assert re.search(r"make: compiling, \d+ s  c/avx2\.c\r", said)
     assert "WARNING" not in said
     os.close(ours)
-    os.close(theirs)

@@ -44,6 +44,22 @@ def test_store_not_worth_keeping_is_read_again(supervisor: Supervisor, model: Pa
     assert_right(again.ready.fingerprint, tiny_checkpoint.expert_tensors())
 
 
+def test_experts_that_memory_does_not_hold_are_written_to_disk(supervisor: Supervisor, model: Path) -> None:
+    made = supervisor.load(model, format="bf16", host_memory=1 << 20)
+    name = store_name(made.ready.fingerprint)
+    with Store.attach(name, made.ready.fingerprint) as store:
+        assert store.partial
+        assert not store.all_tiles().any()
+    again = supervisor.load(model, format="bf16", host_memory=1 << 20)
+    assert (made.source, again.source) == ("checkpoint", "disk")
+    unlink(name)
+    (file,) = supervisor.cache.glob("*/store.bin")
+    whole = supervisor.load(model, format="bf16").ready.fingerprint
+    assert whole == file.parent.name != made.ready.fingerprint
+    with Store.attach(store_name(whole)) as store:
+        assert file.read_bytes()[-store.layout.total_bytes :] == store.all_tiles().tobytes()
+
+
 @pytest.mark.parametrize("format_name", ["f32", "int8", "int4"])
 def test_cached_file_equals_the_segment(supervisor: Supervisor, model: Path, format_name: str) -> None:
     fingerprint = supervisor.load(model, format=format_name, tile=None).ready.fingerprint

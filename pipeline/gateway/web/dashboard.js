@@ -8,6 +8,7 @@ import { Experts } from "./experts.js";
 const CAUSES = [
   ["waiting for the workers", ["wait"]],
   ["waiting for the link", ["link"]],
+  ["waiting for the disk", ["disk"]],
   ["experts on the device", ["device", "shared"]],
   ["attention and routers", ["attention", "read"]],
   ["planning", ["plan"]],
@@ -17,6 +18,7 @@ const CAUSES = [
 const HELP = [
   "more cores, a smaller format, without a GPU --workers 0 or, with one, a larger expert cache would help",
   "a faster link, a larger expert cache or a policy that computes on the host would help",
+  "a larger --host-memory, a smaller format or a faster disk would help",
   "a smaller format would help",
   "a smaller --backbone-dtype (int8, int4) or a shorter context would help",
   "a simpler policy would help",

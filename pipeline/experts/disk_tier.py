@@ -1,0 +1,320 @@
+"""Which experts of a partial store are in memory (`shm/store.py`): the only one that decides it.
+
+    ABSENT -> READING -> RESIDENT -> ABSENT       by an order to the reader, its report, an eviction
+
+A worker must never read a hole. So a Work is sent only when its experts are RESIDENT, and an expert of the
+layer that is being computed is not evicted: no Work of an earlier layer is without its answer then, but for
+those that a failed step has abandoned, whose answers are dropped. An expert that is READING is not evicted
+either. What memory holds beyond that changes no token: a read writes what belongs to its place.
+
+**What is evicted** is what will be needed last. An expert whose layer comes in d of L layers, and which a
+share p of the latest steps used, is expected to be needed in d / L + 1 / p - 1 steps: in a prompt, where p is
+nearly 1 for all of them, that is the layer that has just been computed, and where single tokens are decoded
+the expert that is used least.
+
+**Ahead of need** the experts are read that the next layer's router names for this layer's input; in a step
+that uses most of a layer's experts, those of the next layer in their order. They are read behind those that
+are needed, and pause while too few of them are used (`PrefetchMeter`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from pipeline.arrays import IntArray
+from pipeline.counters import PrefetchMeter
+from pipeline.errors import DiskFailed
+from pipeline.experts.peers import ChildServerSocket, ProgressWatch
+from pipeline.policies.predictions import by_probability
+from pipeline.policies.view import Routing
+from protocol.messages import ExpertRead, ReadExpert, Ready, WorkerDied
+from shm.control import ControlLine
+from shm.descriptor import HEADER, ITEMS, LAYER, Descriptor, head_of
+from shm.huge import give_back
+from shm.segment import allocated_bytes
+from shm.store import Store
+
+ABSENT, READING, RESIDENT = range(3)
+DEMANDED, PREDICTED = range(2)  # urgencies
+STEPS = 64  # of which p is a mean
+LEAST_SHARE = 1e-3  # p of an expert that was not used for long
+MOST = 0.5  # of a layer's experts: a step that uses more is expected to use as many of the next
+TRIES = 3  # of an order, by readers that crash or hang
+STALL_LIMIT = 30.0  # seconds without a piece after which a reader with orders is hung
+LIMIT = 120.0  # seconds without a message of any reader, after which a request fails
+WAIT_MS = 50
+VICTIMS = 32  # that are chosen together
+
+
+@dataclass(eq=False)
+class Order:
+    """An expert that is being read."""
+
+    id: int
+    layer: int
+    expert: int
+    urgency: int
+    tries: int = 0
+
+
+@dataclass
+class Figures:
+    """What has happened so far. Read by any thread."""
+
+    hits: int = 0  # experts of layers that were there when they were needed
+    misses: int = 0  # which were not
+    read: int = 0  # experts that were read
+    bytes: int = 0
+    predicted: int = 0  # experts that were read ahead of need
+    useful: int = 0  # of them used before they were evicted
+    evicted: int = 0
+    failed: int = 0  # orders
+    waited: float = 0.0  # seconds in which a layer waited for the disk and nothing else
+
+
+class DiskTier:
+    """Used by the engine's thread alone, but for its figures."""
+
+    def __init__(
+        self,
+        store: Store,
+        budget: int,
+        top_k: int,
+        socket: ChildServerSocket,
+        line: ControlLine,
+    ) -> None:
+        """`store`: attached writable; whatever is in its memory is forgotten. `budget`: bytes of experts in
+        memory; `line`: the reader's."""
+        shape = store.layout.shape
+        self.capacity = budget // store.layout.expert_pages  # experts
+        self.figures, self.file = Figures(), store.manifest.file
+        self.probing = False  # the model's routers can be applied ahead
+        self._store, self._socket, self._line = store, socket, line
+        self._layers, self._experts, self._top_k = shape.layers, shape.experts, top_k
+        self._state = np.zeros((shape.layers, shape.experts), np.int8)
+        self._share = np.full(self._state.shape, top_k / shape.experts)
+        self._unused = np.zeros(self._state.shape, bool)  # read ahead, and not used since
+        self._held = 0  # experts that are READING or RESIDENT
+        self._layer, self._needed = 0, frozenset[int]()  # what is being computed
+        self._ahead: tuple[int, list[int]] = 0, []  # experts of a later layer
+        self._orders: dict[tuple[int, int], Order] = {}
+        self._failed: dict[tuple[int, int], str] = {}
+        self._next = self._tidied = 0
+        self._heard = 0.0  # monotonic seconds: the reader's latest message, or the first order after none
+        self._victims: Iterator[tuple[int, int]] = iter(())
+        self._watch, self._meter = ProgressWatch(), PrefetchMeter()
+        give_back(store.every_page)
+
+    # --- the engine --------------------------------------------------------------------------------------
+
+    def need(self, layer: int, experts: IntArray) -> None:
+        """This layer is computed next, with these experts (ascending): order those that are missing. The
+        experts of the layer before may be evicted from now on."""
+        named = experts.tolist()
+        self._layer, self._needed = layer, frozenset(named)
+        self._share[layer] *= 1 - 1 / STEPS
+        self._share[layer, experts] += 1 / STEPS
+        self._failed.clear()
+        self._ahead, self._victims = (0, []), iter(())
+        states, figures = self._state[layer, experts], self.figures
+        used = self._unused[layer, experts]
+        figures.useful += int(np.count_nonzero(used & (states == RESIDENT)))
+        self._unused[layer, experts] = False
+        missing = experts[states != RESIDENT].tolist()
+        figures.misses += len(missing)
+        figures.hits += len(named) - len(missing)
+        for expert in missing:
+            self._demand(layer, expert)
+
+    @property
+    def predicts(self) -> bool:
+        """The next layer's router is to be applied to each layer's input."""
+        return self.probing and self._meter.on
+
+    def predict(self, routing: Routing | None) -> None:
+        """The layer's Works are under way. `routing`: what the next layer's router named, or None. Order what
+        that layer will probably need, behind all else, and keep as much memory free as a token demands."""
+        following = (self._layer + 1) % self._layers
+        ahead: list[int] = []
+        if following and len(self._needed) > MOST * self._experts:
+            ahead = np.flatnonzero(self._state[following] == ABSENT).tolist()
+        elif routing is not None:
+            ahead = [e for e in by_probability(routing) if self._state[following, e] == ABSENT]
+        self._ahead = following, ahead
+        for expert in ahead:
+            # Demands of a whole layer must find room: what is read can make none.
+            if len(self._orders) >= self.capacity - self._experts or not self._make_room(1):
+                break
+            self._order(following, expert, PREDICTED)
+            self._unused[following, expert] = True
+            self.figures.predicted += 1
+        self._make_room(self._top_k)
+
+    def end_step(self, decoded: bool) -> None:
+        if decoded:
+            self._meter.step(self.figures.predicted, self.figures.useful)
+
+    def tidy(self) -> None:
+        """Nothing is computed: handle messages, and free what a worker has made of holes for a Work that was
+        abandoned."""
+        self.update(0)
+        if self._orders or self._tidied == self.figures.read:
+            return
+        self._tidied = self.figures.read
+        kept = (self._held + 1) * self._store.layout.expert_pages + len(self._store.segment.array) // 512
+        if allocated_bytes(self._store.segment.name) > kept:
+            for layer, expert in np.argwhere(self._state == ABSENT).tolist():
+                self._give_back(layer, expert)
+
+    # --- the pool ----------------------------------------------------------------------------------------
+
+    def has(self, descriptor: Descriptor) -> bool:
+        """Whether a Work's experts are in memory."""
+        layer, experts = _experts_of(descriptor)
+        return bool((self._state[layer, experts] == RESIDENT).all())
+
+    def wait(self, descriptors: Iterable[Descriptor]) -> None:
+        """Wait a moment for experts of these Works. Raises DiskFailed where one cannot be read."""
+        began = time.perf_counter()
+        for descriptor in descriptors:
+            layer, experts = _experts_of(descriptor)
+            for expert in experts.tolist():
+                if (why := self._failed.get((layer, expert))) is not None:
+                    raise DiskFailed(why)
+        self._wait()
+        self.figures.waited += time.perf_counter() - began
+
+    def _wait(self) -> None:
+        if not self.update(WAIT_MS) and time.monotonic() - self._heard > LIMIT:
+            raise DiskFailed(f"for {LIMIT:.0f} s nothing was read from {self.file}")
+
+    def update(self, wait_ms: int) -> bool:
+        """Handle the reader's reports, starts and exits; False if nothing has arrived."""
+        messages = self._socket.receive_of(0, wait_ms)
+        for message in messages:
+            match message:
+                case ExpertRead():
+                    self._on_read(message)
+                case Ready():
+                    self._socket.mark_up(0, message.generation)
+                    for order in self._orders.values():
+                        self._send(order)
+                case WorkerDied():
+                    self._on_exit(message)
+        if messages:
+            self._heard = time.monotonic()
+            self._watch.reset()
+        elif not self._orders:
+            self._watch.reset()
+        elif self._watch.stalled(self._line.ticks) > STALL_LIMIT:
+            self._socket.report_hung(0)
+        return bool(messages)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the figures. For any thread."""
+        pages = self._store.layout.expert_pages
+        sizes = {"capacity_experts": self.capacity, "all_experts": self._state.size, "expert_bytes": pages}
+        resident = int(np.count_nonzero(self._state == RESIDENT))
+        return sizes | {"file": self.file, "resident_experts": resident} | asdict(self.figures)
+
+    # --- orders and evictions ----------------------------------------------------------------------------
+
+    def _demand(self, layer: int, expert: int) -> None:
+        order = self._orders.get((layer, expert))
+        if order is None:
+            while not self._make_room(1):  # all else is being read, for a step that has failed
+                self._wait()
+            self._order(layer, expert, DEMANDED)
+        elif order.urgency != DEMANDED:
+            order.urgency = DEMANDED
+            self._send(order)
+
+    def _order(self, layer: int, expert: int, urgency: int) -> None:
+        order = self._orders[layer, expert] = Order(self._next, layer, expert, urgency)
+        self._next += 1
+        self._state[layer, expert] = READING
+        self._held += 1
+        if len(self._orders) == 1:
+            self._heard = time.monotonic()
+        self._send(order)
+
+    def _send(self, order: Order) -> None:
+        self._socket.send(0, ReadExpert(order.id, order.layer, order.expert, order.urgency))
+
+    def _make_room(self, experts: int) -> bool:
+        """Evict until so many more experts find room; False where none can be evicted any more."""
+        while self._held + experts > self.capacity:
+            key = next(self._victims, None)
+            if key is None:
+                self._victims = self._choose_victims()
+                if (key := next(self._victims, None)) is None:
+                    return False
+            layer, expert = key
+            self._state[layer, expert] = ABSENT
+            self._unused[layer, expert] = False
+            self._held -= 1
+            self.figures.evicted += 1
+            self._give_back(layer, expert)
+        return True
+
+    def _choose_victims(self) -> Iterator[tuple[int, int]]:
+        """The experts that will be needed last, that one first. It is right until the next layer."""
+        coming = (np.arange(self._layers) - self._layer - 1) % self._layers + 1
+        expected = coming[:, None] / self._layers + 1 / np.maximum(self._share, LEAST_SHARE)
+        expected[self._state != RESIDENT] = -1
+        expected[self._layer, list(self._needed)] = -1
+        layer, experts = self._ahead
+        expected[layer, experts] = -1
+        flat = expected.ravel()
+        some = np.argpartition(flat, -min(VICTIMS, flat.size))[-VICTIMS:]
+        for place in some[np.argsort(-flat[some])].tolist():
+            layer, expert = divmod(place, self._experts)
+            ahead = layer == self._ahead[0] and expert in self._ahead[1]
+            if flat[place] >= 0 and self._state[layer, expert] == RESIDENT and not ahead:
+                yield layer, expert
+
+    def _give_back(self, layer: int, expert: int) -> None:
+        for _, pages in self._store.pages(layer, expert):
+            give_back(pages)
+
+    # --- the reader's messages ---------------------------------------------------------------------------
+
+    def _on_read(self, report: ExpertRead) -> None:
+        order = next((one for one in self._orders.values() if one.id == report.id), None)
+        if order is None:
+            return
+        if report.error:
+            self._fail(order, report.error)
+            return
+        del self._orders[order.layer, order.expert]
+        self._state[order.layer, order.expert] = RESIDENT
+        self.figures.read += 1
+        self.figures.bytes += report.size
+
+    def _on_exit(self, exited: WorkerDied) -> None:
+        """Fail what has ended or hung too many readers; the next reader is asked for the rest."""
+        for order in list(self._orders.values()):
+            order.tries += exited.crashed
+            if order.tries >= TRIES:
+                self._fail(order, f"reading {self.file} ended {order.tries} readers")
+
+    def _fail(self, order: Order, why: str) -> None:
+        key = order.layer, order.expert
+        del self._orders[key]
+        self._failed[key] = why
+        self._state[key] = ABSENT
+        self._unused[key] = False
+        self._held -= 1
+        self.figures.failed += 1
+        self._give_back(*key)
+
+
+def _experts_of(descriptor: Descriptor) -> tuple[int, IntArray]:
+    """The layer of a Work, and its experts."""
+    head = head_of(descriptor)
+    return head[LAYER], descriptor[HEADER : HEADER + 3 * head[ITEMS] : 3]
