@@ -42,21 +42,16 @@ Fence = Any  # what `Device.fence` returns; None where the device computes synch
 class SlabMemory(ABC):
     """Device memory for resident tiles: `slots` slots of `slot_bytes` bytes."""
 
-    slots: int
     slot_bytes: int
 
-    @property
-    @abstractmethod
-    def all_slots(self) -> Tensor:
-        """uint8 [slots, slot_bytes or more] on the device, not always contiguous."""
+    def __init__(self, all_slots: Tensor, used: int) -> None:
+        """`all_slots`: uint8 [slots, used or more] on the device, not always contiguous."""
+        self.slots, self.all_slots = len(all_slots), all_slots
+        self._each = all_slots[:, :used].unbind()
 
-    @abstractmethod
     def slot(self, index: int) -> Tensor:
-        """uint8 [slot_bytes] on the device; the same memory at every call."""
-
-    @abstractmethod
-    def upload(self, array: NDArray[Any]) -> Tensor:
-        """Return an array on the device, as `Device.from_host`."""
+        """Return uint8 [used] on the device; the same tensor at every call."""
+        return self._each[index]
 
     @abstractmethod
     def address(self) -> AttachSlab:

@@ -240,25 +240,21 @@ class Bucket:
         self._captures = 0
 
     def embed(self) -> Tensor:
-        factors = self._batch.cos_sin  # which the layers' graphs read
-
         def work() -> None:
-            for kept, new in zip(factors, self._batch.found_cos_sin(), strict=True):
-                kept.copy_(new)
+            self._rotate()
             self._h.copy_(self._backbone.embed(self._batch))
 
-        self._run(("embed",), work, self._h, *factors)
+        self._run(("embed",), work, self._h, *self._batch.cos_sin)
         return self._h[: self._rows]
 
     def enter(self, h: Tensor) -> Tensor:
-        factors = self._batch.cos_sin
-
-        def work() -> None:
-            for kept, new in zip(factors, self._batch.found_cos_sin(), strict=True):
-                kept.copy_(new)
-
-        self._run(("enter",), work, *factors)
+        self._run(("enter",), self._rotate, *self._batch.cos_sin)
         return self._h[: self._rows].copy_(h)
+
+    def _rotate(self) -> None:
+        """Write the rows' factors of positions, which the layers' graphs read."""
+        for kept, new in zip(self._batch.cos_sin, self._batch.found_cos_sin(), strict=True):
+            kept.copy_(new)
 
     def leave(self, h: Tensor) -> Tensor:
         def work() -> None:
@@ -298,7 +294,7 @@ class Bucket:
         return _Attended(self._h[: self._rows], self._x[: self._rows], layer, self)
 
     def read(self) -> Sequence[FloatArray]:
-        self._gpu.wait()
+        self._gpu.device.wait_for_stream()
         self._told[:HEADER_BYTES] = 0  # it is added
         _, logits = self._logits[self._number]
         return [self._x_host[: self._rows], *(one[: self._rows].copy() for one in logits)]
@@ -350,7 +346,7 @@ class Bucket:
             self._gpu.read(result, result_host)
 
         self._run((name,), work, result)
-        self._gpu.wait()
+        self._gpu.device.wait_for_stream()
         return list(np.split(result_host[: self._rows].copy(), self._rows))
 
     def _run(self, key: Hashable, work: Callable[[], None], *outputs: Tensor) -> None:

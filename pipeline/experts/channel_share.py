@@ -124,7 +124,7 @@ class ChannelMemory(DeviceMemory):
             return self._memory.slot(int(slots[0]))[int(at[0]) * size : (int(at[-1]) + 1) * size]
         whole = self._memory.all_slots
         every = whole[:, : each * size].view(len(whole), each, size)
-        chosen: Tensor = every[tuple(self._memory.upload(np.stack([slots, at]).astype(np.int64)))]
+        chosen: Tensor = every[tuple(self.device.from_host(np.stack([slots, at]).astype(np.int64)))]
         return chosen.flatten()
 
     def _masked(self, layer: int, share: Share, inputs: Any, mask: Mask) -> Masked:

@@ -10,9 +10,6 @@ struct kept { /* of a tile */
     int32_t first, number;
     int64_t line; /* of the outputs */
 };
-struct factors {
-    float step, sum; /* of a group of x: what a code counts, and the sum of its codes */
-};
 
 enum { GATE_THREADS = 128, DOWN_THREADS = 128, TOGETHER = 8 }; /* channels of a block of gates */
 enum { LANES = 16, CODES = ROW_BITS != 16, GROUPS = ROW_BITS == 4 ? 2 : 1 }; /* words and groups of a line of 64 bytes */
@@ -38,12 +35,6 @@ struct part {
         return CODES ? (float)((int)(word >> 8 * i & 255) - 128) : half(word, i);
     }
 };
-
-DEVICE float sum_of_lanes(float sum) {
-#pragma unroll
-    for (int far = LANES / 2; far; far /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, far));
-    return sum;
-}
 
 /* x [lines, GROUPS, 16]: of int8 codes in one word the numbers i, i + 16, i + 32 and i + 48 of a group; of bf16 two. */
 KERNEL(GATE_THREADS, gates, const kept *tiles, const uint8_t *const *records, const int32_t *which, const uint32_t *x,
@@ -83,7 +74,7 @@ KERNEL(GATE_THREADS, gates, const kept *tiles, const uint8_t *const *records, co
             }
         }
     }
-    float gate = __fsub_rn(sum_of_lanes(sum), sum_of_lanes(rest));
+    float gate = __fsub_rn(sum_of_lanes<LANES>(sum), sum_of_lanes<LANES>(rest));
     if (BIASED) gate = __fadd_rn(gate, __ldg((const float *)(record + 2 * part::row_bytes((int)lines))));
     if (lane == 0 && mine < it.number) inner[at] = activated(gate, it.u[table(here, which)[at]]);
 }

@@ -213,7 +213,12 @@ class Nvrtc:
         return filled
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        status, *results = getattr(self._library, name)(*arguments)
-        if int(status) != 0:
-            raise CudaError(f"{name}: {status.name}")
-        return results[0] if len(results) == 1 else tuple(results)
+        return checked(self._library, name, *arguments)
+
+
+def checked(bindings: Any, name: str, *arguments: Any) -> Any:
+    """Results of a function of cuda-bindings without the status. Raises CudaError unless that is success."""
+    status, *results = getattr(bindings, name)(*arguments)
+    if int(status) != 0:
+        raise CudaError(f"{name}: {status.name}")
+    return results[0] if len(results) == 1 else tuple(results)
