@@ -17,8 +17,8 @@ SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
     "protocol": 2_560,
     "shm": 4_750,
-    "workers": 10_207,
-    "pipeline": 40_441,
+    "workers": 10_197,
+    "pipeline": 40_381,
     "launch": 14_240,
     "benchmarks": 6_930,
     "tests": 63_259,
