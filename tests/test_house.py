@@ -18,7 +18,7 @@ LINES = {
     "protocol": 2_560,
     "shm": 4_750,
     "workers": 10_197,
-    "pipeline": 40_381,
+    "pipeline": 40_385,
     "launch": 14_240,
     "benchmarks": 6_930,
     "tests": 63_259,

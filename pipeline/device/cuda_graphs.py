@@ -73,9 +73,13 @@ class CudaGraphs:
         call("cudaMemcpyAsync", to.ctypes.data, tensor.data_ptr(), to.nbytes, kind, self.device.stream)
 
     def load(self, tensor: Tensor, array: NDArray[Any]) -> None:
-        """Enqueue a copy of an array of `answers`, which must not change until the wait; for work, too."""
+        """Enqueue a copy of an array of `answers`, which must not change until `wait`; for work, too."""
         kind = constant("cudaMemcpyKind").cudaMemcpyHostToDevice
         call("cudaMemcpyAsync", tensor.data_ptr(), array.ctypes.data, array.nbytes, kind, self.device.stream)
+
+    def wait(self) -> None:
+        """Wait for all that was enqueued."""
+        self.device.wait_for_stream()
 
     def free_bytes(self) -> int:
         """Return the free bytes of the device's memory."""

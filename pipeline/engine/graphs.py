@@ -294,7 +294,7 @@ class Bucket:
         return _Attended(self._h[: self._rows], self._x[: self._rows], layer, self)
 
     def read(self) -> Sequence[FloatArray]:
-        self._gpu.device.wait_for_stream()
+        self._gpu.wait()
         self._told[:HEADER_BYTES] = 0  # it is added
         _, logits = self._logits[self._number]
         return [self._x_host[: self._rows], *(one[: self._rows].copy() for one in logits)]
@@ -346,7 +346,7 @@ class Bucket:
             self._gpu.read(result, result_host)
 
         self._run((name,), work, result)
-        self._gpu.device.wait_for_stream()
+        self._gpu.wait()
         return list(np.split(result_host[: self._rows].copy(), self._rows))
 
     def _run(self, key: Hashable, work: Callable[[], None], *outputs: Tensor) -> None:
