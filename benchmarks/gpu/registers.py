@@ -18,13 +18,15 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from shm.expert_math import SWIGLU
 from shm.layout import FP8, format_named
 from workers.cuda import CudaError
 from workers.kernels.cuda import attention, compiler
 from workers.kernels.cuda.compiler import OPTIONS, Nvrtc, Program
 
-# After the formats: matrices of a backbone in fp8; the workers' partial sums; attention over a KV cache of
-# either type.
+# After the formats: matrices of a backbone in fp8; channels of three kinds; the workers' partial sums;
+# attention over a KV cache of either type.
+CHANNELS = {"channels-bf16": 16, "channels-int8": 8, "channels-int4": 4}
 ATTENTION = {"attention-bf16": torch.bfloat16, "attention-f32": torch.float32}
 FORMATS = (
     "int4",
@@ -38,6 +40,7 @@ FORMATS = (
     "bf16",
     "fp8",
     "fp8-matrix",
+    *CHANNELS,
     "sums",
     *ATTENTION,
 )
@@ -67,6 +70,8 @@ def program(name: str) -> Program:
     """Returns the compiler by one of these names."""
     if name in ATTENTION:
         return attention.program(ATTENTION[name])
+    if name in CHANNELS:
+        return Program.of_channels(CHANNELS[name], SWIGLU)
     if name == "fp8-matrix":
         return Program.of_matrices(FP8(), fused=True)
     found = Program.of_sums() if name == "sums" else Program.of_format(format_named(name), fused=True)

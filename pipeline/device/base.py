@@ -35,40 +35,23 @@ CONTEXT_BYTES = 600_000_000  # of GPU memory, which a second process takes for i
 SLOT_ALIGNMENT = 256  # bytes, of a slot in GPU memory: as cudaMalloc aligns, and enough for vector loads
 # An output of experts, float32 [R, H]: there, or to be added up by `Device.total`.
 Added: TypeAlias = "Tensor | Weighted"
+Kept: TypeAlias = "Callable[[NDArray[np.void], NDArray[np.int64], IntArray, Any, Tensor], None]"
 Fence = Any  # what `Device.fence` returns; None where the device computes synchronously
 
 
 class SlabMemory(ABC):
     """Device memory for resident tiles: `slots` slots of `slot_bytes` bytes."""
 
-    slots: int
     slot_bytes: int
 
-    @property
-    @abstractmethod
-    def all_slots(self) -> Tensor:
-        """uint8 [slots, slot_bytes or more] on the device, not always contiguous."""
+    def __init__(self, all_slots: Tensor, used: int) -> None:
+        """`all_slots`: uint8 [slots, used or more] on the device, not always contiguous."""
+        self.slots, self.all_slots = len(all_slots), all_slots
+        self._each = all_slots[:, :used].unbind()
 
-    @abstractmethod
     def slot(self, index: int) -> Tensor:
-        """uint8 [slot_bytes] on the device; the same memory at every call."""
-
-    def records(self, places: IntArray, size: int, each: int) -> Tensor:
-        """uint8 [len(places) * size]: records of `size` bytes, of which a slot has `each`, counted over all
-        slots. Without a copy where they follow each other in one slot."""
-        slots, at = np.divmod(places, each)
-        if not len(places):
-            return self.slot(0)[:0]
-        if slots[0] == slots[-1] and at[-1] - at[0] == len(at) - 1 and (at[1:] > at[:-1]).all():
-            return self.slot(int(slots[0]))[int(at[0]) * size : (int(at[-1]) + 1) * size]
-        whole = self.all_slots
-        every = whole[:, : each * size].view(len(whole), each, size)
-        chosen: Tensor = every[tuple(self.upload(np.stack([slots, at]).astype(np.int64)))]
-        return chosen.flatten()
-
-    @abstractmethod
-    def upload(self, array: NDArray[Any]) -> Tensor:
-        """Return an array on the device, as `Device.from_host`."""
+        """Return uint8 [used] on the device; the same tensor at every call."""
+        return self._each[index]
 
     @abstractmethod
     def address(self) -> AttachSlab:
@@ -129,6 +112,13 @@ class DeviceChannelKernel(Protocol):
         """The sum over channels of f(gate . x, u) * down: float32 [n, H], a new tensor. records: uint8
         [channels * channel_bytes]; u: float32 [n, channels], with its bias, 0 where a row leaves a channel
         out."""
+
+    @property
+    def kept(self) -> Kept | None:
+        """Writes what x, a single row, keeps of tiles (the first argument): of each an address of its
+        channels' u with biases, the first and the number of its records, and its line of the output. Then
+        come the records' addresses, any in the slab; which channel of its tile each is, ascending; x; and the
+        output, float32 [.., H]. None where `channels` computes a single row too."""
 
 
 class Device(ABC):

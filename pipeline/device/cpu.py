@@ -47,21 +47,10 @@ class CpuSlab(SlabMemory):
     """A slab in shared memory, made and removed by this process."""
 
     def __init__(self, name: str, slots: int, slot_bytes: int, tick: Callable[[], None]) -> None:
-        self.slots, self.slot_bytes = slots, slot_bytes
+        self.slot_bytes = slot_bytes
         self._slab = Slab.create(name, slots, slot_bytes, lambda allocated: tick())
         self._name = self._slab.segment.name
-        self._all = torch.from_numpy(self._slab.segment.array.reshape(slots, -1))
-        self._tensors = [torch.from_numpy(self._slab.slot(i)) for i in range(slots)]
-
-    @property
-    def all_slots(self) -> Tensor:
-        return self._all
-
-    def slot(self, index: int) -> Tensor:
-        return self._tensors[index]
-
-    def upload(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array)
+        super().__init__(torch.from_numpy(self._slab.segment.array.reshape(slots, -1)), slot_bytes)
 
     def address(self) -> AttachSlab:
         return AttachSlab("shm", self._name.encode(), 0, self.slots, self.slot_bytes)
@@ -70,8 +59,7 @@ class CpuSlab(SlabMemory):
         return HostCopier(store, self._slab, link)
 
     def close(self) -> None:
-        self._tensors.clear()
-        del self._all
+        del self.all_slots, self._each
         self._slab.close()
         unlink(self._name)
 
@@ -91,6 +79,8 @@ class CpuKernel(TileByTile):
 
 class CpuChannelKernel:
     """The expert workers' kernel of formats with heads, for tensors: the same u, bit by bit, as in a Work."""
+
+    kept = None  # a single row is computed as others
 
     def __init__(self, library: Library, layout: StoreLayout, format: FloeFormat, team: Team | None) -> None:
         self._kernel = ChannelKernel(library, format, layout.shape.hidden, team, layout.shape.math)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -175,9 +176,6 @@ class CudaDevice(KernelDevice):
         waiting."""
         pinned = self._from_host.take(array.nbytes)
         pinned.view(array.dtype)[:] = array.reshape(-1)
-        self._copy(tensor, pinned)
-
-    def _copy(self, tensor: Tensor, pinned: NDArray[np.uint8]) -> None:
         kind = constant("cudaMemcpyKind").cudaMemcpyHostToDevice
         call("cudaMemcpyAsync", tensor.data_ptr(), pinned.ctypes.data, pinned.nbytes, kind, self.stream)
 
@@ -262,8 +260,7 @@ class CudaDevice(KernelDevice):
     def open_slab(
         self, name: str, slots: int, slot_bytes: int, tick: Callable[[], None] = lambda: None
     ) -> SlabMemory:
-        number, stream = self.torch_device.index, lambda: self.stream
-        return CudaSlab(number, slots, slot_bytes, self.from_host, stream)
+        return CudaSlab(self.torch_device.index, slots, slot_bytes, lambda: self.stream)
 
     def close(self) -> None:
         self.use()
@@ -285,55 +282,24 @@ class CudaDevice(KernelDevice):
         return f"cuda, {properties.name}, {byte_size(properties.total_memory)}"
 
 
-class _Allocation:
-    """Shows a raw allocation to torch through the CUDA array interface."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
 def _allocated(address: int, size: int, device: int) -> Tensor:
     """An allocation on the device as a tensor, uint8 [size]."""
-    return torch.as_tensor(_Allocation(address, size), device=f"cuda:{device}")
+    interface = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+    shown = SimpleNamespace(__cuda_array_interface__=interface)
+    return torch.as_tensor(shown, device=f"cuda:{device}")
 
 
 class CudaSlab(SlabMemory):
     """One cudaMalloc, so that its IPC handle exports this slab and nothing else."""
 
-    def __init__(
-        self,
-        device: int,
-        slots: int,
-        slot_bytes: int,
-        upload: Callable[..., Tensor],
-        stream: Callable[[], int],
-    ) -> None:
+    def __init__(self, device: int, slots: int, slot_bytes: int, stream: Callable[[], int]) -> None:
         """`stream`: on which torch computes now."""
-        self.slots, self._upload, self._stream = slots, upload, stream
         self.slot_bytes = -(-slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-        self._used = slot_bytes
-        self._device = device
-        self._exported = False
+        self._device, self._stream, self._exported = device, stream, False
         call("cudaSetDevice", device)
         self._address = int(call("cudaMalloc", -(-slots * self.slot_bytes // BLOCK) * BLOCK))
         whole = _allocated(self._address, slots * self.slot_bytes, device)
-        self._all = whole.view(slots, self.slot_bytes)
-        self._tensors = [whole[i * self.slot_bytes :][: self._used] for i in range(slots)]
-
-    @property
-    def all_slots(self) -> Tensor:
-        return self._all
-
-    def slot(self, index: int) -> Tensor:
-        return self._tensors[index]
-
-    def upload(self, array: NDArray[Any]) -> Tensor:
-        return self._upload(array)
+        super().__init__(whole.view(slots, self.slot_bytes), slot_bytes)
 
     def address(self) -> AttachSlab:
         handle = ipc_handle(self._address)
@@ -350,8 +316,7 @@ class CudaSlab(SlabMemory):
     def close(self) -> None:
         call("cudaSetDevice", self._device)
         call("cudaDeviceSynchronize")
-        self._tensors.clear()
-        del self._all
+        del self.all_slots, self._each
         if not self._exported:
             call("cudaFree", self._address)
         # Otherwise another process may still map it, and freeing it is undefined then: this process keeps an

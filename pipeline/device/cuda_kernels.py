@@ -103,7 +103,8 @@ class KernelDevice(Device):
     def channel_kernel(self, layout: StoreLayout) -> DeviceChannelKernel:
         assert isinstance(layout.format, FloeFormat)
         program = Program.of_matrices(layout.format.up, best().variant != "portable")
-        return CudaChannels(self.launcher(program), layout)
+        channels = Program.of_channels(layout.format.rows.bits, layout.shape.math)
+        return CudaChannels(self.launcher(program), self.launcher(channels), layout)
 
     def quantized_matrix(self, format: MatrixFormat, data: Bytes, shape: tuple[int, int]) -> CudaMatrix:
         program = Program.of_matrices(format, best().variant != "portable")

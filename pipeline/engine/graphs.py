@@ -240,25 +240,21 @@ class Bucket:
         self._captures = 0
 
     def embed(self) -> Tensor:
-        factors = self._batch.cos_sin  # which the layers' graphs read
-
         def work() -> None:
-            for kept, new in zip(factors, self._batch.found_cos_sin(), strict=True):
-                kept.copy_(new)
+            self._rotate()
             self._h.copy_(self._backbone.embed(self._batch))
 
-        self._run(("embed",), work, self._h, *factors)
+        self._run(("embed",), work, self._h, *self._batch.cos_sin)
         return self._h[: self._rows]
 
     def enter(self, h: Tensor) -> Tensor:
-        factors = self._batch.cos_sin
-
-        def work() -> None:
-            for kept, new in zip(factors, self._batch.found_cos_sin(), strict=True):
-                kept.copy_(new)
-
-        self._run(("enter",), work, *factors)
+        self._run(("enter",), self._rotate, *self._batch.cos_sin)
         return self._h[: self._rows].copy_(h)
+
+    def _rotate(self) -> None:
+        """Write the rows' factors of positions, which the layers' graphs read."""
+        for kept, new in zip(self._batch.cos_sin, self._batch.found_cos_sin(), strict=True):
+            kept.copy_(new)
 
     def leave(self, h: Tensor) -> Tensor:
         def work() -> None:

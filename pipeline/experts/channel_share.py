@@ -4,11 +4,12 @@ layer's mask keeps are copied.
 
 A tile below its expert's target will stay, so it is copied whole; so is every tile of a layer without a
 mask. Whether a tile is resident, came whole or as channels, it gives the same bits: a row's sum is over the
-channels that the row keeps.
+channels that the row keeps. A device with a kernel for it reads a single row's channels wherever they lie.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 from pipeline.arrays import IntArray
 from pipeline.counters import StepClock
 from pipeline.device import Device
-from pipeline.device.base import DeviceChannelKernel
+from pipeline.device.base import DeviceChannelKernel, Kept, LayerSum, SlabMemory
 from pipeline.device.tile_sums import TileSums
 from pipeline.experts.device_share import DeviceMemory, DeviceWork, Slab, rows_of
 from pipeline.experts.division import Share
@@ -27,6 +28,10 @@ from pipeline.experts.mover import Landed, Wanted
 from pipeline.policies.view import ModelShape
 from shm.layout import StoreLayout
 from shm.mask import DENSE, NOTHING, Mask, Tally
+from workers.kernels.cuda.matrix import KEPT
+from workers.kernels.cuda.sums import TERM, Weighted
+
+Records = IntArray  # of channels that were copied: their places in the slab, counted over all slots
 
 
 class MaskedExpert(NamedTuple):
@@ -105,10 +110,22 @@ class ChannelMemory(DeviceMemory):
                 wanted.append(Wanted(expert, whole, cut, kept[tiles[whole] :]))
         return DeviceWork(layer, share, self.mover.demand(layer, wanted), masked)
 
-    def _bytes(self, landed: Landed) -> Tensor:
-        if landed.places is None:
-            return self._memory.slot(landed.slot)
-        return self._memory.records(landed.places, self._layout.tile_bytes // self._tile, self._tile)
+    def _bytes(self, landed: Landed) -> Tensor | Records:
+        """A landed tile, or the places of its kept channels."""
+        return self._memory.slot(landed.slot) if landed.places is None else landed.places
+
+    def _records(self, places: Records) -> Tensor:
+        """Records by their places, uint8. Without a copy where they follow each other in one slot."""
+        size, each = self._layout.tile_bytes // self._tile, self._tile
+        slots, at = np.divmod(places, each)
+        if not len(places):
+            return self._memory.slot(0)[:0]
+        if slots[0] == slots[-1] and at[-1] - at[0] == len(at) - 1 and (at[1:] > at[:-1]).all():
+            return self._memory.slot(int(slots[0]))[int(at[0]) * size : (int(at[-1]) + 1) * size]
+        whole = self._memory.all_slots
+        every = whole[:, : each * size].view(len(whole), each, size)
+        chosen: Tensor = every[tuple(self.device.from_host(np.stack([slots, at]).astype(np.int64)))]
+        return chosen.flatten()
 
     def _masked(self, layer: int, share: Share, inputs: Any, mask: Mask) -> Masked:
         """Compute u of the share's tiles, and the masks' channels on the host, in one copy."""
@@ -147,20 +164,22 @@ class ChannelMemory(DeviceMemory):
             biases = heads[layout.up_biases : end].view(torch.float32)
         return self.kernel.up(heads[: tiles * layout.head_bytes], inputs, rows, biases)
 
-    def begin_sum(self, layer: int, share: Share, x: Tensor, masked: Masked | None = None) -> TileSums:
+    def begin_sum(self, layer: int, share: Share, x: Tensor, masked: Masked | None = None) -> LayerSum:
         inputs, experts, masked = self.kernel.activations(x), share.items[:, 0].tolist(), masked or {}
         us = {expert: of.u for expert, of in masked.items()}
         if not masked:
             rows_by, cuts = rows_of(share, self.device), share.items[:, 2].tolist()
             for expert, cut in zip(experts, cuts, strict=True):
                 us[expert] = self._up(layer, expert, cut, inputs, rows_by[expert])
+        if len(x) == 1 and (kept := self.kernel.kept) is not None:
+            return OneRow(self._memory, self._layout, kept, inputs, share, us, masked)
 
-        def output(item: int, tile: int, data: Tensor, rows: Tensor) -> Tensor:
+        def output(item: int, tile: int, data: Tensor | Records, rows: Tensor) -> Tensor:
             expert = experts[item]
-            if not masked or len(data) == self._layout.tile_bytes:
+            if isinstance(data, Tensor):
                 u = us[expert][:, tile * self._tile : (tile + 1) * self._tile]
             else:
-                of = masked[expert]
+                of, data = masked[expert], self._records(data)
                 u = of.chosen[:, of.tiles[tile] : of.tiles[tile + 1]]
             return self.kernel.channels(data, u.contiguous(), inputs, rows)
 
@@ -175,3 +194,60 @@ class ChannelMemory(DeviceMemory):
                 mass = left = 0.0
             parts.append(Tally(mass, left, len(expert.kept), len(expert.mass) * self._tile))
         return Tally.of(parts) if parts else NOTHING
+
+
+class OneRow:
+    """The sum of a share of one row, whose kept channels a kernel reads where they lie."""
+
+    def __init__(
+        self,
+        memory: SlabMemory,
+        layout: StoreLayout,
+        kept: Kept,
+        x: Any,
+        share: Share,
+        us: dict[int, Tensor],
+        masked: Masked,
+    ) -> None:
+        """`x`: the kernel's activations; `us`: of each expert, float32 [1, channels]."""
+        self._kept, self._x, self._weights = kept, x, share.weights
+        self._tile, self._size = layout.shape.tile, layout.tile_bytes // layout.shape.tile
+        self._slots, self._stride = memory.all_slots.data_ptr(), memory.all_slots.stride(0)
+        self._experts, cuts = share.items[:, 0].tolist(), share.items[:, 2]
+        self._us, self._masked = us, masked
+        self._first = np.cumsum(cuts) - cuts  # lines of earlier experts
+        self._computed = np.zeros(len(cuts), np.int32)
+        on_device = next(iter(us.values()))
+        self._out = on_device.new_empty(int(cuts.sum()), layout.shape.hidden)
+
+    def add(self, tiles: Sequence[tuple[int, int, Any]]) -> None:
+        """Compute tiles, as LayerSum says; of chosen channels their places."""
+        items = np.zeros(len(tiles), KEPT)
+        addresses, channels, end = [], [], 0
+        for at, (item, tile, data) in enumerate(tiles):
+            expert, lo = self._experts[item], tile * self._tile
+            which = np.arange(self._tile, dtype=np.int32)
+            if self._masked:
+                of = self._masked[expert]
+                which = of.kept[of.tiles[tile] : of.tiles[tile + 1]] - np.int32(lo)
+            if isinstance(data, Tensor):
+                addresses.append(data.data_ptr() + which.astype(np.int64) * self._size)
+            else:
+                slots, places = np.divmod(data.astype(np.int64), self._tile)
+                addresses.append(self._slots + slots * self._stride + places * self._size)
+            u = self._us[expert].data_ptr() + 4 * lo
+            items[at] = u, end, len(which), self._first[item] + tile
+            channels.append(which)
+            end += len(which)
+            self._computed[item] += 1
+        if tiles:
+            records, which = np.concatenate(addresses), np.concatenate(channels)
+            self._kept(items, records, which, self._x, self._out)
+
+    def result(self) -> Weighted:
+        """Return the sum, as LayerSum says."""
+        there = self._computed > 0
+        terms = np.zeros(int(there.sum()), TERM)
+        terms["first"], terms["parts"], terms["stride"] = self._first[there], self._computed[there], 1
+        terms["weight"] = self._weights[there]
+        return Weighted(self._out.data_ptr(), terms, np.array([0, len(terms)], np.int32), self._out)

@@ -178,8 +178,8 @@ class DeviceMemory:
         clock.mark("device")
         return y
 
-    def _bytes(self, landed: Landed) -> Tensor:
-        """A landed tile's bytes, uint8; of chosen channels their records."""
+    def _bytes(self, landed: Landed) -> Any:
+        """A landed tile's bytes, uint8; of chosen channels what `begin_sum` takes."""
         assert self.slab is not None
         return self.slab.memory.slot(landed.slot)
 

@@ -68,7 +68,7 @@ class CountingDevice(cuda.CudaDevice):
     def open_slab(
         self, name: str, slots: int, slot_bytes: int, tick: Callable[[], None] = lambda: None
     ) -> cuda.CudaSlab:
-        return cuda.CudaSlab(0, slots, slot_bytes, self.from_host, lambda: self.stream)
+        return cuda.CudaSlab(0, slots, slot_bytes, lambda: self.stream)
 
     def time_mark(self) -> float:
         return 0.0

@@ -11,16 +11,23 @@ from benchmarks.gpu.registers import ARCHITECTURES
 from workers.kernels.cuda.compiler import compiled
 
 # Least bytes of a lane under way, of most kernels; a lane that waits for each load of 4 bytes has 4 to 7.
-LEAST = {"int4": 28, "bf16": 17}
+LEAST = {"int4": 28, "bf16": 17, "channels-bf16": 17, "channels-int8": 28, "channels-int4": 24}
 FOUR_UNITS = 16  # of kernels of 32 rows, which have the registers for one record only
 # Whose loads ptxas moves to where they are used: 5 and 11 bytes are under way there.
 KNOWN = {("bf16", 120): {"down_4", "down_8"}}
 CASES = [("int4", one) for one in ARCHITECTURES] + [("bf16", 90)]
 CASES += [pytest.param("bf16", one, marks=pytest.mark.slow) for one in ARCHITECTURES if one != 90]
+CHANNELS = [("channels-bf16", 90), ("channels-int4", 90)]
+CHANNELS += [
+    pytest.param(format, one, marks=pytest.mark.slow)
+    for format in ("channels-bf16", "channels-int8", "channels-int4")
+    for one in ARCHITECTURES
+    if one != 90 or format == "channels-int8"
+]
 
 
-@pytest.mark.parametrize(("format", "architecture"), CASES)
-def test_loads_are_under_way_while_others_are_multiplied(format: str, architecture: int) -> None:
+def under_way(format: str, architecture: int) -> dict[str, float]:
+    """Bytes of a lane, by kernels. Skips where they cannot be compiled or disassembled."""
     if reason := registers.missing(architecture):
         pytest.skip(reason)
     try:
@@ -28,7 +35,12 @@ def test_loads_are_under_way_while_others_are_multiplied(format: str, architectu
     except machine_code.NoDisassembler as e:
         pytest.skip(str(e))
     loops = machine_code.loops(compiled(registers.program(format), divmod(architecture, 10), None))
-    found = {loop.kernel: loop.under_way for loop in loops}
+    return {loop.kernel: loop.under_way for loop in loops}
+
+
+@pytest.mark.parametrize(("format", "architecture"), CASES)
+def test_loads_are_under_way_while_others_are_multiplied(format: str, architecture: int) -> None:
+    found = under_way(format, architecture)
     limits = (8, 32) if format == "int4" else (1, 2, 4, 8)
     assert set(found) == {f"{kernel}_{limit}" for kernel in ("gate_up", "down") for limit in limits}
     short = {
@@ -39,6 +51,13 @@ def test_loads_are_under_way_while_others_are_multiplied(format: str, architectu
     assert set(short) == KNOWN.get((format, architecture), set()), short
     row = min(found[f"gate_up_{limits[0]}"], found[f"down_{limits[0]}"])
     assert row >= (60 if format == "int4" else 30)
+
+
+@pytest.mark.parametrize(("format", "architecture"), CHANNELS)
+def test_records_of_channels_are_under_way_too(format: str, architecture: int) -> None:
+    found = under_way(format, architecture)
+    assert set(found) == {"gates", "downs"}
+    assert min(found.values()) >= LEAST[format], found
 
 
 def test_a_loop_that_waits_for_each_load_is_told_from_one_that_loads_ahead() -> None:

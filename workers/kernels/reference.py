@@ -251,6 +251,8 @@ class ChannelInputs(NamedTuple):
 class ReferenceChannels:
     """Computes heads and chosen channels in torch, from uint8 tensors, on their device."""
 
+    kept = None  # a single row is computed as others
+
     def __init__(self, layout: StoreLayout) -> None:
         format = layout.format
         assert isinstance(format, FloeFormat)

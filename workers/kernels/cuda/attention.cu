@@ -203,8 +203,7 @@ template <int HEADS> DEVICE void attend_of(ATTEND_ARGUMENTS) {
                 float weight = exponential(__fsub_rn(of[t], now));
                 of[t] = weight, sum = __fadd_rn(sum, weight);
             }
-#pragma unroll
-            for (int far = WARP / 2; far; far /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, far));
+            sum = sum_of_lanes<WARP>(sum);
             if (lane == 0) {
                 float less = exponential(__fsub_rn(before, now));
                 most[warp] = now, factor[warp] = less, total[warp] = __fmaf_rn(total[warp], less, sum);

@@ -70,6 +70,11 @@ class Program:
         return cls("plain.cu", (("FP8", 1), ("UNGATED", 1), ("LINEAR", 1)))
 
     @classmethod
+    def of_channels(cls, bits: int, math: ExpertMath) -> Program:
+        """Channels that a row keeps, of formats whose gate and down lie by channel."""
+        return cls("channels.cu", (("ROW_BITS", bits), *_constants(math)))
+
+    @classmethod
     def of_sums(cls) -> Program:
         """Sums of partial sums in the host's memory."""
         return cls("sums.cu")
@@ -208,7 +213,12 @@ class Nvrtc:
         return filled
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        status, *results = getattr(self._library, name)(*arguments)
-        if int(status) != 0:
-            raise CudaError(f"{name}: {status.name}")
-        return results[0] if len(results) == 1 else tuple(results)
+        return checked(self._library, name, *arguments)
+
+
+def checked(bindings: Any, name: str, *arguments: Any) -> Any:
+    """Results of a function of cuda-bindings without the status. Raises CudaError unless that is success."""
+    status, *results = getattr(bindings, name)(*arguments)
+    if int(status) != 0:
+        raise CudaError(f"{name}: {status.name}")
+    return results[0] if len(results) == 1 else tuple(results)

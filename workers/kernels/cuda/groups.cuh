@@ -18,10 +18,6 @@ enum { HEAD = SCALES == SCALES_OWN || SCALES == SCALES_F16_ZEROS ? 64 : 32 }; /*
 enum { RECORD = HEAD + LANES * INPUTS * BITS / 8 }; /* bytes */
 enum { NUMBERS = GROUP < WARP ? 1 : GROUP / WARP }; /* of a group, for each thread of a warp */
 
-struct factors {
-    float step, sum; /* of a group: what a code counts, and the sum of its codes */
-};
-
 /* Where the code of a group's number is kept. Of E2M1 the codes of inputs 0, 4, 1, 5, 2, 6, 3 and 7 follow one another, as
  * the nibbles of a word of weights do: both are multiplied as they lie. */
 DEVICE int place_of(int i) { return E2M1 ? (i & ~7) + i % 4 * 2 + i / 4 % 2 : i; }

@@ -29,8 +29,8 @@ struct item {
     int32_t add;   /* down: add to the outputs, which earlier tiles of the same rows have written */
 };
 
-/* The arguments of all kernels gate_up_N and down_N, in each program for its `code` and its `factors`. `units` (groups or
- * numbers) of x, and of the inner activations of a tile; `wide`: blocks of threads of an item. So many bytes behind the
+/* The arguments of all kernels gate_up_N and down_N, in each program for its `code`; plain.cu has no factors. `units`
+ * (groups or numbers) of x, and of the inner activations of a tile; `wide`: blocks of threads of an item. So many bytes behind the
  * beginning of a tile are its biases (0: there are none), down (`skipped`), and the factors or scales of its matrices
  * (`scales`; of down_N those of down). */
 #define INNER_ARGUMENTS                                                                                          \

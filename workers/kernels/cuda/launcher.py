@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.cuda import CudaError, call
-from workers.kernels.cuda.compiler import Program, compiled, kernels
+from workers.kernels.cuda.compiler import Program, checked, compiled, kernels
 
 MOST_BLOCKS = (1 << 31) - 1  # of one launch
 MOST_ARGUMENTS = 20
@@ -84,12 +84,13 @@ class CudaLauncher:
         call("cudaFree", 0)  # the device's context, the one that torch uses, becomes this thread's
         cubin = compiled(program, torch.cuda.get_device_capability(device), cache)
         try:
-            module = self._call("cuModuleLoadData", np.frombuffer(cubin, np.uint8).ctypes.data)
+            module = checked(self._driver, "cuModuleLoadData", np.frombuffer(cubin, np.uint8).ctypes.data)
         except RuntimeError as e:  # the bindings find no driver
             raise CudaError(str(e)) from None
         # All now: loading a kernel may wait for the device, and a step must not.
         self._functions: dict[str, Any] = {
-            name: self._call("cuModuleGetFunction", module, name.encode()) for name in kernels(program.file)
+            name: checked(self._driver, "cuModuleGetFunction", module, name.encode())
+            for name in kernels(program.file)
         }
 
     def launch(
@@ -102,13 +103,7 @@ class CudaLauncher:
         function = self._functions[kernel]
         filled = self._arguments.fill(arguments, tables)
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        self._call("cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, 0, stream, filled, 0)
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        status, *results = getattr(self._driver, name)(*arguments)
-        if int(status) != 0:
-            raise CudaError(f"{name}: {status.name}")
-        return results[0] if results else None
+        checked(self._driver, "cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, 0, stream, filled, 0)
 
 
 ALIGNMENT = 256  # bytes; of tables

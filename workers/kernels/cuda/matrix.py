@@ -1,24 +1,23 @@
 """Matrices of a quantized format on a GPU: y = x @ W.T by the kernels of an expert's down, in fp8 of its up.
 
 With them up of the formats whose gate and down lie by channel (`shm/floe.py`), so with the host's bits and
-its masks; the rest of those is torch's.
+its masks. What one row keeps of the channels `channels.cu` computes; for more rows it is torch's.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from shm.floe import FloeFormat
 from shm.formats import Bytes, MatrixFormat
 from shm.fp8 import BLOCK, FP8
 from shm.layout import StoreLayout
-from shm.mask import Mask
 from workers.kernels.c_types import Geometry
 from workers.kernels.cuda.launcher import Launcher, Scratch, Tables
 from workers.kernels.cuda.products import ITEM, Codes, Items, Products, in_chunks
@@ -96,22 +95,33 @@ class CudaMatrix:
         return torch.cat(parts, dim=1)
 
 
-class CudaInputs(NamedTuple):
-    """Rows of x as up takes them, on the device, and as the reference does."""
+KEPT = np.dtype([("u", np.int64), ("first", np.int32), ("number", np.int32), ("line", np.int64)])
+KEPT_THREADS, TOGETHER = 128, 8  # of channels.cu
 
-    codes: Tensor  # int8 [R, H in whole groups]
-    factors: Tensor  # float32 [R, groups, 2]
-    reference: ChannelInputs
+
+class CudaInputs:
+    """Rows of x, float32 [R, H], and as up takes them, on the device."""
+
+    def __init__(self, x: Tensor, codes: Tensor, factors: Tensor, reference: ReferenceChannels) -> None:
+        """codes: int8 [R, H in whole groups]; factors: float32 [R, groups, 2]."""
+        self.x, self.codes, self.factors, self._reference = x, codes, factors, reference
+
+    @cached_property
+    def reference(self) -> ChannelInputs:
+        """As the reference takes them."""
+        return self._reference.activations(self.x)
 
 
 class CudaChannels:
     """Computes heads and channels on the device."""
 
-    def __init__(self, launcher: Launcher, layout: StoreLayout) -> None:
-        """`launcher` has the program of the format's up matrices."""
+    def __init__(self, launcher: Launcher, channels: Launcher, layout: StoreLayout) -> None:
+        """`launcher` has the program of the format's up matrices, `channels` that of its channels."""
         assert isinstance(layout.format, FloeFormat)
-        self._launcher, self._format, self._hidden = launcher, layout.format, layout.shape.hidden
+        self._launcher, self._channels = launcher, channels
+        self._format, self._hidden = layout.format, layout.shape.hidden
         self._reference = ReferenceChannels(layout)
+        self.keeps = self._reference.keeps
 
     def activations(self, x: Tensor) -> CudaInputs:
         """Returns the rows x float32 [R, H] in the forms that the products read."""
@@ -121,7 +131,7 @@ class CudaChannels:
         factors = torch.empty((len(x), groups, 2), dtype=torch.float32, device=x.device)
         to = Codes(codes.data_ptr(), factors.data_ptr(), groups)
         products.quantize(x.data_ptr(), len(x), self._hidden, to)
-        return CudaInputs(codes, factors, self._reference.activations(x))
+        return CudaInputs(x, codes, factors, self._reference)
 
     def up(self, heads: Tensor, x: CudaInputs, rows: Tensor, biases: Tensor | None = None) -> Tensor:
         """u of all channels of consecutive heads, float32 [n, channels]. rows: int64 [n]; biases: up's,
@@ -134,13 +144,34 @@ class CudaChannels:
             products.down(*tables_of(products, heads.data_ptr(), len(rows)), of_x, u.data_ptr())
         return u if biases is None else u + biases
 
-    def keeps(self, u: Tensor, mask: Mask) -> Tensor:
-        """bool [n, channels]: `Mask.keeps` of each tile."""
-        return self._reference.keeps(u, mask)
-
     def channels(self, records: Tensor, u: Tensor, x: CudaInputs, rows: Tensor) -> Tensor:
         """Returns what ReferenceChannels does."""
         return self._reference.channels(records, u, x.reference, rows)
+
+    def kept(
+        self, tiles: Items, records: NDArray[np.int64], which: NDArray[np.int32], x: CudaInputs, out: Tensor
+    ) -> None:
+        """Write what tiles give the one row of x to their lines of out, as DeviceChannelKernel says."""
+        bits, groups = self._format.rows.bits, x.factors.shape[1]
+        lines = -(-self._hidden * bits // 512)
+        if bits == 16:
+            words, factors = functional.pad(x.x.bfloat16(), (0, 32 * lines - self._hidden)), x.factors
+        else:
+            padding = 8 * lines // bits - groups
+            words = functional.pad(x.codes, (0, 64 * padding)).view(-1, 4, 16).mT.contiguous()
+            factors = functional.pad(x.factors, (0, 0, 0, padding))
+        tables, threads = Tables(self._channels, tiles, records, which), KEPT_THREADS
+        inner = torch.empty(len(which), dtype=torch.float32, device=out.device)
+        if wide := -(-int(tiles["number"].max()) // TOGETHER):
+            self._channels.launch(
+                "gates", len(tiles) * wide, threads, *tables.addresses, words.data_ptr(), factors.data_ptr(),
+                lines, wide, inner.data_ptr(), tables=tables,
+            )  # fmt: skip
+        wide = -(-lines * 16 // threads)
+        self._channels.launch(
+            "downs", len(tiles) * wide, threads, *tables.addresses[:2], inner.data_ptr(), lines, self._hidden,
+            wide, out.data_ptr(), tables=tables,
+        )  # fmt: skip
 
     def _up(self, channels: int) -> Products:
         return Products(self._launcher, self._format.up, (channels, self._hidden))

@@ -6,6 +6,10 @@
 
 enum { WARP = 32 }; /* lanes */
 
+struct factors {
+    float step, sum; /* of a group of activations: what a code counts, and the sum of its codes */
+};
+
 DEVICE float widened(uint32_t bf16) { return __uint_as_float(bf16 << 16); }
 
 /* exp(y) is (1 + near_1) * power, for y from -87 to 89. */
@@ -35,4 +39,11 @@ DEVICE float exponential(float x) {
     exponent e;
     e.of(y);
     return x == x ? __fmul_rn(__fadd_rn(e.near_1, 1.0f), e.power) : x; /* ... and is NaN here */
+}
+
+/* What lanes of a warp, COUNT that follow one another, have together; each of them gets it. */
+template <int COUNT> DEVICE float sum_of_lanes(float sum) {
+#pragma unroll
+    for (int far = COUNT / 2; far; far /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, far));
+    return sum;
 }

@@ -16,7 +16,6 @@ typedef float code;     /* a number of x or of inner activations */
 #else
 typedef uint16_t stored, code;
 #endif
-typedef void factors; /* there are none */
 
 enum { BITS = 8 * sizeof(stored), EACH = 4 / sizeof(stored), SCALED = 128 }; /* EACH: in 32 bits */
 enum { VECTOR = 4 * EACH }; /* weights that a lane reads together */
@@ -94,12 +93,6 @@ DEVICE float scale_at(const float *scales, int64_t at) {
     return FP8 ? __fmul_rn(__ldg(scales + at / SCALED), (float)UNIT) : 1.0f;
 }
 
-DEVICE float sum_of_lanes(float sum) {
-#pragma unroll
-    for (int far = WARP / 2; far; far /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, far));
-    return sum;
-}
-
 enum { QUANTIZE_THREADS = 128 };
 enum { INNER_WARPS = 4, INNER_THREADS = INNER_WARPS * WARP }; /* a channel each */
 enum { DOWN_WARPS = 8, DOWN_THREADS = DOWN_WARPS * WARP };    /* each warp a share of the channels */
@@ -144,7 +137,7 @@ template <int ROWS, bool WHOLE> DEVICE void inner_in(INNER_ARGUMENTS) {
     }
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-        float gate_of_row = UNGATED ? 0.0f : sum_of_lanes(gates[r]), up_of_row = sum_of_lanes(ups[r]);
+        float gate_of_row = UNGATED ? 0.0f : sum_of_lanes<WARP>(gates[r]), up_of_row = sum_of_lanes<WARP>(ups[r]);
         float both = activated_channel(tile, biases, inner_units, channel, gate_of_row, up_of_row);
         if (lane == 0 && r < it.rows) inner[(it.entry + r) * inner_units + channel] = rounded(both);
     }
