@@ -59,6 +59,7 @@ from shm.store import Store, StoreBuilder, own_fingerprint, store_name
 
 ROLE = "loader"
 PROGRESS_SECONDS = 0.1
+DELIVERY_MS = 10_000  # for the last message: a store in memory is attached before the socket is connected
 log = logging.getLogger(ROLE)
 
 
@@ -74,6 +75,8 @@ class Control:
         self._next = 0.0  # monotonic seconds; until then only the end of a stage is reported
 
     def send(self, message: Ready | Failed) -> None:
+        """Send the last message."""
+        self._socket.setsockopt(zmq.LINGER, DELIVERY_MS)
         self._socket.send_multipart(encode(message))
 
     def stage(self, name: str, total: int) -> Callable[[int], None]:

@@ -95,6 +95,7 @@ class Supervisor:
         self.runtime = folder / "engine"
         self.runtime.mkdir(mode=0o700)
         self.cache = folder / "cache"
+        self.context = context
         self.control = bind_router(context, ipc_endpoint(self.runtime, "control.sock"))
         self.generation = 0
         self.fingerprints: set[str] = set()  # of stores to remove at the end

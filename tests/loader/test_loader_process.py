@@ -2,6 +2,8 @@
 
 import os
 import time
+from contextlib import suppress
+from subprocess import TimeoutExpired
 
 import tiny_checkpoint
 from loader_harness import SECONDS, Supervisor, assert_right, exists, in_memory
@@ -10,6 +12,7 @@ from pipeline.checkpoint.index import CheckpointIndex
 from pipeline.checkpoint.index import fingerprint as fingerprint_of
 from protocol.codec import decode, encode
 from protocol.messages import VERSION, Progress, Ready, Shutdown
+from protocol.sockets import bind_router, ipc_endpoint
 from shm.locks import StoreLease, build_lock
 from shm.manifest import BUILDING, pack_head
 from shm.segment import byte_size, unlink
@@ -40,6 +43,17 @@ def test_store_comes_from_checkpoint_then_segment_then_cache(supervisor, model):
         f"source cache: 0 B read from the checkpoint, {byte_size(size)} from the cache",
     )
     assert_right(fingerprint, tiny_checkpoint.expert_tensors())
+
+
+def test_the_last_message_waits_for_a_supervisor_that_is_slow_to_take_the_connection(supervisor, model):
+    endpoint = ipc_endpoint(supervisor.runtime, "control.sock")
+    supervisor.load(model)
+    supervisor.control.close()
+    child = supervisor.start(model)
+    with suppress(TimeoutExpired):
+        child.process.wait(3)
+    supervisor.control = bind_router(supervisor.context, endpoint)
+    assert supervisor.finish(child).source == "attached"
 
 
 def test_concurrent_loaders_build_one_store(supervisor, model):
