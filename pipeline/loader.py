@@ -59,6 +59,7 @@ from shm.store import Store, StoreBuilder, own_fingerprint, store_name
 
 ROLE = "loader"
 PROGRESS_SECONDS = 0.1
+LAST_MS = 10_000  # for the last message: a small store may be ready before the socket is connected
 log = logging.getLogger(ROLE)
 
 
@@ -92,7 +93,8 @@ class Control:
         return report
 
     def close(self) -> None:
-        self._socket.close()
+        """Close the socket; its context waits until the last message is sent."""
+        self._socket.close(linger=LAST_MS)
 
 
 class Stages(Protocol):
