@@ -47,7 +47,6 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 FAULTS = {
-    "the reader killed": [(KILL, "reader", 0)],
     "the reader stopped": [(STOP, "reader", 0)],
     "a worker stopped, the reader killed": [(STOP, "worker", 0), (KILL, "reader", 0)],
 }
