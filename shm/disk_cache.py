@@ -109,6 +109,7 @@ UNFINISHED = "store.tmp"
 FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 CHUNK = 1 << 24  # bytes of one read
 DONTNEED = os.POSIX_FADV_DONTNEED
+NO_MEMORY = "there is no memory for it: /dev/shm is full, or memory is"  # the kernel says "Bad address"
 
 
 class CachedStore:
@@ -202,7 +203,8 @@ class CachedStore:
         try:
             count = os.preadv(self._descriptor, [target], self._start + begin)
         except OSError as e:
-            raise StoreDamaged(f"the cached store {self.path} cannot be read: {e.strerror}") from None
+            why = NO_MEMORY if e.errno == errno.EFAULT else e.strerror
+            raise StoreDamaged(f"the cached store {self.path} cannot be read: {why}") from None
         if count == 0:
             raise StoreDamaged(f"the cached store {self.path} became shorter while it was read")
         return count

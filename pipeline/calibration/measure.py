@@ -138,7 +138,7 @@ class _Measurement:
         engine, progress = ctx.engine, self._progress
         try:
             report = partial(progress, "sensitivities")
-            return sensitivities(engine.backbone, engine.device, ctx.store, chosen, report, engine.tick)
+            return sensitivities(engine.backbone, engine.device, ctx.store, chosen, report, engine.bring)
         except UsageError as e:
             self._findings.notes.append(f"no sensitivities, and so no threshold of AdapMoE's gate: {e}")
             return None

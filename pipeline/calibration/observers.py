@@ -26,6 +26,7 @@ from workers.kernels.reference import dequantize, int8_steps
 
 Counts = NDArray[np.int64]
 Router = Callable[[FloatArray, int], Routing]
+Bring = Callable[[int, int], None]  # layer, expert: its bytes are read next, and may be on disk
 Up = Callable[[int, int, FloatArray], FloatArray]  # layer, expert, x [n, H] -> u [n, channels]
 PREDICTORS = ("raw", "residual", "first")
 
@@ -339,7 +340,7 @@ class Magnitudes(StepObserver):
         return thresholds
 
 
-def up_of(store: Store) -> Up | None:
+def up_of(store: Store, bring: Bring = lambda layer, expert: None) -> Up | None:
     """u = up x of an expert, from the heads of the store, with x in the int8 steps that the kernels of these
     formats compute with; None where the experts' format keeps no up matrices apart."""
     shape, kind = store.layout.shape, store.layout.format
@@ -347,6 +348,7 @@ def up_of(store: Store) -> Up | None:
         return None
 
     def up(layer: int, expert: int, x: FloatArray) -> FloatArray:
+        bring(layer, expert)
         heads = store.heads(layer, expert, 0, shape.tiles)  # whole blocks: together one matrix
         matrix = dequantize(kind.up, torch.from_numpy(heads.copy()), shape.padded, shape.hidden)
         steps = int8_steps(torch.from_numpy(x), kind.up.group)[:, : shape.hidden]

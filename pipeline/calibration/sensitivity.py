@@ -33,6 +33,7 @@ from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import Batch, TokenSpan
 from pipeline.backbone.kv_cache import TransientKV
 from pipeline.backbone.protocol import AnyBackbone
+from pipeline.calibration.observers import Bring
 from pipeline.device.base import Device
 from pipeline.errors import UsageError
 from pipeline.policies.view import Routing
@@ -53,12 +54,13 @@ def sensitivities(
     store: Store,
     windows: Sequence[Sequence[int]],
     progress: Progress,
-    tick: Callable[[], None] = lambda: None,
+    bring: Bring = lambda layer, expert: None,
 ) -> NDArray[np.float32]:
     """s [L], the mean over all tokens but each window's last. A window has 3 tokens or more, fits the
-    backbone's context, and is a sequence of its own. Exceptions of `progress` end the computation; `tick` is
-    called at each expert. Raises UsageError where the backbone cannot be differentiated, one line with the
-    remedy; ValueError without windows or for too short ones. Must not be called in torch's inference mode."""
+    backbone's context, and is a sequence of its own. Exceptions of `progress` end the computation; `bring` is
+    called for each expert before it is read. Raises UsageError where the backbone cannot be differentiated,
+    one line with the remedy; ValueError without windows or for too short ones. Must not be called in torch's
+    inference mode."""
     if not isinstance(backbone, Backbone):
         raise UsageError("sensitivities need gradients, which only Tandem's own backbones give")
     if not backbone.differentiable:
@@ -68,7 +70,7 @@ def sensitivities(
         )
     if not windows or min(len(w) for w in windows) < LEAST:
         raise ValueError(f"sensitivities need windows of at least {LEAST} tokens")
-    model = _Model(backbone, device, store, tick)
+    model = _Model(backbone, device, store, bring)
     squares = np.zeros(model.layers)
     groups = list(_groups(windows))
     total = len(groups) * (2 * model.layers - 1)
@@ -108,7 +110,7 @@ class _Model:
     backbone: Backbone
     device: Device
     store: Store
-    tick: Callable[[], None]
+    bring: Bring
 
     @property
     def layers(self) -> int:
@@ -192,7 +194,7 @@ class _Model:
 
     def _tiles(self, layer: int, expert: int) -> Iterator[Tile]:
         """An expert's tiles, one after the other."""
-        self.tick()
+        self.bring(layer, expert)
         layout = self.store.layout
         for tile in range(layout.shape.tiles):
             place = layer, expert, tile, tile + 1

@@ -131,6 +131,12 @@ class Engine:
         for stage in self.stages:
             stage.driver.forget_counts()
 
+    def bring(self, layer: int, expert: int) -> None:
+        """This process reads an expert's bytes next: wait until they are in memory. Raises DiskFailed."""
+        self.tick()
+        if self.tier is not None:
+            self.tier.bring(layer, expert)
+
     def poll_children(self) -> None:
         """Handle messages, starts and exits of workers and prefetcher while no layer waits for them."""
         self.pool.update(0)

@@ -131,6 +131,14 @@ class DiskTier:
         for expert in missing:
             self._demand(layer, expert)
 
+    def bring(self, layer: int, expert: int) -> None:
+        """Wait until an expert is in memory; it is until another is needed. No Work is being computed. Raises
+        DiskFailed."""
+        self.need(layer, np.array([expert]))
+        while self._state[layer, expert] != RESIDENT:
+            self._check(layer, expert)
+            self._wait()
+
     @property
     def predicts(self) -> bool:
         """The next layer's router is to be applied to each layer's input."""
@@ -184,10 +192,13 @@ class DiskTier:
         for descriptor in descriptors:
             layer, experts = _experts_of(descriptor)
             for expert in experts.tolist():
-                if (why := self._failed.get((layer, expert))) is not None:
-                    raise DiskFailed(why)
+                self._check(layer, expert)
         self._wait()
         self.figures.waited += time.perf_counter() - began
+
+    def _check(self, layer: int, expert: int) -> None:
+        if (why := self._failed.get((layer, expert))) is not None:
+            raise DiskFailed(why)
 
     def _wait(self) -> None:
         if not self.update(WAIT_MS) and time.monotonic() - self._heard > LIMIT:

@@ -109,7 +109,7 @@ class CalibrationService:
             parts.config.options.max_sequences if parts.engine.backbone.several else 1,
             parts.context,
             parts.config.options.seed,
-            up_of(parts.store),
+            up_of(parts.store, parts.engine.bring),
             message.max_loss,
         )
 

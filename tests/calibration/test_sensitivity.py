@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.linear import Precision
+from pipeline.calibration.observers import Bring
 from pipeline.calibration.sensitivity import sensitivities
 from pipeline.checkpoint.open import Checkpoint
 from pipeline.device import open_device
@@ -102,12 +103,17 @@ def found(
     windows: Sequence[Sequence[int]],
     dtype: str = "f32",
     calls: list[tuple[int, int]] | None = None,
+    bring: Bring = lambda layer, expert: None,
 ) -> np.ndarray:
     source = Checkpoint(folder)
     spec = model_spec(source.config)
     backbone = Backbone(source, spec, Precision(dtype, device), spec.max_positions)
     progress = [] if calls is None else calls
-    return sensitivities(backbone, device, store, windows, lambda done, of: progress.append((done, of)))
+
+    def report(done: int, of: int) -> None:
+        progress.append((done, of))
+
+    return sensitivities(backbone, device, store, windows, report, bring)
 
 
 def windows_of(case: Case) -> list[tuple[int, ...]]:
@@ -138,6 +144,22 @@ def test_sensitivities_equal_autograd_on_the_whole_model(case: Case, tmp_path: P
     assert (expected > 0).all()
     np.testing.assert_allclose(s, expected, rtol=1e-3)
     np.testing.assert_allclose(plain, expected, rtol=1e-3)
+
+
+def test_an_expert_needs_to_be_in_memory_once_it_is_brought(tmp_path: Path, device: Device) -> None:
+    save(CASES[0], tmp_path)
+    windows = windows_of(CASES[0])
+    with stored(tmp_path, "f32", tile=16) as store:
+        expected = found(tmp_path, device, store, windows)
+        whole = store.all_tiles().copy()
+        with Store.attach(store.segment.name, writable=True) as partial:
+
+            def bring(layer: int, expert: int) -> None:
+                partial.every_page[:] = 0
+                for at, pages in partial.pages(layer, expert):
+                    pages[:] = whole[at : at + len(pages)]
+
+            assert found(tmp_path, device, store, windows, bring=bring).tolist() == expected.tolist()
 
 
 def test_grouping_of_windows_does_not_change_sensitivities(tmp_path, device: Device, monkeypatch) -> None:

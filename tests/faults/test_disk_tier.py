@@ -27,7 +27,7 @@ from shm.store import store_segments
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
-LAYERS, EXPERTS, HIDDEN = 8, 8, 128
+LAYERS, EXPERTS, HIDDEN = 6, 8, 128
 EXPERT = 3 * HIDDEN * HIDDEN * 4  # bytes
 HALF = LAYERS * EXPERTS * EXPERT // 2
 SHAPE = {
@@ -47,7 +47,6 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 FAULTS = {
-    "the reader killed": [(KILL, "reader", 0)],
     "the reader stopped": [(STOP, "reader", 0)],
     "a worker stopped, the reader killed": [(STOP, "worker", 0), (KILL, "reader", 0)],
 }
@@ -100,7 +99,6 @@ async def test_no_answer_changes_by_a_bit_when_processes_end(reference, state, f
             state.send(number, role, index)
 
     assert bits(await answer(state.client, fault=happens)) == bits(reference[0])
-    assert bits(await answer(state.client, LONG, 8)) == bits(reference[1])
     await state.wait_recovered()
 
 

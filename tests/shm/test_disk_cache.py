@@ -13,6 +13,7 @@ from small_store import build, file_of, flip, run, running, write_cache
 
 from shm.disk_cache import CachedStore, sweep_cache
 from shm.errors import StoreDamaged, StoreInvalid
+from shm.huge import map_shared
 from shm.layout import PAGE
 from shm.segment import unlink
 from shm.store import Store, StoreBuilder, store_name
@@ -54,6 +55,17 @@ def test_the_file_is_the_segment_and_fills_an_equal_one(cached, fingerprint):
         assert open_cached(cached, fingerprint).manifest.checksums == tuple(
             zlib.crc32(layer.data) for layer in data.reshape(2, -1)
         )
+
+
+def test_memory_that_cannot_be_had_is_one_clear_line(cached, fingerprint):
+    source, end = CachedStore.open(cached.parent.parent, fingerprint), os.memfd_create("ends")
+    os.ftruncate(end, PAGE)
+    pages = map_shared(end, PAGE, writable=True)
+    os.truncate(end, 0)  # a page without memory, as in a full /dev/shm
+    os.close(end)
+    assert source is not None
+    with source, pytest.raises(StoreDamaged, match=r"cannot be read: there is no memory for it: /dev/shm"):
+        source.read_pages(pages, 0)
 
 
 def test_a_truncated_file_is_refused(cached, fingerprint):
