@@ -145,6 +145,9 @@ def bind_router(
     try:
         _configure(socket, send_hwm, receive_hwm, largest)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # A peer that connects again at once, as after a frame that was too large, would never be read while
+        # its last connection has unread messages: not even its end would be seen.
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         socket.bind(endpoint)
         path.chmod(0o600)
     except (zmq.ZMQError, OSError) as e:

@@ -50,6 +50,15 @@ def test_a_full_queue_is_an_error_for_its_own_peer_only(context, endpoint):
         router.close(linger=0)
 
 
+def test_a_peer_that_connects_again_is_read_also_before_its_last_connection_has_ended(context, endpoint):
+    with bind_router(context, endpoint) as router, contextlib.ExitStack() as dealers:
+        for word in (b"first", b"second"):
+            dealer = dealers.enter_context(connect_dealer(context, endpoint, identity=b"worker-0-1"))
+            dealer.send(word)
+            assert router.poll(5000)
+            assert router.recv_multipart() == [b"worker-0-1", word]
+
+
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
 def test_a_socket_file_is_private_whatever_the_umask(context, runtime, endpoint, mask):
     before = os.umask(mask)
