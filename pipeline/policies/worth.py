@@ -47,6 +47,7 @@ class Worth:
         self._empty = np.where(self.target > 0, np.float32(0), np.float32(inf))
         self._rank: FloatArray = self.value + self._empty
         self._noted = np.zeros(share.shape, np.float32)  # [L, E]: logits of one row, or shares of several
+        self._layers = np.arange(len(share))
         self._waiting = [False] * len(share)  # by layer: noted, and not counted yet
         self._phase: Phase = "decode"  # of what was noted
         self._single = True  # whether it was one row
@@ -85,40 +86,29 @@ class Worth:
 
     def observe(self, layer: int) -> None:
         """Count what was noted of the layer."""
-        if not self._waiting[layer]:
-            return
-        self._waiting[layer] = False
-        share, averages = self._noted[layer], self._averages[layer]
-        if self._single:
-            share = self._scores(share[None], layer)[0]
-        kept, weights = _WEIGHTS[self._phase]
-        averages *= kept
-        averages += weights * share
-        value, empty, rank = self._rows[layer]
-        np.multiply(averages[1], _LASTING_WEIGHT, out=value)
-        if self._phase == "decode":
-            value += averages[0]
-        np.add(value, empty, out=rank)
+        if self._waiting[layer]:
+            self._observe(slice(layer, layer + 1))  # quicker than a list of one
 
     def _observe_all(self) -> None:
-        """The same of all layers that wait, together."""
-        layers = np.flatnonzero(self._waiting)
-        if not len(layers):
-            return
-        share = self._noted[layers]
+        if any(self._waiting):
+            self._observe(np.flatnonzero(self._waiting))
+
+    def _observe(self, part: slice | NDArray[np.int64]) -> None:
+        share, layers = self._noted[part], self._layers[part]
         if self._single:
             share = self._scores(share, layers)
         kept, weights = _WEIGHTS[self._phase]
-        averages = self._averages[layers]
+        averages = self._averages[part]
         averages *= kept
         averages += weights * share[:, None]
         value = averages[:, 1] * _LASTING_WEIGHT
         if self._phase == "decode":
             value += averages[:, 0]
-        self._averages[layers] = averages
-        self.value[layers] = value
-        self._rank[layers] = value + self._empty[layers]
-        self._waiting = [False] * len(self._waiting)
+        self._averages[part] = averages
+        self.value[part] = value
+        self._rank[part] = value + self._empty[part]
+        for layer in layers.tolist():
+            self._waiting[layer] = False
 
     def moved(self, layer: int, experts: list[int], cuts: list[int], more: int, out: IntArray) -> list[int]:
         """The cuts of experts with equally many rows, changed by `more` tiles in all: beyond the residency
