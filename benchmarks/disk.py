@@ -15,10 +15,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from launch.errors import LaunchError
 from launch.processes.supervisor import Supervisor
 from launch.terminal.format import percent
 from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig
+from pipeline.errors import UsageError
 from pipeline.memory.needs import needs
 from protocol.client import Client
 from protocol.messages import Sampling, Token
@@ -71,7 +73,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--turns", type=int, default=3)
     asked = parser.parse_args()
-    asyncio.run(measure(asked.model, asked.share, asked.tokens, asked.turns))
+    try:
+        asyncio.run(measure(asked.model, asked.share, asked.tokens, asked.turns))
+    except (UsageError, LaunchError) as e:  # such as a share that is too small
+        raise SystemExit(f"benchmarks.disk: {e}") from None
 
 
 if __name__ == "__main__":

@@ -56,6 +56,22 @@ def wait_lock(path: Path, operation: int, seconds: float, waiting: Callable[[], 
     return descriptor
 
 
+def is_locked(path: Path, operation: int) -> bool:
+    """Tells whether a process holds a lock on the file that conflicts with this flock; False without the
+    file. Raises OSError if it cannot be opened."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def leads_to(path: Path, descriptor: int) -> bool:
     """Tells whether the name still leads to the open file, and not to none: another user may have put a loop
     of links, a file or a closed directory in the place of ours."""

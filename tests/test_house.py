@@ -16,12 +16,12 @@ PROGRAM = ("protocol", "shm", "workers", "pipeline", "launch")
 SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
     "protocol": 2_560,
-    "shm": 4_750,
+    "shm": 4_760,
     "workers": 10_220,
     "pipeline": 41_010,
     "launch": 14_340,
-    "benchmarks": 7_850,
-    "tests": 63_790,
+    "benchmarks": 7_860,
+    "tests": 63_800,
 }
 ROOMS = 321  # Python files of the program, without those that only mark a package
 

@@ -38,6 +38,7 @@ THREADS = 8  # pieces that are read at the same time
 PIECE = 1 << 20  # bytes
 TRIES = 3  # of a piece
 PAUSE = 0.05  # seconds before it is tried again
+REMEMBERED = 256  # orders that have ended
 
 
 @dataclass(eq=False)
@@ -168,6 +169,7 @@ def serve(peer: ChildEndpoint, store: Store, readers: Readers) -> None:
     """Serve orders until Shutdown."""
     peer.wake_by(readers.bell)
     known: dict[int, Order] = {}
+    ended: deque[int] = deque(maxlen=REMEMBERED)
     while not peer.stopped:
         for message in peer.receive(wait=True):
             if not isinstance(message, ReadExpert):
@@ -175,12 +177,15 @@ def serve(peer: ChildEndpoint, store: Store, readers: Readers) -> None:
                 continue
             order = known.get(message.id)
             if order is None:
+                if message.id in ended:  # a change of urgency, which its report has crossed
+                    continue
                 pieces = pieces_of(store, message.layer, message.expert)
                 size = sum(len(memory) for _, memory in pieces)
                 order = known[message.id] = Order(message.id, pieces, len(pieces), size)
             readers.put(order, message.urgency)
         for order in readers.take_ended():
             del known[order.id]
+            ended.append(order.id)
             peer.send(ExpertRead(order.id, peer.generation, order.size, order.error))
 
 

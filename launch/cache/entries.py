@@ -31,6 +31,7 @@ from pipeline.models import facts
 from protocol.errors import NotPrivate
 from shm.disk_cache import FINGERPRINT, RECORD, STORE_FILE, UNFINISHED, last_use, read_record
 from shm.errors import ShmError
+from shm.file_locks import is_locked
 from shm.locks import unused_store
 from shm.segment import allocated_bytes, is_segment
 from shm.store import Store, store_key
@@ -119,13 +120,7 @@ def writer_of(path: Path) -> str:
 def _is_locked(path: Path) -> bool:
     """Tells whether a program holds a lock on a file."""
     with suppress(OSError):
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
+        return is_locked(path, fcntl.LOCK_EX)
     return False
 
 

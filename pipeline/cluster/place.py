@@ -23,7 +23,7 @@ import msgspec
 from protocol.files import private_directory, read_small
 from protocol.sockets import runtime_root
 from shm.atomic_file import atomic_file
-from shm.file_locks import try_lock
+from shm.file_locks import is_locked, try_lock
 from shm.segment import engine_prefix, is_segment, segment_path, shm_names
 
 LOCK, INFO, LOG = "lock", "host.json", "host.log"
@@ -82,17 +82,7 @@ def remove(path: Path, lock: int) -> None:
 
 def runs(name: str) -> bool:
     """Returns whether a host of this name runs."""
-    try:
-        lock = os.open(folder_of(name) / LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
-    return False
+    return is_locked(folder_of(name) / LOCK, fcntl.LOCK_SH)
 
 
 def read(name: str) -> HostPlace | None:

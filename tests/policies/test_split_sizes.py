@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from math import prod
 
@@ -28,14 +29,20 @@ def loads(draw: st.DrawFn, tiles: int | None = None, experts: int | None = None)
     )
 
 
-def exposed(one: LayerLoads, kept: int, cached: int) -> float:
-    """Over all ways in which the experts are cached or not, and all are predicted right or none."""
-    found = 0.0
+def ways(one: LayerLoads, kept: int, cached: int) -> Iterator[tuple[float, list[int]]]:
+    """Yields in which ways the used experts are cached or not: the probability, and the tiles of each that
+    are missing."""
     hit = one.hits[cached]
     for each in product([True, False], repeat=one.used):
         missing = [one.tiles - kept if here else one.tiles for here in each]
+        yield prod(hit if here else 1 - hit for here in each), missing
+
+
+def exposed(one: LayerLoads, kept: int, cached: int) -> float:
+    """Over all ways in which the experts are cached or not, and all are predicted right or none."""
+    found = 0.0
+    for share, missing in ways(one, kept, cached):
         load = sum(one.fetch + one.tile * count for count in missing if count)
-        share = prod(hit if here else 1 - hit for here in each)
         found += share * one.accuracy * max(0.0, load - one.window) + share * (1 - one.accuracy) * load
     return found
 
@@ -122,15 +129,14 @@ def test_tiles_move_to_the_layer_that_is_not_predicted() -> None:
 
 def ready_of(one: LayerLoads, kept: int, cached: int) -> float:
     """Over all ways in which the experts are cached or not, and all are predicted right or none."""
-    found, hit = 0.0, one.hits[cached]
-    for each in product([True, False], repeat=one.used):
-        lacks = sorted(one.tiles - kept if here else one.tiles for here in each)
+    found = 0.0
+    for share, missing in ways(one, kept, cached):
+        lacks = sorted(missing)
         whole = lacks.count(0)
         time, landed = 0.0, whole
         for missing in lacks[whole:]:
             time += one.fetch + one.tile * missing
             landed += time <= one.window + 1e-9
-        share = prod(hit if here else 1 - hit for here in each)
         found += share * (one.accuracy * landed + (1 - one.accuracy) * whole)
     return found
 
