@@ -2,7 +2,7 @@
 sampling settings. The tokenizer is made as the tokenizer.json of the model that the file was converted from
 describes it, so that a text has the same ids.
 
-transformers' converter of such files is not used: it knows half of the names of `gguf_words.py`, and cuts
+transformers' converter of such files is not used: it knows half of the names of WORDS below, and cuts
 otherwise for the rest; it leaves out Unicode's form, and tokens that no merges make; its Llama tokenizer is
 not Mixtral's; and it maps the file, which may be cut short meanwhile.
 """
