@@ -21,18 +21,18 @@ from pipeline.energy import EnergyMeter
 from pipeline.errors import PipelineError, UsageError
 from pipeline.experts.peers import ExitEvents
 from pipeline.serving.clients import Clients
-from pipeline.serving.engine_parts import EngineParts
-from pipeline.serving.engine_service import (
+from pipeline.serving.engine_inbox import (
     EngineEvent,
     EngineFailed,
     EngineInbox,
     EngineReady,
-    EngineService,
     Post,
     ToClients,
     ToOtherClients,
     ToSupervisor,
 )
+from pipeline.serving.engine_parts import EngineParts
+from pipeline.serving.engine_service import EngineService
 from pipeline.serving.engine_status import EngineStatus
 from pipeline.serving.text_link import ROLE as TEXT
 from pipeline.serving.text_link import TextLink
