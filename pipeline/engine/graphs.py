@@ -36,7 +36,7 @@ from pipeline.device.base import Added, Device
 from pipeline.device.cuda_graphs import CudaGraphs
 from pipeline.engine.observer import Probing
 from pipeline.experts.device_share import DeviceMemory
-from pipeline.text.sampler import WIDTH
+from pipeline.text.logprobs import WIDTH
 from shm.segment import byte_size
 from workers.cuda import CudaError
 from workers.kernels.cuda.sums import HEADER_BYTES, MOST_PARTS, OutputSums, sums_table, table_room
