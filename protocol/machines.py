@@ -60,6 +60,7 @@ class HostWelcome(Record, frozen=True):
     error: str = ""
     done: Int = 0
     total: Int = 0
+    from_disk: bool = False  # it reads most experts from disk: others are asked first
 
 
 @message(82)

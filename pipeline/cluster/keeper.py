@@ -54,6 +54,7 @@ class HostConfig:
     port: int = 0  # 0: any that is free
     lease: float = 60.0  # seconds that it lives after its coordinator's last message
     reserve_bytes: int = 2 << 30  # of memory that its store must leave free
+    disk_memory: int | None = None  # bytes of experts in memory, the others stay on disk; None: all of them
     host_slowdown: float = 1.0  # emulation, as in EngineConfig
     log_level: str = "INFO"
 

@@ -112,6 +112,7 @@ class Link:
         self._shaken = False  # hands, on the present connection
         self.state, self.why = AWAY, "there is no connection, perhaps for a firewall"
         self.incarnation = ""
+        self.from_disk = False
         self.pings = self.works = self.asked_again = 0
         self.heard_at = self.pinged_at = self.helloed_at = 0.0  # monotonic seconds
         self.unheard_since = 0.0  # of the first Ping that no message has followed; 0: there is none
@@ -367,12 +368,12 @@ class Machines:
             self._poller.register(socket, zmq.POLLIN)
 
     def _holders(self, lane: int) -> list[Link]:
-        """Returns the machines that can be asked for a lane: those that answer first, and of these the one
-        whose own lane it is, so that replicas share the work."""
+        """Returns the machines that can be asked for a lane: those that answer first, of these those
+        with the lane in memory, and of these the one whose own it is, so that replicas share the work."""
         able = [link for link in self._links.values() if lane in link.machine.lanes and link.able]
         if lane in self._copies:
             able = [link for link in able if not link.silent]
-        return sorted(able, key=lambda link: (link.silent, link.machine.lanes.index(lane)))
+        return sorted(able, key=lambda each: (each.silent, each.from_disk, each.machine.lanes.index(lane)))
 
     def _why(self, lanes: Sequence[int]) -> str:
         """Returns what these lanes wait for."""
@@ -509,8 +510,10 @@ class Machines:
     def _on_welcome(self, link: Link, welcome: HostWelcome) -> None:
         if welcome.state == READY:
             if not link.able:
-                log.info(f"machine {link.machine.name} is ready: lanes {list(welcome.lanes)}")
+                how = ", read from disk" * welcome.from_disk
+                log.info(f"machine {link.machine.name} is ready: lanes {list(welcome.lanes)}{how}")
             link.state, link.why, link.incarnation = READY, "", welcome.incarnation
+            link.from_disk = welcome.from_disk
         elif welcome.state == REFUSED:
             link.lost(REFUSED, welcome.error)
         else:

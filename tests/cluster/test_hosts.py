@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster_heads import BOUNDS, Head, head, host_config, hosts, machine, pid_of, restart
+from cluster_heads import BOUNDS, Head, expert_bytes, head, host_config, hosts, machine, pid_of, restart
 
 from pipeline.cluster import place
 from pipeline.cluster.keeper import HostKeeper, new_keys
@@ -86,6 +86,30 @@ def test_a_copy_answers_where_its_machine_does_not(
         os.kill(pid, signal.SIGKILL)
         assert [several.sums(seed) for seed in range(8)] == [alone.sums(seed) for seed in range(8)]
     restart(pair[1], pid)
+
+
+def test_a_part_that_no_memory_has_room_for_is_served_from_disk(three_tiles: Path, alone: Head) -> None:
+    config = host_config(three_tiles, 1, 2, name="host-that-is-lost")
+    on_disk = replace(config, name="host-on-disk", disk_memory=5 * expert_bytes(three_tiles, 1, 2))
+    with hosts(config) as (lost,), head(three_tiles, machine(lost.place())) as several:
+        assert several.sums(0) == alone.sums(0)
+        later = [several.ask(seed, 64) for seed in range(4)]
+        os.kill(pid := pid_of(lost), signal.SIGKILL)  # for good: nobody starts it again
+        with hosts(on_disk) as (keeper,):
+            stand_in = machine(keeper.place())
+            several.tell(stand_in)
+            assert [wait() for wait in later] == [alone.sums(seed, 64) for seed in range(4)]
+            assert [several.sums(seed) for seed in range(16)] == [alone.sums(seed) for seed in range(16)]
+            later = [several.ask(seed, 64) for seed in range(4)]
+            children = psutil.Process(pid_of(keeper)).children()
+            next(child for child in children if "workers.reader" in child.cmdline()).kill()
+            assert [wait() for wait in later] == [alone.sums(seed, 64) for seed in range(4)]
+            several.tell(stand_in, machine(restart(lost, pid)))
+            known = several.machines
+            assert known is not None
+            several.update_until(lambda: [each["state"] for each in known.stats()] == ["ready"] * 2)
+            assert several.sums(3) == alone.sums(3)
+            assert known.stats()[1]["works"], "one that has all of it in memory is asked first"
 
 
 def test_a_silent_host_is_not_waited_for(three_tiles: Path, pair: list[HostKeeper], alone: Head) -> None:
