@@ -100,7 +100,7 @@ class ExpertHost:
         guard.start()
         closing.callback(guard.stop)
         guard.configure_curve_callback(DOMAIN.decode(), _Only(config.coordinator_key))
-        self._socket = host_router(context, config.address, config.port, self._public, secret)
+        self._socket = host_router(context, config.address, config.ports, self._public, secret)
         closing.callback(self._socket.close)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)

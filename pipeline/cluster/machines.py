@@ -518,7 +518,8 @@ class Machines:
             link.lost(REFUSED, welcome.error)
         else:
             share = 100 * welcome.done // max(1, welcome.total)
-            link.state, link.why = LOADING, f"it loads its part: {share} %"
+            how = f"it loads its part: {share} %" if share else "it begins to load its part"
+            link.state, link.why = LOADING, how
 
     def _on_pong(self, link: Link, pong: Pong) -> None:
         if not link.able:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
@@ -136,6 +137,19 @@ def test_a_host_is_adopted_with_the_same_configuration_and_ended_with_another(
     other = HostKeeper(replace(pair[0].config, coordinator_key=new_keys()[0])).start()
     assert other.pid != running.pid
     assert pair[0].start().pid not in (running.pid, other.pid)
+
+
+def test_a_host_takes_a_port_of_those_that_it_may(three_tiles: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = host_config(three_tiles, 1, name="host-of-a-range", ports=(port, port + 20))
+        with hosts(config) as (keeper,):
+            assert port < int(machine(keeper.place()).endpoint.rpartition(":")[2]) <= port + 20
+        with (
+            pytest.raises(PeerLost, match=rf"any of the ports {port} to {port} \(--host-ports\): .*in use"),
+            hosts(replace(config, ports=(port, port))),
+        ):
+            pass
 
 
 def test_another_key_is_not_answered(three_tiles: Path, pair: list[HostKeeper]) -> None:
