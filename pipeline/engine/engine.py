@@ -144,7 +144,7 @@ class Engine:
             stage.poll()
 
     def step(self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int] = ()) -> list[FloatArray]:
-        """Run the tokens of `inputs` through the model, and advance their KV. `live`: the sequences that have
+        """Run the tokens of `inputs` through the model, and advance their KV by all but guesses. `live`: the sequences that have
         begun and not ended, without which those of `inputs` are taken to be all. Returns the wanted logits of
         each, float32 [n, vocabulary], or its choice (`answers`). Raises StepFailed; the sequences are then
         as they were. Raises CudaError where the device will compute no other step."""
@@ -212,7 +212,7 @@ class Engine:
                 log.info(stage.driver.prefetch.status)
         answered = step.answers(inputs)
         for item in inputs:
-            item.span.kv.advance(len(item.span.tokens))
+            item.span.kv.advance(len(item.span.tokens) - item.span.drafted)
         clock.finish("head")
         for observer in observers:
             observer.end()
