@@ -144,9 +144,9 @@ class Engine:
             stage.poll()
 
     def step(self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int] = ()) -> list[FloatArray]:
-        """Run the tokens of `inputs` through the model, and advance their KV by all but guesses. `live`: the sequences that have
-        begun and not ended, without which those of `inputs` are taken to be all. Returns the wanted logits of
-        each, float32 [n, vocabulary], or its choice (`answers`). Raises StepFailed; the sequences are then
+        """Run the tokens of `inputs` through the model, and advance their KV by all but guesses. `live`: the
+        sequences that have begun and not ended, without which those of `inputs` are taken to be all. Returns
+        the wanted logits of each, float32 [n, vocabulary], or its choices (`answers`). Raises StepFailed; the sequences are then
         as they were. Raises CudaError where the device will compute no other step."""
         before = [(item.span.kv, item.span.kv.length, item.span.kv.capacity) for item in inputs]
         try:

@@ -1,10 +1,10 @@
 """The scheduler: decides which requests run in each step, by continuous batching with chunked prefill.
 
 One round is a prefill chunk of one request that is still prefilling (clients take turns), then one decode
-step of all other running requests, perhaps with guesses of their next tokens (`Speculation`). After a chunk its client's next one waits until others' decode steps have
-taken as long: so a prompt without end leaves them half of their speed at least. A request is admitted when
-its prompt and a few more tokens fit the KV cache; the others wait in the `WaitingQueue`. A sequence grows
-while it is decoded.
+step of all other running requests, perhaps with guesses of their next tokens (`Speculation`). After a chunk
+its client's next one waits until others' decode steps have taken as long: so a prompt without end leaves them
+half of their speed at least. A request is admitted when its prompt and a few more tokens fit the KV cache;
+the others wait in the `WaitingQueue`. A sequence grows while it is decoded.
 A request begins with the longest prefix of its prompt that is computed (`PrefixCache`), and waits for another
 one that is computing more of it. When the cache is full, what no request uses is evicted first; then the
 request that was admitted last is preempted: it waits again, its tokens are prefilled again, and it continues
@@ -57,7 +57,8 @@ class Scheduler:
     ) -> None:
         """`chunk`: prefill tokens of a step. `send` delivers messages to clients, those of a step
         together; while a client is `congested`, because it does not read its messages, its requests pause.
-        `speculate`: as in EngineConfig; `clock`: in seconds, by which prefill chunks and others' decode steps share the time."""
+        `speculate`: as in EngineConfig; `clock`: in seconds, by which prefill chunks and others' decode steps
+        share the time."""
         self.engine = engine
         self.kv = kv
         self.chunk = self.chunk_alone = chunk

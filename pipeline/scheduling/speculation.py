@@ -12,14 +12,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import FEW_ROWS
 from pipeline.config import SpeculateName
-from pipeline.counters import PhaseCounters
+from pipeline.counters import Part, PhaseCounters
 from pipeline.engine.engine import Engine
 from pipeline.policies.view import Policy
 from pipeline.scheduling.jobs import Job
@@ -28,80 +27,84 @@ MOST = FEW_ROWS - 1  # guesses of a step
 LEAST_CHANCE = 0.2  # of a guess: a row costs more of a step than that
 GAIN = 1.03  # in tokens a second, without which a step has no guesses
 OVERLAP = 0.82  # n tokens touch n ** OVERLAP times the experts of one (1.8, 2.5, 3.1), unless measured
-RECENT, ENOUGH = 7, 3  # steps of a kind whose median counts, and from which on it does
+RECENT, ENOUGH = 15, 3  # steps of a kind whose median counts, and from which on it does
 REFRESHED = 32  # steps with guesses after which one without is measured again
 FORGOTTEN = 1024  # steps after which what a kind of step took is foretold again
-EXPERTS = ("submit", "device", "link", "disk", "wait")  # parts of a step that grow with the experts
+EXPERTS: tuple[Part, ...] = ("submit", "device", "link", "disk", "wait")  # parts that grow with the experts
 
 
-@dataclass
 class _Kind:
-    """Steps of so many sequences and guesses."""
+    """Steps of one kind, of which the median counts: on a busy machine single ones may take far longer."""
 
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    typical: float = 0.0  # median of `recent`: seconds, or with guesses as multiple of a step without
-    last: int = 0  # number of its latest step
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self.typical, self.last = 0.0, 0  # the median; the number of the latest step
+
+    @property
+    def known(self) -> bool:
+        return len(self._recent) >= ENOUGH
 
     def note(self, value: float, step: int) -> None:
-        self.recent.append(value)
-        self.typical, self.last = median(self.recent), step
+        if step - self.last > FORGOTTEN:
+            self._recent.clear()
+        self._recent.append(value)
+        self.typical, self.last = median(self._recent), step
 
 
 class StepCosts:
-    """What steps take, by their sequences and guesses."""
+    """What steps take, by their sequences and guesses: seconds without guesses; with 1, with 2 or 3, with 4
+    to 7, and with more of them the share of those seconds that each guess adds."""
 
     def __init__(self) -> None:
-        self._kinds: dict[tuple[int, int], _Kind] = {}
+        self._bases: dict[int, _Kind] = {}  # by sequences
+        self._adds: dict[tuple[int, int], _Kind] = {}  # by sequences and the bits of the number of guesses
         self._steps = 0
-        self._drafted_since: dict[int, int] = {}  # by sequences: the latest step without guesses
+        self._drafted: dict[int, int] = {}  # by sequences: steps with guesses since one without
         self.overlap = OVERLAP
         self.share = 1.0  # of a step without guesses, that grows with the experts
 
     def note(self, sequences: int, guesses: int, seconds: float) -> None:
         """A step has been computed."""
         self._steps += 1
-        if guesses:
-            self._drafted_since[sequences] = self._drafted_since.get(sequences, 0) + 1
-            seconds /= self.base(sequences) or math.inf
-        else:
-            self._drafted_since[sequences] = 0
-        kind = self._kinds.setdefault((sequences, guesses), _Kind())
-        if self._steps - kind.last > FORGOTTEN:
-            kind.recent.clear()
-        kind.note(seconds, self._steps)
+        base = self._bases.setdefault(sequences, _Kind())
+        if not guesses:
+            self._drafted[sequences] = 0
+            base.note(seconds, self._steps)
+            return
+        self._drafted[sequences] = self._drafted.get(sequences, 0) + 1
+        if base.typical:
+            added = (seconds / base.typical - 1) / guesses
+            self._adds.setdefault((sequences, guesses.bit_length()), _Kind()).note(added, self._steps)
 
     def base(self, sequences: int) -> float:
-        """Returns the seconds of a step without guesses; 0 where it has to be measured, perhaps again."""
-        kind = self._kinds.get((sequences, 0))
-        return 0.0 if kind is None else kind.typical
+        """Returns the seconds of a step without guesses; 0 where none was."""
+        return self._bases[sequences].typical if sequences in self._bases else 0.0
 
     def stale(self, sequences: int) -> bool:
         """Returns whether the next step should have no guesses, to be measured."""
-        kind = self._kinds.get((sequences, 0))
-        few = kind is None or len(kind.recent) < ENOUGH
-        return few or self._drafted_since[sequences] >= REFRESHED
+        base = self._bases.get(sequences)
+        return base is None or not base.known or self._drafted[sequences] >= REFRESHED
 
     def multiples(self, sequences: int, most: int) -> list[float]:
         """Returns what steps of 0..most guesses take, as multiples of one without."""
-        known, at = 1.0, 0  # the nearest measured one below
         multiples = [1.0]
+        measured = 1.0  # over foretold, of the nearest measured ones below
         for guesses in range(1, most + 1):
-            kind = self._kinds.get((sequences, guesses))
-            fresh = kind is not None and self._steps - kind.last <= FORGOTTEN
-            if kind is not None and fresh and len(kind.recent) >= ENOUGH:
-                known, at = kind.typical, guesses
-            growth = self._foretold(sequences, guesses) / self._foretold(sequences, at)
-            multiples.append(known * growth)
+            foretold = self._foretold(sequences, guesses)
+            kind = self._adds.get((sequences, guesses.bit_length()))
+            if kind is not None and kind.known and self._steps - kind.last <= FORGOTTEN:
+                measured = (1 + guesses * kind.typical) / foretold
+            multiples.append(max(foretold * measured, multiples[-1]))
         return multiples
 
     def _foretold(self, sequences: int, guesses: int) -> float:
-        more = (1 + guesses / sequences) ** self.overlap
+        more: float = (1 + guesses / sequences) ** self.overlap
         return 1 - self.share + self.share * more
 
     def report(self) -> dict[str, float]:
-        """Returns the measured multiples, by sequences and guesses."""
-        kinds = sorted(self._kinds.items())
-        return {f"{s}+{g}": kind.typical for (s, g), kind in kinds if g and len(kind.recent) >= ENOUGH}
+        """Returns what a guess adds to a step as measured, by sequences and the least guesses of its kind."""
+        kinds = sorted(self._adds.items())
+        return {f"{s}+{1 << bits >> 1}": kind.typical for (s, bits), kind in kinds if kind.known}
 
 
 def best_numbers(chances: Sequence[Sequence[float]], costs: StepCosts, most: int) -> list[int]:
@@ -154,7 +157,7 @@ class Speculation:
         """Set the guesses of each job for its next step."""
         for job in jobs:
             job.guesses = []
-        if self.off or len(jobs) > MOST:
+        if self.off or not 0 < len(jobs) <= MOST:
             return
         if self._policy is not self._engine.policy:
             self._policy, self.costs = self._engine.policy, StepCosts()
@@ -209,12 +212,11 @@ class Speculation:
             "accepted": self._accepted,
             "more_seconds": self._more_seconds,
             "overlap": self.costs.overlap,
-            "multiples": self.costs.report(),
+            "added": self.costs.report(),
         }
 
 
 def _share(counters: PhaseCounters) -> float:
     """Returns the share of decode steps' time that grows with the experts."""
-    seconds = {part: sum(by_layer) for part, by_layer in counters.seconds.items()}
-    whole = sum(seconds.values())
-    return sum(seconds[part] for part in EXPERTS) / whole if whole else 1.0
+    whole = sum(map(sum, counters.seconds.values()))
+    return sum(sum(counters.seconds[part]) for part in EXPERTS) / whole if whole else 1.0

@@ -1,4 +1,4 @@
-"""Guesses of next tokens change no token, whether they are right or wrong; and they are made where they gain."""
+"""Guesses of next tokens change no token, right or wrong, and are made where they gain."""
 
 from __future__ import annotations
 
@@ -142,13 +142,14 @@ def test_guesses_are_chosen_by_what_their_steps_cost() -> None:
     for _ in range(3):
         costs.note(1, 0, 0.010)
     assert costs.multiples(1, 3) == pytest.approx([1, 2**OVERLAP, 3**OVERLAP, 4**OVERLAP])
-    sure, likely, doubtful = [1.0, 1.0, 1.0], [0.7, 0.5, 0.3], [0.4, 0.3]
+    sure, likely, doubtful = [1.0] * 3, [0.7, 0.5, 0.2], [0.4, 0.2]
     assert best_numbers([sure], costs, MOST) == [3]
     assert best_numbers([likely], costs, MOST) == [0]
-    for guesses, seconds in ((1, 0.011), (2, 0.014), (3, 0.030)):  # as measured
+    for guesses, seconds in ((1, 0.011), (2, 0.013), (3, 0.030), (2, 0.013), (2, 0.013)):  # as measured
         for _ in range(3):
             costs.note(1, guesses, seconds)
-    assert best_numbers([sure], costs, MOST) == [2]
+    assert costs.multiples(1, 3) == pytest.approx([1, 1.1, 1.3, 1.45])
+    assert best_numbers([sure], costs, MOST) == [3]
     assert best_numbers([likely], costs, MOST) == [2]
     assert best_numbers([doubtful], costs, MOST) == [1]
     assert best_numbers([[(GAIN * 1.1 - 1) * 0.9]], costs, MOST) == [0]
@@ -156,3 +157,17 @@ def test_guesses_are_chosen_by_what_their_steps_cost() -> None:
         costs.note(2, 0, 0.012)
         costs.note(2, 1, 0.013)
     assert best_numbers([doubtful, sure], costs, 1) == [0, 1]
+
+
+def test_a_step_without_guesses_is_measured_now_and_then() -> None:
+    costs = StepCosts()
+    assert costs.stale(1)
+    for _ in range(3):
+        costs.note(1, 0, 0.010)
+    noted = 0
+    while not costs.stale(1):
+        costs.note(1, 4, 0.015)
+        noted += 1
+    costs.note(1, 0, 0.010)
+    assert noted > 9
+    assert not costs.stale(1)

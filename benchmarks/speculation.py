@@ -1,0 +1,152 @@
+"""What exact speculation gives: tokens a second with guesses of next tokens, against none and against fixed
+numbers of them, on texts that repeat and on texts that do not.
+
+    python -m benchmarks.speculation [--model DIR] [--format F] [--tokens N] [--rounds N] [--settings off,on,1]
+
+One engine for each setting, all at once; only one of them computes at a time. Each round gives every prompt
+to every engine in turns, and begins with another engine, so that a machine whose speed drifts favours none.
+Answers are greedy, but `drawn`, which is sampled. Ratios are of each round's own pair; a line has their
+median, least and most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections import defaultdict
+from contextlib import AsyncExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from launch.command_line.values import guesses, model_path
+from launch.equality import Verdict, compare
+from launch.processes.supervisor import Supervisor
+from pipeline.assets import heldout
+from pipeline.config import EngineConfig
+from protocol.client import Client
+from protocol.messages import Sampling, Token
+
+CODE = """class Account:
+    def __init__(self, owner, balance):
+        self.owner = owner
+        self.balance = balance
+
+    def deposit(self, amount):
+        if amount <= 0:
+            raise ValueError("amount must be positive")
+        self.balance += amount
+        return self.balance
+
+    def withdraw(self, amount):
+        if amount > self.balance:
+            raise ValueError("not enough money")
+        self.balance -= amount
+        return self.balance
+"""
+NAMES = "apple, bread, cheese, dates, eggs, flour, grapes, honey, juice, kale, lemon, milk, nuts, oats, peas"
+RECORDS = "\n".join(
+    f'{{"id": {n}, "name": "item {n}", "price": {n * 7 % 10}.50, "in_stock": true, "tags": ["new", "sale"]}},'
+    for n in range(1, 9)
+)
+DRAWN = Sampling(temperature=1.0, seed=1)
+
+
+def prompts() -> dict[str, tuple[str, Sampling]]:
+    """Returns the texts to go on with, and how, by name."""
+    greedy = Sampling()
+    kinds = heldout()
+    plain = kinds[min(kinds)].read_text()[:400]
+    return {
+        "code edit": (f"{CODE}\n\n# The same class again:\n\n{CODE[:120]}", greedy),
+        "list copied": (f"List: {NAMES}.\nList: {NAMES}.\nList: {NAMES[:20]}", greedy),
+        "records": (f"[\n{RECORDS}\n", greedy),
+        "prose": (plain, greedy),
+        "drawn": (plain, DRAWN),
+    }
+
+
+class Setting:
+    """One engine."""
+
+    def __init__(self, name: str, client: Client) -> None:
+        self.name, self._client = name, client
+
+    async def answer(self, asked: dict[str, Any]) -> tuple[list[Token], dict[str, Any]]:
+        """Returns an answer and its figures."""
+        answer = self._client.generate(ignore_eos=True, reuse=False, **asked)
+        tokens = [token async for token in answer]
+        assert answer.done is not None
+        return tokens, answer.done.stats
+
+    async def stats(self) -> dict[str, Any]:
+        """Returns the engine's figures of its guesses."""
+        stats: dict[str, Any] = (await self._client.stats())["speculation"]
+        return stats
+
+
+async def measure(options: argparse.Namespace) -> None:
+    async with AsyncExitStack() as stack:
+        settings = []
+        for name in options.settings.split(","):
+            config = EngineConfig(
+                model=options.model,
+                format=options.format,
+                backbone_dtype=options.backbone_dtype,
+                name=f"spec-{name}",
+                workers=options.workers,
+                chunk=256,
+                context=1024,
+                speculate=guesses(name),
+            )
+            supervisor = await stack.enter_async_context(Supervisor(config, log_level="WARNING"))
+            client = await stack.enter_async_context(Client.connect(supervisor.endpoint, name="benchmark"))
+            settings.append(Setting(name, client))
+        speeds: dict[tuple[str, str], list[float]] = defaultdict(list)
+        steps: dict[tuple[str, str], list[float]] = defaultdict(list)
+        texts = prompts()
+        for number in range(options.rounds + 1):  # the first warms up
+            for text, (prompt, sampling) in texts.items():
+                first: list[Token] = []
+                at = number % len(settings)
+                for setting in (settings[at:] + settings[:at]) if number else settings:
+                    asked = {"prompt": prompt, "max_tokens": options.tokens, "sampling": sampling}
+                    tokens, stats = await setting.answer(asked)
+                    first = first or tokens
+                    if compare([t.token for t in tokens], first, 1.0).verdict is Verdict.MISMATCH:
+                        print(f"  {text}: {setting.name} differs")
+                    if number:
+                        speeds[text, setting.name].append(stats["decode_tok_s"])
+                        made = stats["decode_tokens"] / (stats["decode_tokens"] - stats["accepted_tokens"])
+                        steps[text, setting.name].append(made)
+        for text in texts:
+            base = speeds[text, settings[0].name]
+            print(f"{text}: {median(base):.1f} tok/s {settings[0].name}")
+            for setting in settings[1:]:
+                own = speeds[text, setting.name]
+                ratios = sorted(a / b for a, b in zip(own, base, strict=True))
+                made = median(steps[text, setting.name])
+                print(
+                    f"  {setting.name:>4} {median(own):7.1f} tok/s, ratio {median(ratios):.2f}"
+                    f" ({ratios[0]:.2f}-{ratios[-1]:.2f}), {made:.2f} tokens a step"
+                )
+        for setting in settings:
+            print(setting.name, await setting.stats())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=model_path)
+    parser.add_argument("--format")
+    parser.add_argument("--backbone-dtype")
+    parser.add_argument("--workers", type=int)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--settings", default="off,on,1,2,4")
+    asyncio.run(measure(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
