@@ -1,7 +1,7 @@
 """What exact speculation gives: tokens a second with guesses of next tokens, against none and against fixed
 numbers of them, on texts that repeat and on texts that do not.
 
-    python -m benchmarks.speculation [--model DIR] [--format F] [--tokens N] [--rounds N] [--settings off,on,1]
+    python -m benchmarks.speculation [--model DIR] [--format F] [--tokens N] [--rounds N] [--settings off,on]
 
 One engine for each setting, all at once; only one of them computes at a time. Each round gives every prompt
 to every engine in turns, and begins with another engine, so that a machine whose speed drifts favours none.
@@ -15,7 +15,6 @@ import argparse
 import asyncio
 from collections import defaultdict
 from contextlib import AsyncExitStack
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -52,8 +51,17 @@ RECORDS = "\n".join(
 DRAWN = Sampling(temperature=1.0, seed=1)
 
 
-def prompts() -> dict[str, tuple[str, Sampling]]:
-    """Returns the texts to go on with, and how, by name."""
+def prompts(text: bool) -> dict[str, tuple[dict[str, Any], Sampling]]:
+    """Returns what to go on with, and how, by name. Without `text` the weights are random: greedy answers then
+    repeat themselves, and drawn ones do not."""
+    if not text:
+        ids = {"token_ids": tuple(range(3, 67))}
+        return {"greedy": (ids, Sampling()), "drawn": (ids, DRAWN)}
+    return {name: ({"prompt": given}, sampling) for name, (given, sampling) in texts().items()}
+
+
+def texts() -> dict[str, tuple[str, Sampling]]:
+    """Returns prompts for a model with a tokenizer."""
     greedy = Sampling()
     kinds = heldout()
     plain = kinds[min(kinds)].read_text()[:400]
@@ -71,6 +79,7 @@ class Setting:
 
     def __init__(self, name: str, client: Client) -> None:
         self.name, self._client = name, client
+        self.has_tokenizer = client.welcome.has_tokenizer
 
     async def answer(self, asked: dict[str, Any]) -> tuple[list[Token], dict[str, Any]]:
         """Returns an answer and its figures."""
@@ -104,13 +113,13 @@ async def measure(options: argparse.Namespace) -> None:
             settings.append(Setting(name, client))
         speeds: dict[tuple[str, str], list[float]] = defaultdict(list)
         steps: dict[tuple[str, str], list[float]] = defaultdict(list)
-        texts = prompts()
+        asking = prompts(settings[0].has_tokenizer)
         for number in range(options.rounds + 1):  # the first warms up
-            for text, (prompt, sampling) in texts.items():
+            for text, (prompt, sampling) in asking.items():
                 first: list[Token] = []
                 at = number % len(settings)
                 for setting in (settings[at:] + settings[:at]) if number else settings:
-                    asked = {"prompt": prompt, "max_tokens": options.tokens, "sampling": sampling}
+                    asked = prompt | {"max_tokens": options.tokens, "sampling": sampling}
                     tokens, stats = await setting.answer(asked)
                     first = first or tokens
                     if compare([t.token for t in tokens], first, 1.0).verdict is Verdict.MISMATCH:
@@ -119,7 +128,7 @@ async def measure(options: argparse.Namespace) -> None:
                         speeds[text, setting.name].append(stats["decode_tok_s"])
                         made = stats["decode_tokens"] / (stats["decode_tokens"] - stats["accepted_tokens"])
                         steps[text, setting.name].append(made)
-        for text in texts:
+        for text in asking:
             base = speeds[text, settings[0].name]
             print(f"{text}: {median(base):.1f} tok/s {settings[0].name}")
             for setting in settings[1:]:

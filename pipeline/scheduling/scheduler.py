@@ -277,7 +277,7 @@ class Scheduler:
         if phase == "decode":
             guesses = sum(item.span.drafted for item in inputs)
             accepted = sum(job.accepted for job in jobs) - accepted
-            self.speculation.note(len(jobs), guesses, accepted, seconds)
+            self.speculation.note(jobs, guesses, accepted, seconds)
         for job, step_input in zip(jobs, inputs, strict=True):
             span = step_input.span
             job.count_step(phase, len(span.tokens) - span.drafted, seconds)

@@ -176,19 +176,21 @@ class Speculation:
         for job, (guesses, _), number in zip(jobs, drafts, numbers, strict=True):
             job.guesses = guesses[:number]
 
-    def note(self, sequences: int, guesses: int, accepted: int, seconds: float) -> None:
-        """A decode step of so many sequences has been computed."""
+    def note(self, jobs: Sequence[Job], guesses: int, accepted: int, seconds: float) -> None:
+        """A decode step of these jobs has been computed."""
+        sequences, counters = len(jobs), self._engine.counters.phases["decode"]
+        if any(job.counted for job in jobs):
+            counters.rows += accepted
         if guesses:
             self._steps += 1
             self._drafted += guesses
             self._accepted += accepted
             self._more_seconds += seconds - (self.costs.base(sequences) or seconds)
         self.costs.note(sequences, guesses, seconds)
-        self._note_experts(sequences + guesses, guesses > 0)
+        self._note_experts(counters, sequences + guesses, guesses > 0)
 
-    def _note_experts(self, rows: int, drafted: bool) -> None:
+    def _note_experts(self, counters: PhaseCounters, rows: int, drafted: bool) -> None:
         """Learn what share of a step grows with its experts, and how many of them its rows share."""
-        counters = self._engine.counters.phases["decode"]
         steps, used = counters.steps, int(counters.active.sum())
         before, self._before = self._before, (steps, used)
         if steps != before[0] + 1:  # other steps were between

@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from families import Case, save
+from step_runs import through
 from test_scheduler import BOUND, Harness
 from thread_engine import engine_in_threads
 
 from launch.equality import Verdict, compare
+from pipeline.backbone.backbone import Backbone, EagerLayers
+from pipeline.backbone.batch import StepInput, TokenSpan
+from pipeline.backbone.kv_cache import KVCache, SequenceKV
+from pipeline.backbone.linear import Precision
+from pipeline.checkpoint.open import open_model
+from pipeline.device.cpu import CpuDevice
+from pipeline.models.registry import model_spec
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from pipeline.scheduling import jobs
@@ -117,6 +128,34 @@ def test_own_text_is_guessed_without_a_change(engine) -> None:
     for (tokens, _), (expected, _) in zip(guessed, alone, strict=True):
         assert same(tokens, expected)
     assert stats["drafted"] >= stats["accepted"] > 0
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
+@torch.inference_mode()
+def test_guessed_rows_are_those_of_single_steps(family, tmp_path) -> None:
+    """Of heads in groups, windows and latents, by one call of C a layer."""
+    save(Case(family, "plain"), tmp_path)
+    source, device = open_model(tmp_path), CpuDevice()
+    backbone = Backbone(source, model_spec(source.config), Precision("f32", device), 96)
+    kv, probing = KVCache(backbone.spec, torch.float32, torch.device("cpu"), 200), backbone.router
+    tokens, single = [3, 9, 4, 7], []
+
+    def run(sequence: SequenceKV, new: list[int], drafted: int, wanted: Any) -> list[np.ndarray]:
+        inputs = [StepInput(TokenSpan(sequence, new, drafted), wanted)]
+        found = through(EagerLayers(backbone, [inputs[0].span], probing), backbone, inputs, False)
+        sequence.advance(len(new) - drafted)
+        return found
+
+    sequences = [kv.allocate(90) for _ in range(2)]
+    for sequence in sequences:
+        run(sequence, list(range(60)), 0, "none")
+    for token in tokens:
+        single.append(run(sequences[0], [token], 0, "last"))
+    together = run(sequences[1], tokens, len(tokens) - 1, "last")
+    for rows, each in zip(together, zip(*single, strict=True), strict=True):
+        np.testing.assert_allclose(rows, np.concatenate(each), rtol=1e-4, atol=1e-5)
+    assert sequences[1].length == 61
+    device.close()
 
 
 def test_draft_follows_the_longest_match() -> None:
