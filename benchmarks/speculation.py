@@ -1,7 +1,7 @@
 """What exact speculation gives: tokens a second with guesses of next tokens, against none and against fixed
 numbers of them, on texts that repeat and on texts that do not.
 
-    python -m benchmarks.speculation [--model DIR] [--format F] [--tokens N] [--rounds N] [--settings off,on]
+    python -m benchmarks.speculation [--model DIR] [--format F] [--tokens N] [--minutes N] [--settings off,on]
 
 One engine for each setting, all at once; only one of them computes at a time. Each round gives every prompt
 to every engine in turns, and begins with another engine, so that a machine whose speed drifts favours none.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import time
 from collections import defaultdict
 from contextlib import AsyncExitStack
 from statistics import median
@@ -52,8 +53,8 @@ DRAWN = Sampling(temperature=1.0, seed=1)
 
 
 def prompts(text: bool) -> dict[str, tuple[dict[str, Any], Sampling]]:
-    """Returns what to go on with, and how, by name. Without `text` the weights are random: greedy answers then
-    repeat themselves, and drawn ones do not."""
+    """Returns what to go on with, and how, by name. Without `text` the weights are random: greedy answers
+    then repeat themselves, and drawn ones do not."""
     if not text:
         ids = {"token_ids": tuple(range(3, 67))}
         return {"greedy": (ids, Sampling()), "drawn": (ids, DRAWN)}
@@ -94,51 +95,75 @@ class Setting:
         return stats
 
 
+Figures = dict[tuple[str, str], list[dict[str, float]]]  # of each round, by text and setting
+
+
+async def started(options: argparse.Namespace, stack: AsyncExitStack) -> list[Setting]:
+    """Returns an engine for each setting; they run until the stack ends."""
+    settings = []
+    for name in options.settings.split(","):
+        config = EngineConfig(
+            model=options.model,
+            format=options.format,
+            backbone_dtype=options.backbone_dtype,
+            name=f"spec-{name}",
+            workers=options.workers,
+            chunk=256,
+            context=1024,
+            speculate=guesses(name),
+        )
+        supervisor = await stack.enter_async_context(Supervisor(config, log_level="WARNING"))
+        client = await stack.enter_async_context(Client.connect(supervisor.endpoint, name="benchmark"))
+        settings.append(Setting(name, client))
+    return settings
+
+
+async def one_round(settings: list[Setting], tokens: int) -> Figures:
+    """Give every prompt to every engine in turns."""
+    figures: Figures = {}
+    for text, (prompt, sampling) in prompts(settings[0].has_tokenizer).items():
+        expected: list[Token] = []
+        for setting in settings:
+            found, stats = await setting.answer(prompt | {"max_tokens": tokens, "sampling": sampling})
+            expected = expected or found
+            if compare([t.token for t in found], expected, 1.0).verdict is Verdict.MISMATCH:
+                print(f"{text}: {setting.name} has other tokens than {settings[0].name}")
+            made, accepted = stats["decode_tokens"], stats["accepted_tokens"]
+            figures[text, setting.name] = [
+                {"speed": stats["decode_tok_s"], "a step": made / (made - accepted)}
+            ]
+    return figures
+
+
+def table(every: Figures, names: list[str]) -> None:
+    """Print each text's line of each setting."""
+    for text in dict.fromkeys(text for text, _ in every):
+        base = [one["speed"] for one in every[text, names[0]]]
+        print(f"{text}: {median(base):.1f} tok/s {names[0]}")
+        for name in names[1:]:
+            own = every[text, name]
+            ratios = sorted(one["speed"] / other for one, other in zip(own, base, strict=True))
+            speed, made = (median(one[kind] for one in own) for kind in ("speed", "a step"))
+            print(
+                f"  {name:>4} {speed:7.1f} tok/s, ratio {median(ratios):.2f}"
+                f" ({ratios[0]:.2f}-{ratios[-1]:.2f}), {made:.2f} tokens a step"
+            )
+
+
 async def measure(options: argparse.Namespace) -> None:
     async with AsyncExitStack() as stack:
-        settings = []
-        for name in options.settings.split(","):
-            config = EngineConfig(
-                model=options.model,
-                format=options.format,
-                backbone_dtype=options.backbone_dtype,
-                name=f"spec-{name}",
-                workers=options.workers,
-                chunk=256,
-                context=1024,
-                speculate=guesses(name),
-            )
-            supervisor = await stack.enter_async_context(Supervisor(config, log_level="WARNING"))
-            client = await stack.enter_async_context(Client.connect(supervisor.endpoint, name="benchmark"))
-            settings.append(Setting(name, client))
-        speeds: dict[tuple[str, str], list[float]] = defaultdict(list)
-        steps: dict[tuple[str, str], list[float]] = defaultdict(list)
-        asking = prompts(settings[0].has_tokenizer)
-        for number in range(options.rounds + 1):  # the first warms up
-            for text, (prompt, sampling) in asking.items():
-                first: list[Token] = []
-                at = number % len(settings)
-                for setting in (settings[at:] + settings[:at]) if number else settings:
-                    asked = prompt | {"max_tokens": options.tokens, "sampling": sampling}
-                    tokens, stats = await setting.answer(asked)
-                    first = first or tokens
-                    if compare([t.token for t in tokens], first, 1.0).verdict is Verdict.MISMATCH:
-                        print(f"  {text}: {setting.name} differs")
-                    if number:
-                        speeds[text, setting.name].append(stats["decode_tok_s"])
-                        made = stats["decode_tokens"] / (stats["decode_tokens"] - stats["accepted_tokens"])
-                        steps[text, setting.name].append(made)
-        for text in asking:
-            base = speeds[text, settings[0].name]
-            print(f"{text}: {median(base):.1f} tok/s {settings[0].name}")
-            for setting in settings[1:]:
-                own = speeds[text, setting.name]
-                ratios = sorted(a / b for a, b in zip(own, base, strict=True))
-                made = median(steps[text, setting.name])
-                print(
-                    f"  {setting.name:>4} {median(own):7.1f} tok/s, ratio {median(ratios):.2f}"
-                    f" ({ratios[0]:.2f}-{ratios[-1]:.2f}), {made:.2f} tokens a step"
-                )
+        settings = await started(options, stack)
+        await one_round(settings, options.tokens)  # warms up
+        every: Figures = defaultdict(list)
+        until = time.monotonic() + 60 * options.minutes
+        for number in range(options.rounds):
+            at = number % len(settings)
+            for key, one in (await one_round(settings[at:] + settings[:at], options.tokens)).items():
+                every[key] += one
+            if time.monotonic() > until:
+                print(f"{number + 1} rounds")
+                break
+        table(every, [setting.name for setting in settings])
         for setting in settings:
             print(setting.name, await setting.stats())
 
@@ -152,7 +177,8 @@ def main() -> None:
     parser.add_argument("--backbone-dtype")
     parser.add_argument("--workers", type=int)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--minutes", type=float, default=5.0, help="after which no further round begins")
     parser.add_argument("--settings", default="off,on,1,2,4")
     asyncio.run(measure(parser.parse_args()))
 
