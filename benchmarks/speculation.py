@@ -1,12 +1,13 @@
 """What exact speculation gives: tokens a second with guesses of next tokens, against none and against fixed
 numbers of them, on texts that repeat and on texts that do not.
 
-    python -m benchmarks.speculation [--model DIR] [--format F] [--tokens N] [--minutes N] [--settings off,on]
+    python -m benchmarks.speculation [--model DIR] [--format F] [--tokens N] [--texts T] [--settings off,on]
 
 One engine for each setting, all at once; only one of them computes at a time. Each round gives every prompt
 to every engine in turns, and begins with another engine, so that a machine whose speed drifts favours none.
-Answers are greedy, but `drawn`, which is sampled. Ratios are of each round's own pair; a line has their
-median, least and most.
+Answers are greedy, but `drawn`, which is sampled. Ratios are of each round's own pair: by the clock, with
+their least and most, and of tokens a second of processor time, which other programs disturb less; with
+`taskset -c 0` and --workers 0 nothing spins in it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from collections import defaultdict
 from contextlib import AsyncExitStack
 from statistics import median
 from typing import Any
+
+import psutil
 
 from launch.command_line.values import guesses, model_path
 from launch.equality import Verdict, compare
@@ -78,16 +81,26 @@ def texts() -> dict[str, tuple[str, Sampling]]:
 class Setting:
     """One engine."""
 
-    def __init__(self, name: str, client: Client) -> None:
-        self.name, self._client = name, client
+    def __init__(self, name: str, client: Client, supervisor: Supervisor) -> None:
+        self.name, self._client, self._supervisor = name, client, supervisor
         self.has_tokenizer = client.welcome.has_tokenizer
 
-    async def answer(self, asked: dict[str, Any]) -> tuple[list[Token], dict[str, Any]]:
-        """Returns an answer and its figures."""
-        answer = self._client.generate(ignore_eos=True, reuse=False, **asked)
+    async def answer(self, asked: dict[str, Any]) -> tuple[list[Token], dict[str, float]]:
+        """Returns an answer and its figures. Prompts are those of the rounds before, so that little of it is
+        prefill."""
+        before = self._processor_seconds()
+        answer = self._client.generate(ignore_eos=True, **asked)
         tokens = [token async for token in answer]
         assert answer.done is not None
-        return tokens, answer.done.stats
+        stats, used = answer.done.stats, self._processor_seconds() - before
+        made, accepted = stats["decode_tokens"], stats["accepted_tokens"]
+        figures = {"speed": stats["decode_tok_s"], "work": used / made, "a step": made / (made - accepted)}
+        return tokens, figures
+
+    def _processor_seconds(self) -> float:
+        """Returns what the engine's processes have used."""
+        times = [psutil.Process(pid).cpu_times() for pid in self._supervisor.pids.values()]
+        return sum(each.user + each.system for each in times)
 
     async def stats(self) -> dict[str, Any]:
         """Returns the engine's figures of its guesses."""
@@ -114,51 +127,52 @@ async def started(options: argparse.Namespace, stack: AsyncExitStack) -> list[Se
         )
         supervisor = await stack.enter_async_context(Supervisor(config, log_level="WARNING"))
         client = await stack.enter_async_context(Client.connect(supervisor.endpoint, name="benchmark"))
-        settings.append(Setting(name, client))
+        settings.append(Setting(name, client, supervisor))
     return settings
 
 
-async def one_round(settings: list[Setting], tokens: int) -> Figures:
+async def one_round(settings: list[Setting], options: argparse.Namespace) -> Figures:
     """Give every prompt to every engine in turns."""
     figures: Figures = {}
-    for text, (prompt, sampling) in prompts(settings[0].has_tokenizer).items():
+    every = prompts(settings[0].has_tokenizer)
+    for text in options.texts.split(",") if options.texts else every:
+        prompt, sampling = every[text]
         expected: list[Token] = []
         for setting in settings:
-            found, stats = await setting.answer(prompt | {"max_tokens": tokens, "sampling": sampling})
+            found, own = await setting.answer(prompt | {"max_tokens": options.tokens, "sampling": sampling})
             expected = expected or found
             if compare([t.token for t in found], expected, 1.0).verdict is Verdict.MISMATCH:
                 print(f"{text}: {setting.name} has other tokens than {settings[0].name}")
-            made, accepted = stats["decode_tokens"], stats["accepted_tokens"]
-            figures[text, setting.name] = [
-                {"speed": stats["decode_tok_s"], "a step": made / (made - accepted)}
-            ]
+            figures[text, setting.name] = [own]
     return figures
 
 
 def table(every: Figures, names: list[str]) -> None:
     """Print each text's line of each setting."""
     for text in dict.fromkeys(text for text, _ in every):
-        base = [one["speed"] for one in every[text, names[0]]]
-        print(f"{text}: {median(base):.1f} tok/s {names[0]}")
+        base = every[text, names[0]]
+        print(f"{text}: {median(one['speed'] for one in base):.1f} tok/s {names[0]}")
         for name in names[1:]:
             own = every[text, name]
-            ratios = sorted(one["speed"] / other for one, other in zip(own, base, strict=True))
+            pairs = list(zip(own, base, strict=True))
+            ratios = sorted(one["speed"] / other["speed"] for one, other in pairs)
+            work = median(other["work"] / one["work"] for one, other in pairs)
             speed, made = (median(one[kind] for one in own) for kind in ("speed", "a step"))
             print(
                 f"  {name:>4} {speed:7.1f} tok/s, ratio {median(ratios):.2f}"
-                f" ({ratios[0]:.2f}-{ratios[-1]:.2f}), {made:.2f} tokens a step"
+                f" ({ratios[0]:.2f}-{ratios[-1]:.2f}), by processor time {work:.2f}; {made:.2f} tokens a step"
             )
 
 
 async def measure(options: argparse.Namespace) -> None:
     async with AsyncExitStack() as stack:
         settings = await started(options, stack)
-        await one_round(settings, options.tokens)  # warms up
+        await one_round(settings, options)  # warms up
         every: Figures = defaultdict(list)
         until = time.monotonic() + 60 * options.minutes
         for number in range(options.rounds):
             at = number % len(settings)
-            for key, one in (await one_round(settings[at:] + settings[:at], options.tokens)).items():
+            for key, one in (await one_round(settings[at:] + settings[:at], options)).items():
                 every[key] += one
             if time.monotonic() > until:
                 print(f"{number + 1} rounds")
@@ -176,6 +190,7 @@ def main() -> None:
     parser.add_argument("--format")
     parser.add_argument("--backbone-dtype")
     parser.add_argument("--workers", type=int)
+    parser.add_argument("--texts", help="some of them, with commas")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--minutes", type=float, default=5.0, help="after which no further round begins")
