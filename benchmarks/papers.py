@@ -22,6 +22,7 @@ import numpy as np
 from benchmarks.baselines import policy_of
 from launch.forecast import calibration_of
 from launch.profile import PhaseProfile
+from pipeline.arrays import FloatArray
 from pipeline.calibration.observers import DropTables, TokenOrder
 from pipeline.engine.driver import LayerDecision
 from pipeline.models.routing import Softmax
@@ -202,7 +203,7 @@ class Results:
         return f"{row[figure]:.3g}: {row[figure] / self._same(row, over)[figure]:.2f}"
 
 
-MEASURED = ("tok_s", "prefill", "hits", "moved", "waits", "planning")
+MEASURED = ("end 256", "end 512", "tok_s", "prefill", "hits", "moved", "waits", "planning")
 
 
 def _has(row: Row, wanted: Row) -> bool:
@@ -216,15 +217,28 @@ def replayed(texts: dict[str, Text], jobs: Sequence[Job]) -> Results:
         return Results(pool.map(_run, jobs, chunksize=1))
 
 
-def similarity(text: DividedText) -> float:
-    """The mean over layers of the cosine of what a measured text's prompt used and what its decoding used."""
-    counts = {"prefill": np.zeros(text.counts.shape), "decode": np.zeros(text.counts.shape)}
-    for step in text.steps[text.begin :]:
+def similarity(text: Text, seed: int = 0) -> tuple[float, float, float]:
+    """The mean over layers of the cosine of what a measured text's prompt used and what its decoding used; of
+    as many uses by a router that draws at random; and of what other texts used and its decoding."""
+    divided, shape, rng = text.text, text.header.shape, np.random.default_rng(seed)
+    counts = {"prefill": np.zeros(divided.counts.shape), "decode": np.zeros(divided.counts.shape)}
+    for step in divided.steps[divided.begin :]:
         for layer, traced in enumerate(step.layers):
-            counts[step.phase][layer] += traced.router_routing.workload(text.counts.shape[1])
+            counts[step.phase][layer] += traced.router_routing.workload(shape.experts)
+
+    def at_random(like: FloatArray) -> FloatArray:
+        rows = int(like[0].sum()) // shape.top_k
+        drawn = rng.random((shape.layers, rows, shape.experts)).argsort(axis=2)[:, :, : shape.top_k]
+        answer: FloatArray = (drawn[..., None] == np.arange(shape.experts)).sum(axis=(1, 2))
+        return answer
+
+    def cosine(one: FloatArray, other: FloatArray) -> float:
+        norms = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
+        return float(np.mean((one * other).sum(axis=1) / norms))
+
     prompt, answer = counts["prefill"], counts["decode"]
-    norms = np.linalg.norm(prompt, axis=1) * np.linalg.norm(answer, axis=1)
-    return float(np.mean((prompt * answer).sum(axis=1) / norms))
+    others = cosine(divided.counts.astype(np.float64), answer)
+    return cosine(prompt, answer), cosine(at_random(prompt), at_random(answer)), others
 
 
 # --- claims -------------------------------------------------------------------------------------------------
