@@ -97,7 +97,7 @@ def page(c: Commands) -> str:
 
 def _point(row: Row, texts: dict[str, Text]) -> float:
     """Returns the milliseconds beside its experts with which a layer takes as long as the paper's."""
-    return PLAIN + LATENCY - 1e3 / row["tok_s"] / texts[row["text"]].header.shape.layers
+    return PLAIN + LATENCY - 1e3 / float(row["tok_s"]) / texts[row["text"]].header.shape.layers
 
 
 def _predicted(text: Text) -> Sequence[float]:
@@ -123,7 +123,9 @@ def _fewer(text: Text) -> float:
 def _early(text: Text) -> float:
     """Returns how much more of half a cache the first quarter of the layers gets than an even share."""
     shape = text.header.shape
-    empty = np.zeros((shape.layers, shape.experts), np.int32)
-    view = View(shape, "decode", 0, empty, empty, empty, 0, None, calibration=text.text.calibration)
+    none = np.zeros((shape.layers, shape.experts), np.int32)
+    view = View(
+        shape, "decode", 0, none, none, none.astype(np.int64), 0, None, calibration=text.text.calibration
+    )
     sizes = layer_sizes(view, shape.layers * shape.experts // 2, _limits(text))
     return sum(sizes[: shape.layers // 4]) / (shape.layers // 4) / (shape.experts / 2)

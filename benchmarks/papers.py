@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.baselines import policy_of
 from launch.forecast import calibration_of
 from launch.profile import PhaseProfile
-from pipeline.arrays import FloatArray
 from pipeline.calibration.observers import DropTables, TokenOrder
 from pipeline.engine.driver import LayerDecision
 from pipeline.models.routing import Softmax
@@ -35,6 +35,7 @@ from pipeline.traces.synthetic import Skew, SyntheticText
 from pipeline.traces.trace import Header, Trace
 
 Row = dict[str, Any]
+Floats = NDArray[np.float64]
 
 HISTORY = 4000  # tokens of other texts, from which drawn placements are made
 WARMING = 2  # texts of 24 tokens that warm a drawn one
@@ -96,7 +97,7 @@ def calibrated(text: Text, accuracy: float) -> Text:
     named_too[0] = 0
     known = Calibration(
         decode_counts=order.decode_counts(),
-        residual_logits=np.zeros((0, 0), np.float32),
+        residual_logits=np.zeros((shape.layers - 1, shape.experts), np.float32),
         accuracy={"raw": named_too},
         kept=drops.kept(),
         gated_accuracy=drops.accuracy(),
@@ -226,13 +227,12 @@ def similarity(text: Text, seed: int = 0) -> tuple[float, float, float]:
         for layer, traced in enumerate(step.layers):
             counts[step.phase][layer] += traced.router_routing.workload(shape.experts)
 
-    def at_random(like: FloatArray) -> FloatArray:
+    def at_random(like: Floats) -> Floats:
         rows = int(like[0].sum()) // shape.top_k
         drawn = rng.random((shape.layers, rows, shape.experts)).argsort(axis=2)[:, :, : shape.top_k]
-        answer: FloatArray = (drawn[..., None] == np.arange(shape.experts)).sum(axis=(1, 2))
-        return answer
+        return (drawn[..., None] == np.arange(shape.experts)).sum(axis=(1, 2)).astype(np.float64)
 
-    def cosine(one: FloatArray, other: FloatArray) -> float:
+    def cosine(one: Floats, other: Floats) -> float:
         norms = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
         return float(np.mean((one * other).sum(axis=1) / norms))
 
