@@ -230,7 +230,8 @@ def similarity(text: Text, seed: int = 0) -> tuple[float, float, float]:
     def at_random(like: Floats) -> Floats:
         rows = int(like[0].sum()) // shape.top_k
         drawn = rng.random((shape.layers, rows, shape.experts)).argsort(axis=2)[:, :, : shape.top_k]
-        return (drawn[..., None] == np.arange(shape.experts)).sum(axis=(1, 2)).astype(np.float64)
+        uses: Floats = (drawn[..., None] == np.arange(shape.experts)).sum(axis=(1, 2)).astype(np.float64)
+        return uses
 
     def cosine(one: Floats, other: Floats) -> float:
         norms = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
@@ -295,7 +296,8 @@ class Claim:
     @property
     def line(self) -> str:
         figures = " to ".join(self._figure(one) for one in self.paper if abs(one) < inf)
-        figures = "more" if inf in self.paper else f"below {figures}" if -inf in self.paper else figures
+        if any(abs(one) == inf for one in self.paper):
+            figures = "more" if self.unit == "x" else f"{'above' if inf in self.paper else 'below'} {figures}"
         ours = [self._figure(one) for one in self.ours]
         if len(ours) > 4:
             ours = [f"{self._figure(min(self.ours))} to {self._figure(max(self.ours))}"]
