@@ -40,7 +40,6 @@ def _costs(link: float, host: tuple[float, float], device: tuple[float, float], 
 # EPYC 7532, half for 16 of its 64 cores; of a GPU's memory 70 %; half of a data sheet's operations.
 COSTS = {
     "dali": _costs(25, (100, 0.61e12), (655, 35e12), 0.13e-3),  # RTX 3090
-    "a6000-2": _costs(25, (100, 0.61e12), (538, 75e12), 2e-3),  # and 2 ms of a layer beside its experts
 }
 
 

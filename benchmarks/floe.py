@@ -1,4 +1,4 @@
-"""FloE's page for Mixtral-8x7B on a GPU of 11, 12 and 24 GB, and an engine that emulates one.
+"""FloE's page for Mixtral-8x7B on a GPU of 11, 12 and 24 GB.
 
 Routing is drawn for Mixtral's shape. The costs are those of the paper's RTX 3090, whose link and device it
 gives twice. Its processor is not named: the host reads 100 GB/s. Every preset has the GPU's whole memory: up
@@ -7,16 +7,12 @@ matrices, predictors, staging and reserve are taken from the cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
-from benchmarks.evidence_commands import Commands, Row, relative
+from benchmarks.evidence_commands import Commands
 from benchmarks.papers import Job, Text, Words, drawn, replayed, write
-from pipeline.assets import model_dir
-from pipeline.checkpoint.open import open_model
 from pipeline.memory.needs import staging_tiles
-from pipeline.models.facts import expert_shape
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import ModelShape
 from pipeline.traces.synthetic import PROFILES
@@ -171,36 +167,3 @@ def page(c: Commands) -> str:
         if found.get("tok_s", text=text)
     ]
     return write("floe", ours, words, ["\n".join(lines), *tables])
-
-
-EMULATED = "whole-layer,on-demand,mixtral-offloading,fiddler"
-SPARSE = "floe,floe:prediction=none,floe:sparsity=0.9"
-
-
-def emulated(c: Commands) -> dict[str, list[Row]]:
-    """Engines of the embedded model: experts in bf16 for the baselines, and in `floe` with an equal memory,
-    up matrices included. The link is paced to these costs; the workers are as fast as they are."""
-    words = ("--workers", "1", "--ppl-tokens", "0", "--prompt-len", "32", "--gen-len", "32", "--rounds", "2")
-    pace = ("--link-gbps", f"{_emulated_link(c, words):.3g}")
-    rows = []
-    for label in ("11 GB", "24 GB"):
-        for format, policies in (("bf16", EMULATED), ("floe", SPARSE)):
-            share = max(0.0, share_of(format, MEMORY[label]))
-            given = ("--format", format, "--expert-cache", f"{share:.3f}", *words, *pace)
-            found = c.measure(f"floe-{format}-{label.split()[0]}", policies, *given)
-            rows += [{"memory": label, "format": format, "cache": share} | row for row in found]
-    relative(rows, "on-demand", "memory")
-    return {"FloE, emulated": rows}
-
-
-def _emulated_link(c: Commands, words: Sequence[str]) -> float:
-    """GB/s at which an expert of the embedded model, compared with a layer whose experts are resident, takes
-    as long as one of Mixtral's in bf16 does with these costs."""
-    shape = expert_shape(open_model(model_dir()).config, None, format_named("bf16"))
-    whole = ("--policy", "layerwise", "--expert-cache", "1", "--format", "bf16")
-    resident = c.run("floe-resident", "bench", *whole, *words)
-    layer = 1 / resident["policies"][0]["decode_tok_s"]["max"] / shape.layers  # s; the least disturbed run's
-    expert = layout_of("bf16").expert_bytes
-    ratio = (expert / LINK) / (TOP_K * expert / DEVICE + BESIDE / DEVICE)
-    pace: float = StoreLayout(shape, format_named("bf16")).expert_bytes / (ratio * layer) / 1e9
-    return pace

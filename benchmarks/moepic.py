@@ -11,7 +11,7 @@ from itertools import product
 
 import numpy as np
 
-from benchmarks.evidence_commands import COSTS, Commands, Row, paces, relative
+from benchmarks.evidence_commands import Commands
 from benchmarks.papers import Job, Results, Text, Words, calibrated, drawn, recorded, replayed, write
 from pipeline.policies.costs import Costs, Rates, derived
 from pipeline.policies.view import ModelShape
@@ -34,7 +34,6 @@ MOEPIC, WHOLE, READY = "moepic:pause=0", "moepic:pause=0:theta=1", "moepic:pause
 BASELINES = ("whole-layer:pause=0", "on-demand", "mixtral-offloading:pause=0")
 THETAS = (*(f"{MOEPIC}:theta={theta}" for theta in (0.2, 0.4, 0.6, 0.8)), WHOLE)
 OMEGAS = (8, 32, 128, 512)  # steps in which LCP's priority falls to a quarter
-MEASURED = ",".join([*BASELINES[1:], MOEPIC, WHOLE, *(f"{MOEPIC}:theta={t}" for t in (0.25, 0.5, 0.75))])
 
 
 def costs_of(layer: float, model: str) -> Costs:
@@ -130,16 +129,3 @@ def _hits(text: Text, share: float) -> dict[str, float]:
                 last[layer, active.experts] = number
         found[name] = hit / asked
     return found
-
-
-def emulated(c: Commands) -> dict[str, list[Row]]:
-    """Experts of eight tiles on an engine paced as an A6000 whose layers take 2 ms beside their experts."""
-    given = COSTS["a6000-2"]
-    pace = paces(c, given["link"], given["host"][0], given["other"][0] + 2 * given["device"][0])
-    short = ("--prompt-len", "64", "--gen-len", "32", "--rounds", "3", "--tile", "32", *pace)
-    engines = []
-    for cache in ("0.25", "0.5", "0.75"):
-        found = c.measure(f"emulated-moepic-{cache}", MEASURED, "--expert-cache", cache, *short)
-        engines += [{"cache": cache} | row for row in found]
-    relative(engines, "on-demand", "cache")
-    return {"MoEpic, emulated": engines}
