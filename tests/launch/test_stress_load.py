@@ -14,8 +14,7 @@ from launch.command_line.options import parse
 from launch.equality import Comparison, Verdict
 from launch.errors import WrongUsage
 from launch.stress import command
-from launch.stress.load import End, Entry, Load, Outcome, Request, ask, count_strays, run_load
-from launch.stress.reference import Finding
+from launch.stress.load import End, Entry, Finding, Load, Outcome, Request, ask, count_strays, run_load
 from launch.stress.report import StressRun, report, report_parts
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.tables import render

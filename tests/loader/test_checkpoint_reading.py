@@ -89,7 +89,7 @@ from pathlib import Path
 from pipeline.checkpoint.open import Checkpoint
 from pipeline.models.facts import expert_shape
 from shm.layout import format_named
-from shm.manifest import StoreManifest
+from shm.store import StoreManifest
 from shm.store import StoreBuilder
 
 def own():
