@@ -152,7 +152,7 @@ def latent(
 
 
 def _hides(mask: Tensor | None) -> bool:
-    """Whether a mask hides any of the tokens."""
+    """Returns whether a mask hides any of the tokens."""
     return mask is not None and bool((mask if mask.is_floating_point() else ~mask).any())
 
 

@@ -32,7 +32,7 @@ from pipeline.generic.one_token import OneToken, Stored
 
 @dataclass(frozen=True)
 class LayerKept:
-    """What one layer of a cache keeps of a sequence."""
+    """One layer's part of a sequence's cache."""
 
     streams: tuple[tuple[int, int], ...]  # (heads, numbers a token): keys, values, and those of an indexer
     states: tuple[tuple[int, ...], ...]  # shapes: of convolutions, then recurrent ones

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Observed:
-    """What one forward of the model as it was made has shown."""
+    """The findings of one forward of the model as it was made."""
 
     tokens: list[int]
     hidden: Tensor  # float32 [TOKENS, H], the last hidden states
@@ -50,7 +50,7 @@ class Observed:
 
 
 def output_of(x: Tensor) -> Tensor:
-    """What stands for the experts' output in trials."""
+    """Returns numbers in place of the experts' output in trials."""
     return 0.5 * x
 
 
@@ -246,7 +246,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class _Cached:
-    """What sequences of the model keep."""
+    """The shapes of what sequences of the model keep."""
 
     kv_streams: list[tuple[tuple[int, int], ...]]
     state_shapes: list[tuple[tuple[int, ...], ...]]

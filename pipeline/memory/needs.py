@@ -223,7 +223,7 @@ def backbone_bytes(source: ModelSource, facts: ModelFacts, config: EngineConfig)
 
 
 def _head_bytes(facts: ModelFacts, config: EngineConfig) -> int:
-    """Of a head that the file has not quantized."""
+    """Returns the bytes of a head that the file has not quantized."""
     kept = FORMATS.get(config.backbone_dtype or "bf16")
     if isinstance(kept, MatrixFormat):
         return kept.matrix_bytes(facts.vocabulary, facts.hidden)
