@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.config import EXPANDED_KV_BYTES
-from pipeline.generic.caches import PerSequence
-from pipeline.generic.one_token import Stored
+from pipeline.generic.caches import PerSequence, Stored
 
 EXPANDED_ROWS = 128  # new tokens from which expanding all latents costs less than multiplying by them
 KIND = "tandem_attention"  # attribute of a module: "grouped", "latent"; without one, the family's own

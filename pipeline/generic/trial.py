@@ -20,8 +20,7 @@ from pipeline.backbone.kv_cache import KVCache, SequenceKV
 from pipeline.checkpoint.decoder import RESERVED, TOKENS
 from pipeline.errors import ModelError
 from pipeline.generic import attention
-from pipeline.generic.caches import LayerKept, Rows, kept_by
-from pipeline.generic.one_token import OneToken
+from pipeline.generic.caches import LayerKept, OneToken, Rows, kept_by
 from pipeline.generic.packing import Packing
 from pipeline.generic.routers import Seen
 from pipeline.generic.skeleton import MoeLayer, Skeleton
