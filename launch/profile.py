@@ -11,6 +11,7 @@ from typing import Any
 
 from launch.terminal.format import percent
 from pipeline.counters import fidelity
+from pipeline.energy import modelled_watts
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 
@@ -99,6 +100,11 @@ class PhaseProfile:
     def device_busy(self) -> float:
         """Share of the time in which the device computed, as seen from the host."""
         return sum(self.shares[cause] for cause in COMPUTING)
+
+    def modelled_energy(self, gpu: bool) -> float | None:
+        """Joules a token by the model of pipeline/energy.py."""
+        watts = modelled_watts(self.host_busy, self.device_busy, gpu)
+        return watts * self.seconds / self.rows if self.rows else None
 
     @property
     def link_busy(self) -> float:

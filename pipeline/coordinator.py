@@ -17,21 +17,22 @@ import zmq
 import zmq.asyncio
 
 from pipeline.config import CoordinatorConfig
+from pipeline.energy import EnergyMeter
 from pipeline.errors import PipelineError, UsageError
 from pipeline.experts.peers import ExitEvents
 from pipeline.serving.clients import Clients
-from pipeline.serving.engine_parts import EngineParts
-from pipeline.serving.engine_service import (
+from pipeline.serving.engine_inbox import (
     EngineEvent,
     EngineFailed,
     EngineInbox,
     EngineReady,
-    EngineService,
     Post,
     ToClients,
     ToOtherClients,
     ToSupervisor,
 )
+from pipeline.serving.engine_parts import EngineParts
+from pipeline.serving.engine_service import EngineService
 from pipeline.serving.engine_status import EngineStatus
 from pipeline.serving.text_link import ROLE as TEXT
 from pipeline.serving.text_link import TextLink
@@ -83,6 +84,7 @@ class Coordinator:
         self._config = CoordinatorConfig.from_map(config)
         runtime = self._config.runtime
         self._context = zmq.asyncio.Context()
+        self._energy = EnergyMeter()
         control = ipc_endpoint(runtime, "control.sock")
         self._control = connect_dealer(self._context, control, identity=config["identity"])
         try:
@@ -253,7 +255,7 @@ class Coordinator:
                     self._clients.cut_off(client, FLOODED)
             case Stats():
                 own = {"clients": self._clients.counts(), "text": self._text_link.stats()}
-                stats = self._status.stats() | own
+                stats = self._status.stats() | own | {"energy": self._energy.joules()}
                 self._clients.send(client, StatsReply(message.request, stats))
             case ExpertActivity():
                 self._clients.send(client, self._status.activity(message.request))

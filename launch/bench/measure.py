@@ -210,6 +210,8 @@ class Run:
     first_token_s: float
     decode_tok_s: float
     decode: Tree  # the engine's counters of decode, see pipeline/counters.py
+    energy: dict[str, float] = field(default_factory=dict)  # joules of the machine, a generated token; prompt
+    # included, by what has counters (pipeline/energy.py)
 
 
 @dataclass
@@ -233,6 +235,11 @@ class PolicyResult:
         """A field of Run, in the order of the rounds."""
         return [float(getattr(run, name)) for run in self.runs]
 
+    @property
+    def energy(self) -> dict[str, float]:
+        """`Run.energy`, the medians of the rounds."""
+        return {name: median(run.energy[name] for run in self.runs) for name in self.runs[0].energy}
+
     def decode(self, tile_bytes: int) -> PhaseProfile:
         """The engine's counters of decode, summed over the rounds."""
         return PhaseProfile(added(run.decode for run in self.runs), tile_bytes)
@@ -254,7 +261,9 @@ async def measure(client: Client, prompts: Sequence[Prompt], gen_len: int) -> tu
         )
     counted = difference(after["engine"], before["engine"])
     speeds = (timeline.prefill_tok_s, timeline.first_token_s, timeline.decode_tok_s)
-    return Run(*speeds, decode=counted["decode"]), ends
+    tokens = len(prompts) * gen_len
+    energy = {name: (now - before["energy"][name]) / tokens for name, now in after["energy"].items()}
+    return Run(*speeds, decode=counted["decode"], energy=energy), ends
 
 
 async def warm_up(client: Client, prompts: Sequence[Prompt], gen_len: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -16,6 +17,7 @@ from launch.profile import PhaseProfile, shown_hits
 from launch.terminal.format import alike, count, merged_notes, model_name, percent
 from launch.terminal.tables import Column, Table, dim, each, policy_name, spreads
 from pipeline.counters import pause_note
+from pipeline.energy import GPUS, MODEL, PROCESSORS
 from pipeline.models.shapes import is_shape
 from pipeline.policies.view import PolicyRequest
 from shm.segment import byte_size
@@ -37,11 +39,18 @@ class Figures:
     first_token: Sequence[float] = ()  # milliseconds
     perplexity: Perplexity | None = None
     settings: dict[str, Any] = field(default_factory=dict)  # of a sweep
+    energy: dict[str, float] = field(default_factory=dict)  # joules a token, by what was measured
+    gpu: bool = True  # the device is one, perhaps an emulated or a replayed one
 
     @property
     def moved(self) -> dict[str, float]:
         """Bytes a token, as in PhaseProfile."""
         return {kind: size / max(self.profile.rows, 1) for kind, size in self.profile.moved.items()}
+
+    @property
+    def modelled(self) -> float | None:
+        """Joules a token of decode by the model, where nothing was measured."""
+        return None if self.energy else self.profile.modelled_energy(self.gpu)
 
     @property
     def used(self) -> float | None:
@@ -72,10 +81,18 @@ def _size(title: str, value: Callable[[Figures], float | None], note: str = "") 
     return Column(title, value, lambda sizes: alike([size / 1e6 for size in sizes]), note=note, optional=True)
 
 
+def _measured(name: str, figures: Figures) -> float | None:
+    return figures.energy.get(name)
+
+
 def _changed(kind: str) -> Callable[[Figures], float | None]:
     return lambda figures: figures.profile.fidelity[kind]
 
 
+ENERGY = {
+    PROCESSORS: "processors, gpus: joules a generated token with its prompt, of the machine, by counters",
+    GPUS: "",
+}
 BUSY = "busy, waiting: shares of decode's time; the device computes attention, resident experts and the head"
 CHANGED = "skipped, substituted, stale, predicted: shares of the routed weight"
 LEFT = "left: the same in channels that were left out, by |u|"
@@ -118,6 +135,11 @@ TIMES = (
     _share("link\nbusy", lambda f: f.profile.link_busy or None),
     _share("waiting for\nworkers", lambda f: f.profile.shares["workers"], optional=False),
     _share("waiting for\ncopies", lambda f: f.profile.shares["link"] or None),
+    *(
+        Column[Figures](f"J/token\n{name}", partial(_measured, name), alike, note=note, optional=True)
+        for name, note in ENERGY.items()
+    ),
+    Column[Figures]("J/token\nmodelled", lambda f: f.modelled, alike, note=MODEL, optional=True),
 )
 APPROXIMATION = (
     POLICY,
@@ -192,6 +214,8 @@ class Report:
             decode_ratio=None if first is None else result.ratio(first, "decode_tok_s"),
             first_token=[1e3 * seconds for seconds in result.figures("first_token_s")],
             perplexity=result.perplexity,
+            energy=result.energy,
+            gpu=self.config["device"] != "cpu" or bool(self.emulation),
         )
 
     def parts(self) -> Iterator[RenderableType]:
@@ -256,6 +280,7 @@ class Report:
             "host_share": profile.host_share,
             "prefill_ratio": result.ratio(first, "prefill_tok_s"),
             "decode_ratio": result.ratio(first, "decode_tok_s"),
+            "energy": {"joules_a_token": result.energy, "modelled": self._figures(result, None).modelled},
             "notes": result.notes,
             "decode": decode,
         }

@@ -137,7 +137,7 @@ def _parts(rows: FloatArray, counts: Sequence[int]) -> list[FloatArray]:
 
 def greedy(logits: Tensor) -> Tensor:
     """Returns each row's largest and second of logits float32 [R, vocabulary], and the bits of their tokens:
-    float32 [R, 4]; the device's part of greedy sampling (`pipeline/text/sampler.py` is the host's). torch's
+    float32 [R, 4]; the device's part of greedy sampling (`pipeline/text/logprobs.py` is the host's). torch's
     argmax takes the first of equals, and a NaN for the largest, on every device."""
     token = logits.argmax(1, keepdim=True)
     others = logits.scatter(1, token, -torch.inf)

@@ -17,7 +17,7 @@ from pipeline.calibration.observers import Up
 from pipeline.counters import Counters
 from pipeline.engine.engine import Engine
 from pipeline.errors import RequestError
-from pipeline.text.sampler import log_softmax
+from pipeline.text.logprobs import log_softmax
 from shm.store import Store
 
 Progress = Callable[[str, int, int], None]  # stage, done, total; its exceptions end the calibration

@@ -51,9 +51,10 @@ class HostConfig:
     coordinator_key: str  # the public CURVE key of the one that it answers
     cores: tuple[tuple[int, ...], ...]  # of each expert worker; an empty one is bound to none
     cache: Path  # folder of files that are kept between starts
-    port: int = 0  # 0: any that is free
+    ports: tuple[int, int] = (0, 0)  # the first and the last that it may take; 0: any that is free
     lease: float = 60.0  # seconds that it lives after its coordinator's last message
     reserve_bytes: int = 2 << 30  # of memory that its store must leave free
+    disk_memory: int | None = None  # bytes of experts in memory, the others stay on disk; None: all of them
     host_slowdown: float = 1.0  # emulation, as in EngineConfig
     log_level: str = "INFO"
 
@@ -68,7 +69,7 @@ class HostConfig:
         assert lanes is not None
         paths = {name: Path(plain[name]) for name in ("model", "cache")}
         cores = tuple(tuple(one) for one in plain["cores"])
-        return cls(**plain | paths | {"lanes": lanes, "cores": cores})
+        return cls(**plain | paths | {"lanes": lanes, "cores": cores, "ports": tuple(plain["ports"])})
 
     @property
     def setting(self) -> str:

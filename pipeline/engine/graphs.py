@@ -36,7 +36,7 @@ from pipeline.device.base import Added, Device
 from pipeline.device.cuda_graphs import CudaGraphs
 from pipeline.engine.observer import Probing
 from pipeline.experts.device_share import DeviceMemory
-from pipeline.text.sampler import WIDTH
+from pipeline.text.logprobs import WIDTH
 from shm.segment import byte_size
 from workers.cuda import CudaError
 from workers.kernels.cuda.sums import HEADER_BYTES, MOST_PARTS, OutputSums, sums_table, table_room
@@ -272,6 +272,10 @@ class Bucket:
             made = torch.zeros(shape, dtype=torch.float32, device=self._device.torch_device)
             self._logits[number] = made, self._gpu.answers(*shape)
         logits, logits_host = self._logits[number]
+        routers = [*[layer][:own], *probes]
+        looks = (
+            self._memory.looks(layer, routers, self._gpu) if self.inputs is not None and self._memory else ()
+        )
 
         def work() -> None:
             self._add_told()
@@ -287,10 +291,13 @@ class Bucket:
             self._h.copy_(attended.h)
             if self.inputs is not None:
                 self.inputs.round(self._x)
+            for look in looks:
+                look(dict(zip(routers, logits, strict=True)), self.inputs)
 
         # A trained gate belongs to its calibration, a router to the model.
         of = probing if any(p <= 0 for p in probes) else None
-        self._run(("attend", layer, own, probes, of, self.inputs), work, self._h, self._x, logits)
+        key = "attend", layer, own, probes, of, self.inputs, looks
+        self._run(key, work, self._h, self._x, logits, *(look.looked.u for look in looks))
         return _Attended(self._h[: self._rows], self._x[: self._rows], layer, self)
 
     def read(self) -> Sequence[FloatArray]:

@@ -16,7 +16,8 @@ from pipeline.scheduling.jobs import Emit, GenerateJob, Job
 from pipeline.text.detokenizer import Detokenizer
 from pipeline.text.generation_defaults import MOST_LOGPROBS, validate, validate_shaping
 from pipeline.text.grammar import AskMask, Grammar
-from pipeline.text.sampler import Sampler, TokenChooser, log_softmax, top_of_rows
+from pipeline.text.logprobs import log_softmax, top_of_rows
+from pipeline.text.sampler import Sampler, TokenChooser
 from protocol.messages import Generate, Score, Scores
 
 BLOCK_BYTES = 4 << 20  # log-probabilities of one Scores message

@@ -18,7 +18,8 @@ from pipeline.fairness import ID_BYTES
 from pipeline.scheduling.prefix_tree import Tokens
 from pipeline.text.detokenizer import TextStream
 from pipeline.text.grammar import Grammar
-from pipeline.text.sampler import Choice, Greedy, TokenChooser
+from pipeline.text.logprobs import Greedy
+from pipeline.text.sampler import Choice, TokenChooser
 from protocol.messages import Done, Generate, Queued, Token
 
 NO_KEY = 0

@@ -21,7 +21,8 @@ from pipeline.device import Device, open_device
 from pipeline.engine.observer import Probing
 from pipeline.errors import PipelineError
 from pipeline.models.registry import model_spec
-from pipeline.text.sampler import Greedy, Sampler, best_margin
+from pipeline.text.logprobs import Greedy, best_margin
+from pipeline.text.sampler import Sampler
 from protocol.messages import Sampling
 
 pytestmark = pytest.mark.gpu

@@ -27,10 +27,10 @@ policy                hits   MB/token    MB/token   used  MB/token
 mixtral-offloading     50%       5.00        2.00    60%      3.00
 daop                   50%       5.00        2.00    60%      3.00
 
-                    workers  device  waiting for  waiting for
-policy                 busy    busy      workers       copies
-mixtral-offloading      10%     30%          20%          50%
-daop                    10%     30%          20%          50%
+                    workers  device  waiting for  waiting for   J/token
+policy                 busy    busy      workers       copies  modelled
+mixtral-offloading      10%     30%          20%          50%      19.2
+daop                    10%     30%          20%          50%      19.2
 
                                                      added
 policy  skipped  substituted  stale  predicted  perplexity
@@ -51,6 +51,8 @@ prefetched: before a step needed it
 replaced: in the background, by replacement
 busy, waiting: shares of decode's time; the device computes attention, resident
 experts and the head
+modelled: 150 W of the processor while workers compute, else 50; 300 W of the
+GPU while it computes, else 60
 skipped, substituted, stale, predicted: shares of the routed weight
 note: dali left out: not calibrated
 """
@@ -100,6 +102,11 @@ def test_report_says_what_differs_from_the_usual() -> None:
     ):
         assert words in text
         assert words not in SNAPSHOT
+    measured = [Run(900.0, 0.1, 30.0, counted, {"gpus": joules}) for joules in (3.0, 5.0)]
+    table = render(*Report(config, [PolicyResult(PolicyRequest("dali"), runs=measured)], "").parts())
+    assert "gpus" in table
+    assert "4.00" in table
+    assert "modelled" not in table
     plain = other.to_json()
     assert len(plain["notes"]) == 1
     prefetches = plain["policies"][0]["decode"]["prefetches"]

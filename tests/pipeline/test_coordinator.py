@@ -24,7 +24,7 @@ from pipeline import coordinator
 from pipeline.config import ResolvedConfig
 from pipeline.coordinator import FLOODED, STOPPING, Coordinator
 from pipeline.experts.pool import Ticket
-from pipeline.serving import engine_service
+from pipeline.serving import engine_inbox
 from pipeline.serving.clients import Clients
 from protocol.codec import decode, encode
 from protocol.messages import (
@@ -183,7 +183,7 @@ async def test_requests_of_a_stopping_engine_are_refused(
 async def test_client_that_floods_the_inbox_is_refused_and_for_a_cancel_cut_off(
     tiny_model: Path, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_service, "MOST_WAITING", 2)
+    monkeypatch.setattr(engine_inbox, "MOST_WAITING", 2)
     async with supervised(tiny_model, tmp_path) as supervisor, raw_client(supervisor.endpoint) as client:
         await client.send(ASKED)
         await until(gate.reached.is_set)

@@ -28,7 +28,7 @@ from pipeline.config import KV_BLOCK
 from pipeline.errors import RequestError, ShardFailed
 from pipeline.experts.pool import Ticket
 from pipeline.serving import calibration_service, engine_service
-from pipeline.text.sampler import log_softmax
+from pipeline.text.logprobs import log_softmax
 from protocol.messages import Calibrate, Calibrated, Calibrating, Done, SetPolicy
 
 IDS = tuple(np.random.default_rng(0).integers(3, 4000, 400).tolist())

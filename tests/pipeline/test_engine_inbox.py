@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipeline import fairness
 from pipeline.fairness import CLIENT_BYTES, ID_BYTES, MOST_WAITING
-from pipeline.serving.engine_service import ClientGone, EngineInbox, EngineMessage
+from pipeline.serving.engine_inbox import ClientGone, EngineInbox, EngineMessage
 from protocol.messages import Calibrate, Cancel, ChatMessage, Generate, Sampling, Score, SetPolicy
 
 

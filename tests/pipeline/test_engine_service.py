@@ -27,16 +27,18 @@ from pipeline.experts.peers import ExitEvents
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import PolicyRequest, Target
 from pipeline.serving import engine_service, policy_switch
-from pipeline.serving.engine_service import (
-    IDLE_WAIT,
-    INBOX_SECONDS,
-    MOVING_WAIT,
+from pipeline.serving.engine_inbox import (
     EngineFailed,
     EngineInbox,
     EngineReady,
     ToClients,
     ToOtherClients,
     ToSupervisor,
+)
+from pipeline.serving.engine_service import (
+    IDLE_WAIT,
+    INBOX_SECONDS,
+    MOVING_WAIT,
 )
 from pipeline.traces.trace import Trace
 from protocol.messages import (

@@ -18,7 +18,7 @@ from pipeline.experts.device_share import DeviceMemory
 from pipeline.models.registry import model_spec
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
-from pipeline.text.sampler import Greedy
+from pipeline.text.logprobs import Greedy
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 

@@ -19,7 +19,8 @@ from pipeline.models.registry import model_spec
 from pipeline.scheduling import job_factory, jobs
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.text.detokenizer import RunDecoder, StopStrings, TextStream
-from pipeline.text.sampler import MOST, Sampler, log_softmax
+from pipeline.text.logprobs import MOST, log_softmax
+from pipeline.text.sampler import Sampler
 from protocol.codec import decode, encode
 from protocol.messages import (
     ChatMessage,

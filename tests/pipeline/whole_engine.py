@@ -21,8 +21,9 @@ from pipeline.checkpoint.open import open_model
 from pipeline.config import CoordinatorConfig, ResolvedConfig
 from pipeline.experts.peers import ExitEvents
 from pipeline.models.facts import expert_shape
+from pipeline.serving.engine_inbox import EngineEvent, EngineInbox, EngineMessage, ToClients
 from pipeline.serving.engine_parts import EngineParts
-from pipeline.serving.engine_service import EngineEvent, EngineInbox, EngineMessage, EngineService, ToClients
+from pipeline.serving.engine_service import EngineService
 from pipeline.serving.policy_switch import PolicySwitch
 from pipeline.serving.text_queue import TextMessages, with_ids
 from pipeline.text.detokenizer import DECODER

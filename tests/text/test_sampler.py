@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from pipeline.errors import PipelineError, RequestError
 from pipeline.text.generation_defaults import validate
-from pipeline.text.sampler import Sampler, best_margin, log_softmax
+from pipeline.text.logprobs import best_margin, log_softmax
+from pipeline.text.sampler import Sampler
 from protocol.messages import Sampling
 
 

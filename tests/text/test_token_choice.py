@@ -12,15 +12,8 @@ from hypothesis import strategies as st
 from pipeline.backbone.step import greedy
 from pipeline.errors import PipelineError, RequestError
 from pipeline.text.generation_defaults import validate_shaping
-from pipeline.text.sampler import (
-    Greedy,
-    Sampler,
-    TokenChooser,
-    best_margin,
-    log_softmax,
-    top_logprobs,
-    top_of_rows,
-)
+from pipeline.text.logprobs import Greedy, best_margin, log_softmax, top_logprobs, top_of_rows
+from pipeline.text.sampler import Sampler, TokenChooser
 from protocol.messages import Sampling, Shaping, TokenBias
 
 GREEDY = Sampling()
