@@ -9,18 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import RenderableType
 
+from launch.bench.drawn import PROMPT, drawn_trace
 from launch.bench.plan import requested_policies
 from launch.bench.report import Figures, compared, policy_tables, routing_notes, show_tables
 from launch.bench.sweep import Point, SweepReport, combinations
 from launch.command_line.options import Options, axes
 from launch.errors import LaunchError, WrongUsage
-from launch.forecast import Sizes, calibration_of, costs_there, sizes_of
+from launch.forecast import Sizes, calibration_of, costs_there
 from launch.profile import PhaseProfile
 from launch.terminal.format import count, merged_notes, model_name
 from launch.terminal.interrupts import Interrupts
@@ -31,45 +32,20 @@ from launch.terminal.progress import ProgressCounter
 from launch.terminal.tables import print_parts
 from pipeline.arrays import PHASES, Phase
 from pipeline.calibration.cost_cache import measured_here
-from pipeline.checkpoint.open import open_model
-from pipeline.config import DEFAULT_CACHE, EngineConfig, FormatName
+from pipeline.config import DEFAULT_CACHE
 from pipeline.errors import PlanError, PolicyError, TraceError
 from pipeline.memory.needs import cache_tiles
-from pipeline.models.shapes import PREFIX, SHAPES, is_shape
+from pipeline.models.shapes import is_shape
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import MACHINES, Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from pipeline.replay.machine import Replay
 from pipeline.replay.steps import Overview, summarize
-from pipeline.traces.synthetic import PROFILES, DrawnTrace, SyntheticText
+from pipeline.traces.synthetic import DrawnTrace
 from pipeline.traces.trace import Header, Trace, TracedStep
 from protocol.program import user_folder
 from shm.segment import byte_size
-
-# ----------------------------------------------------------------------------------------------------------
-# Routing for `bench --replay shape:NAME`, which no engine has recorded: of a model whose locality was
-# published.
-
-
-FORMAT: FormatName = "int4"
-HISTORY = 4000  # tokens of other texts, from which it is known which experts are popular
-TEXTS, PROMPT, TOKENS = 3, 128, 64  # one after the other, each with a prompt
-KNOWN = ", ".join(PREFIX + name for name in PROFILES if name in SHAPES)
-
-
-def drawn_trace(shape: Path, seed: int) -> tuple[DrawnTrace, Sizes]:
-    """Returns routing of a model of this shape, and what its parts weigh. Raises WrongUsage, ModelError."""
-    name = str(shape).removeprefix(PREFIX).partition("/")[0]
-    if name not in PROFILES:
-        raise WrongUsage(f"--replay {shape}: no locality of its routing is known (known: {KNOWN})")
-    sizes = sizes_of(open_model(shape), EngineConfig(model=shape), FORMAT)
-    header = replace(sizes.header, model=name)
-    text = SyntheticText(header, PROFILES[name], seed)
-    counts = text.counts(HISTORY)
-    steps = [step for _ in range(TEXTS) for step in text.steps(PROMPT, PROMPT, TOKENS)]
-    return DrawnTrace(shape, header, steps, counts), sizes
-
 
 LEFT_OUT = ("embedding", "head", "sampling", "planning", "messages", "scheduling")  # of the time
 ASSUMPTION = "approximate policies are replayed on the recorded text; they might have generated another"
