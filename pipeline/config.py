@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
-from shm.part import Part
+from shm.layout import Part
 
 DEFAULT_CONTEXT = 8192  # tokens, where the model would take more
 KV_CONTEXTS = 4  # full contexts that the KV cache holds, where they fit
@@ -44,7 +44,7 @@ KvDType = Literal["f32", "bf16", "int8"]
 
 @dataclass(frozen=True)
 class LanePlan:
-    """How experts are divided among machines (`shm/part.py`), and which lanes this one holds. The bits of a
+    """How experts are divided among machines (`shm/layout.py`), and which lanes this one holds. The bits of a
     layer depend on `bounds`, `pieces` and `rows` alone, never on who computes."""
 
     bounds: tuple[int, ...]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -179,6 +179,13 @@ def pause_note(paused: int, steps: int) -> str:
         f"prefetching paused in {paused} of {steps} decode steps, because too few of the tiles that it"
         " fetched were used (with the option pause=0 it never pauses)"
     )
+
+
+class Elsewhere(NamedTuple):
+    """Another machine's share of a layer."""
+
+    busy: float  # seconds that it computed
+    way: float | None  # seconds of the way there and back; None where the layer has not waited for it
 
 
 class PrefetchMeter:

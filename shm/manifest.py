@@ -29,8 +29,7 @@ import msgspec
 import numpy as np
 
 from shm.errors import StoreInvalid, UnknownFormat
-from shm.layout import PAGE, Bytes, ExpertShape, StoreLayout, format_named, shape_of
-from shm.part import Part, part_of
+from shm.layout import PAGE, Bytes, ExpertShape, Part, StoreLayout, format_named, part_of, shape_of
 
 MAGIC = b"TANDEMST"
 VERSION = 2

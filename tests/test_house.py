@@ -17,13 +17,13 @@ SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
     "protocol": 2_560,
     "shm": 4_760,
-    "workers": 10_220,
-    "pipeline": 41_010,
-    "launch": 14_340,
+    "workers": 10_280,
+    "pipeline": 41_330,
+    "launch": 14_400,
     "benchmarks": 7_860,
-    "tests": 63_800,
+    "tests": 64_160,
 }
-ROOMS = 321  # Python files of the program, without those that only mark a package
+ROOMS = 322  # Python files of the program, without those that only mark a package
 
 
 @pytest.mark.parametrize("folder", LINES)

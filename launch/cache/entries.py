@@ -31,8 +31,7 @@ from pipeline.models import facts
 from protocol.errors import NotPrivate
 from shm.disk_cache import FINGERPRINT, RECORD, STORE_FILE, UNFINISHED, last_use, read_record
 from shm.errors import ShmError
-from shm.file_locks import is_locked
-from shm.locks import unused_store
+from shm.locks import is_locked, unused_store
 from shm.segment import allocated_bytes, is_segment
 from shm.store import Store, store_key
 from workers.kernels.cuda.compiler import FILE_NAME as GPU_KERNELS

@@ -30,6 +30,7 @@ from launch.command_line.values import (
     not_empty,
     origins,
     port,
+    port_range,
     rates,
     size,
     token_ids,
@@ -126,6 +127,7 @@ REPLAYED = (
 )
 CLUSTER = "divide the experts among the machines of this cluster (docs/cluster.md)"
 REPLICAS = "copies of each other machine's experts on further ones, as many as memory allows (default 0)"
+HOST_PORTS = "ports that an expert host may take on its machine (default: any that is free)"
 TOKEN = "file with the cluster's token (default: where `cluster start` makes it)"
 ADDRESS = "this machine's IP address, at which the others reach it (default: the one that leads there)"
 PORT = f"the first of {PORTS} ports that Ray takes on this machine (default {DEFAULT_PORT})"
@@ -301,6 +303,7 @@ _cluster = _section(
     f"{', '.join(f'{command} --cluster' for command in ENGINE.split(', '))}, doctor --cluster",
     Option("cluster HEAD:PORT", head_address, CLUSTER, takes=f"{ENGINE}, doctor"),
     Option("replicas N", at_least(0), REPLICAS),
+    Option("host-ports FIRST-LAST", port_range, HOST_PORTS),
     Option("token FILE", Path, TOKEN, also="cluster"),
     of_engine=True,
 )

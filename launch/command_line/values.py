@@ -86,11 +86,20 @@ def head_address(text: str) -> str:
 
 
 def port(text: str) -> int:
-    """Reads the first of the ports that Ray takes."""
+    """Reads a port that other machines connect to."""
     number = at_least(1024)(text)
     if number > 65000:
         raise argparse.ArgumentTypeError(f"must be at most 65000, not {number}")
     return number
+
+
+def port_range(text: str) -> tuple[int, int]:
+    """Reads the ports of expert hosts: the first and the last."""
+    first, dash, last = text.partition("-")
+    found = port(first), port(last if dash else first)
+    if found[1] < found[0]:
+        raise argparse.ArgumentTypeError(f"{text!r}: the first port first, such as 7300-7310")
+    return found
 
 
 def ip_address(text: str) -> str:

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.checkpoint.converted import Conversion, Source, like_tensor, raw_of, read_tensor
-from pipeline.checkpoint.decoder import MATRICES
-from pipeline.checkpoint.found_math import matrices_of
+from pipeline.checkpoint.decoder import MATRICES, matrices_of
 from pipeline.checkpoint.reader import RawTensor, TensorReader, raw_tensor
 from pipeline.checkpoint.whole_experts import Part, WholeExperts
 from pipeline.models.architecture import ExpertRows, TensorRows

@@ -329,7 +329,7 @@ class TensorExecutor:
                 ticket.begin_held()
                 self.clock.mark("disk")
             self._parts = ticket.parts()
-            self.timing.host_ends(ticket.busy)
+            self.timing.host_ends(split, ticket.busy, ticket.elsewhere)
             self.clock.mark("wait")
         self.counters.host_tiles += ticket.tiles
         self.counters.host_busy += ticket.busy

@@ -34,8 +34,7 @@ from protocol.files import check_private, make_folders, read_small
 from protocol.program import user_folder
 from shm.atomic_file import atomic_file
 from shm.expert_math import ExpertMath, math_of
-from shm.layout import ExpertShape, FloeFormat, TileFormat, suitable_tile
-from shm.part import Part
+from shm.layout import ExpertShape, FloeFormat, Part, TileFormat, suitable_tile
 from workers.lifetime import PYTHON, environment
 
 MODULE = "pipeline.generic.describe"

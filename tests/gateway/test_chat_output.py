@@ -21,9 +21,8 @@ from pipeline.gateway.chat import Chat, chat_request
 from pipeline.gateway.messages import Messages, messages_request
 from pipeline.gateway.metrics import Meter
 from pipeline.gateway.response_request import ResponsesBody, response_request
-from pipeline.gateway.response_tools import Origin
 from pipeline.gateway.responses import Response
-from pipeline.gateway.settings import Tools
+from pipeline.gateway.settings import Origin, Tools
 from pipeline.text.chat_format import TemplateKind
 from pipeline.text.chat_output import ChatOutput, Part, ToolCall
 from protocol.answer import Answer
