@@ -33,7 +33,7 @@ from pipeline.backbone.kv_cache import BLOCKS
 from pipeline.backbone.step import Attended, StepLayers, greedy, split_rows
 from pipeline.config import GRAPH_BYTES, GraphsName
 from pipeline.device.base import Added, Device
-from pipeline.device.cuda_graphs import CudaGraphs
+from pipeline.device.cuda import CudaGraphs
 from pipeline.engine.observer import Probing
 from pipeline.experts.device_share import DeviceMemory
 from pipeline.text.logprobs import WIDTH

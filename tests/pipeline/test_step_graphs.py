@@ -30,7 +30,7 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
-from pipeline.device.cuda_graphs import CudaGraphs
+from pipeline.device.cuda import CudaGraphs
 from pipeline.engine.engine import Engine
 from pipeline.engine.graphs import Bucket, StepGraphs
 from pipeline.engine.observer import Probing
