@@ -18,7 +18,7 @@ LINES = {
     "protocol": 2_560,
     "shm": 4_760,
     "workers": 10_220,
-    "pipeline": 41_010,
+    "pipeline": 41_120,
     "launch": 14_340,
     "benchmarks": 7_860,
     "tests": 63_800,

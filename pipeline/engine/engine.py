@@ -245,6 +245,11 @@ class TensorExecutor:
         """Return this executor for the stage's policy."""
         return Shifted(self, self._first) if self._first else self
 
+    def read_before(self, layer: int, probes: Sequence[int]) -> Signals:
+        logits = self.call.before(probes)
+        self.clock.mark("read")
+        return Signals(None, dict(zip(probes, logits, strict=True)))
+
     def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
         """Compute the layer up to its experts. Copies x, the router's logits and the probes' to the host
         together."""

@@ -100,6 +100,15 @@ class NextGate(Prediction):
         return _needed(following, signals.probes[following], view, apply_gate)[: view.shape.top_k]
 
 
+class BeforeAttention(NextGate):
+    """MoEpic's: the next layer's router on the residual stream h_l before this layer's attention, so that
+    fetching goes on while that is computed. What this layer's attention and experts add is not in it."""
+
+    name: ClassVar[str] = "before-attention"
+    help: ClassVar[str] = "the next layer's router on the residual stream before this layer's attention"
+    before: ClassVar[bool] = True
+
+
 class NextChannels(NextGate):
     """FloE's: the next layer's router on this layer's x names experts, and the next layer's up matrices on
     this layer's x the channels of them that its mask will probably keep. In the first layers the

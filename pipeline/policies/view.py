@@ -255,6 +255,14 @@ class Policy(ABC):
         tiles, in the order given, and counted as predictions. They must not evict tiles of this layer."""
         return ()
 
+    def probes_before(self, layer: int, view: View) -> tuple[int, ...]:
+        """The later layers with routers to apply to the residual stream before this layer's attention."""
+        return ()
+
+    def predict_before(self, layer: int, signals: Signals, view: View) -> tuple[Target, ...]:
+        """Returns what `predict` does, by these routers, before the layer's attention is computed."""
+        return ()
+
     def channels_ahead(self, layer: int, signals: Signals, view: View) -> Routing | None:
         """The routing that the next layer will probably have: of its experts the channels that its mask would
         keep for this layer's input are fetched, behind all demands. None: no channels."""

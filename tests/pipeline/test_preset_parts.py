@@ -25,10 +25,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PresetRuns]:
         yield runs
 
 
-# The options, the layers that predictions reach ahead, and those that they sometimes do.
+# The options, the layers that predictions reach ahead of the latest decided one, and those that they do at
+# times.
 PREFETCHES: dict[str, tuple[dict[str, str], set[int], set[int]]] = {
     "dali": ({"prefetch": "2"}, {1}, set()),
     "moepic": ({}, {1}, set()),
+    # before a layer is decided, also the first one
+    "moepic before attention": ({"prediction": "before-attention"}, {2, 2 - LAYERS}, set()),
     "hybrimoe": ({}, {1, 2, 3}, set()),
     "mixtral-offloading": ({}, {1}, set()),
     "pre-gated": ({}, {1}, set()),
@@ -43,7 +46,7 @@ PREFETCHES: dict[str, tuple[dict[str, str], set[int], set[int]]] = {
 def test_predictions_come_true_in_part_and_their_tiles_are_used(preset: str, runs: PresetRuns) -> None:
     """At each distance; nearly all that were wanted were ordered."""
     options, distances, rarely = PREFETCHES[preset]
-    run = runs.read(preset, **options)
+    run = runs.read(preset.partition(" ")[0], **options)
     found, counted = run.distances(), run.decode
     assert distances <= found.keys() <= distances | rarely
     assert all(run.came_true(distance) > 0 for distance in distances)
