@@ -56,6 +56,11 @@ class Routing:
     experts: IntArray  # [R, k]
     weights: FloatArray  # [R, k]; a weight of 0 computes nothing
 
+    @property
+    def pairs(self) -> tuple[IntArray, FloatArray]:
+        """The experts and their weights."""
+        return self.experts, self.weights
+
     def workload(self, num_experts: int) -> IntArray:
         """Rows routed to each expert, int32 [E]; the active experts are those above 0."""
         used = self.experts[self.weights != 0]
