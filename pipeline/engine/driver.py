@@ -101,6 +101,18 @@ class PolicyDriver(Generic[Begun]):
         self.placement = policy.placement(self.view)  # [L, E]
         self._masks = policy.sparsity.masks(policy.name, view.shape.layers, view.up, view.calibration)
         self._masked, self.counting = False, True  # in the present step; in the popularity
+        sparsity = policy.sparsity
+        self._left = 0.0 if sparsity.dense else sparsity.share(view.calibration)
+        self._given = view.costs
+        self._sparse: tuple[Costs, Costs] | None = None  # the latest that `priced` was given, and its answer
+
+    def priced(self, costs: Costs, phase: Phase) -> Costs:
+        """The costs of a tile in such a step, where its masks leave channels out."""
+        if not self._left or phase != "decode":
+            return costs
+        if self._sparse is None or self._sparse[0] is not costs:
+            self._sparse = costs, costs.masked(self._left, self.view.up_share)
+        return self._sparse[1]
 
     def begin_step(
         self,
@@ -110,12 +122,14 @@ class PolicyDriver(Generic[Begun]):
         costs: Costs | None = None,
     ) -> None:
         """Begin a step. `sequences`: that of each row; `live`: these and others that have begun and not
-        ended; `costs`: to plan with from now on, if they have changed."""
+        ended; `costs`: to plan with in this step, those of dense tiles."""
         self._early = None
         self._masked = phase == "decode"
         known, on = frozenset(sequences).union(live), self.prefetch.on
-        view, costs = self.view, costs or self.view.costs
-        self.view = replace(view, phase=phase, sequences=sequences, live=known, prefetching=on, costs=costs)
+        costs, kept = costs or self._given, 1 - self._left if self._masked else 1.0
+        costs = None if costs is None else self.priced(costs, phase)
+        view = replace(self.view, phase=phase, sequences=sequences, live=known, prefetching=on)
+        self.view = replace(view, costs=costs, kept=kept)
 
     def layer(self, layer: int, executor: LayerExecutor[Begun]) -> None:
         """Have a layer decided and computed. Raises PlanError where the policy breaks its contract, and the

@@ -68,6 +68,7 @@ class EngineStage:
         popularity: Counts,
         heat: Counts | None,
         up: str,
+        up_share: float,
         follow: bool,
         counters: PhaseCounters,
     ) -> Prepared:
@@ -92,6 +93,7 @@ class EngineStage:
             staging=memory.staging,
             heat=None if heat is None else heat[rows],
             up=up,
+            up_share=up_share,
             probing=self.can_probe,
         )
         driver: PolicyDriver[Ticket] = PolicyDriver(policy, view, *counters.prefetched)

@@ -63,9 +63,12 @@ class Balanced:
 class _Table:
     """Layers of one row that were divided by some costs."""
 
-    def __init__(self, costs: Costs, staging: int) -> None:
-        self.costs = costs
-        self.fixed = Fixed(costs.round_trip, costs.launch, 0.0, costs.link if staging else inf, costs.fetch)
+    def __init__(self, costs: Costs, staging: int, kept: float) -> None:
+        """`kept`: of a tile's channels, by a row."""
+        self.costs, self.tile = costs, costs.link if staging else inf
+        common = costs.round_trip, costs.launch, 0.0
+        self.fixed = Fixed(*common, self.tile, costs.fetch)
+        self.of_one = Fixed(*common, kept * self.tile, costs.fetch)  # where each expert has one row
         self.known: dict[tuple[int, int, int], Balanced] = {}
 
 
@@ -87,13 +90,18 @@ class Divider:
         if table is None or table.costs is not costs:
             if len(self._tables) == _TABLES:
                 self._tables.clear()
-            table = self._tables[id(costs)] = _Table(costs, view.staging)
+            table = self._tables[id(costs)] = _Table(costs, view.staging, view.kept)
         self._used = table
 
     @property
     def tile(self) -> float:
-        """Seconds of a tile on the link; infinite where none can be moved."""
-        return self._used.fixed.tile
+        """Seconds of a whole tile on the link; infinite where none can be moved."""
+        return self._used.tile
+
+    @property
+    def of_one(self) -> Fixed:
+        """What layers are divided by of which each expert has one row."""
+        return self._used.of_one
 
     def worthless(self, experts: int, tiles: int) -> bool:
         """True where the host computes all of so many experts of one row each, wherever their tiles are."""
@@ -124,7 +132,7 @@ class Divider:
         balanced = self._used.known.get(key)
         if balanced is None:
             groups = [self._group(1, resident, missing, lacking)]
-            fixed = self._used.fixed
+            fixed = self._used.of_one
             balanced = self._used.known[key] = Balanced(groups, fixed, balance(groups, fixed))
         return balanced
 

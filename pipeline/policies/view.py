@@ -189,6 +189,11 @@ class View:
     seconds: float = 0.0  # that the step before took; 0 where costs do not follow what runs
     heat: Counts | None = None  # [L, E]: as popularity, of earlier starts; the later count more
     up: str = ""  # the format of up matrices that are apart, so that channels can be left out; "" without
+    up_share: float = 0.0  # of a tile's bytes with its part of up, where that is apart
+    kept: float = (
+        1.0  # share of an expert's channels that a row keeps in this step; `costs` go by it, but for
+    )
+    # the link, as a tile that is to stay is moved whole
     probing: bool = True  # False: no router can be applied to another layer's input
 
 

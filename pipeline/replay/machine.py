@@ -139,6 +139,7 @@ class Replay:
             calibration=calibration,
             staging=STAGING_TILES if policy.uses_device else 0,
             up=header.up,
+            up_share=self._up,
         )
         self._driver = PolicyDriver[float](policy, view)
         self._place(self._driver.placement)

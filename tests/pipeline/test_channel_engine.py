@@ -3,7 +3,9 @@ masks or without any."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -96,6 +98,22 @@ def test_masks_leave_out_the_same_on_both_sides(run: Run, preset: str) -> None:
     if preset == "floe":
         assert 0 < counted["channels"]["moved"] < counted["kept_channels"], "some are resident"
         assert counted["fetched_tiles"] == 0
+
+
+@pytest.mark.parametrize("preset", ["fiddler", "dali"])
+def test_plans_go_by_kept_channels(run: Run, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they move to the device are channels, where a whole expert would take longer than its host."""
+    monkeypatch.setattr(sys.modules[__name__], "COSTS", replace(COSTS, link=1.1))
+    options = {"sparsity": "0.5", "placement": "popular"} | (
+        {"prediction": "none"} if preset == "dali" else {}
+    )
+    wanted, _ = run("floe-host", sparsity="0.5")
+    found, counted = run(preset, **options)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    assert counted["channels"]["moved"] > 0
+    dense, whole = run(preset, **options | {"sparsity": "0"})
+    assert whole["host_tiles"] > counted["host_tiles"]
+    np.testing.assert_allclose(dense, run("all-host")[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("fault_at", [2, 9])
