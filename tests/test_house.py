@@ -16,11 +16,11 @@ PROGRAM = ("protocol", "shm", "workers", "pipeline", "launch")
 SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
     "protocol": 2_560,
-    "shm": 4_740,
+    "shm": 4_760,
     "workers": 10_280,
-    "pipeline": 41_750,
+    "pipeline": 41_930,
     "launch": 14_410,
-    "benchmarks": 8_230,
+    "benchmarks": 8_240,
     "tests": 64_420,
 }
 ROOMS = 303  # Python files of the program, without those that only mark a package

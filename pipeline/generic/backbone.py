@@ -203,6 +203,10 @@ class GenericCall:
         y = self._backbone._experts(self)
         return torch.zeros_like(x) if y is None else y
 
+    def before(self, probes: Sequence[int]) -> Sequence[FloatArray]:
+        """Refused when the policy is set: the modules show their layers' experts alone."""
+        raise NotImplementedError
+
     def attend(self, own: bool, probes: Sequence[int]) -> None:
         tap = self._tap
         self._read = [self.x]
