@@ -11,6 +11,7 @@ import numpy as np
 
 from benchmarks.baselines import policy_of
 from benchmarks.evidence_commands import Commands
+from benchmarks.inputs import alike
 from benchmarks.papers import Job, Results, Text, Words, calibrated, drawn, recorded, replayed, write
 from launch.profile import PhaseProfile
 from pipeline.policies.assignments import greedy
@@ -98,6 +99,7 @@ def page(c: Commands) -> str:
     named = {most: [_named(texts[name], most) for name in decoded] for most in (1, 2)}
     gains = [after - raw for pairs in named.values() for raw, after in pairs[: len(BATCHES)]]
     rising = [_rising(texts[name], costs) for name in ("embedded 4", "drawn 4")]
+    known = alike()
     ours = {
         "rows": [one for row in by_rows for one in means(row)],
         "best": [min(row) for row in zip(*by_rows, strict=True)],
@@ -135,6 +137,8 @@ def page(c: Commands) -> str:
         "raw": [raw for raw, _ in named[1]],
         "raw-two": [raw for raw, _ in named[2]],
         "residual": gains,
+        "cosine": [mean(known.cosine)],
+        "cosine-gain": [mean(known.corrected) - mean(known.cosine)],
     }
     words: dict[str, Words] = {
         "static": of(PREFETCH, KEPT, "bars"),

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from statistics import mean
 
 from benchmarks.evidence_commands import Commands
+from benchmarks.inputs import alike
 from benchmarks.papers import Job, Text, Words, drawn, replayed, write
 from pipeline.memory.needs import staging_tiles
 from pipeline.policies.costs import Costs
@@ -132,15 +134,20 @@ def page(c: Commands) -> str:
     tenth, fifth = compression(0.9), compression(0.8)
     experts = MIXTRAL.experts * MIXTRAL.layers * layout_of("floe").tile_bytes * MIXTRAL.tiles
     least = RESIDENT - share_of("floe", RESIDENT) * experts
+    known = alike()
     ours = {
         "nine": over[SWEPT[1], settings[0]] + over[SWEPT[1], settings[1]],
         "eight": over[SWEPT[0], settings[0]] + over[SWEPT[0], settings[1]],
         "eleven": over[SWEPT[1], settings[2]],
         "bytes": tenth[:1],
         "footprint": [WHOLE / (least + LEARNED), WHOLE / least],
+        "channels": [mean(known.channels)],
+        "cosine": known.cosine,
         "experts": [float(c.calibration().accuracy["raw"][1:].mean())],
     }
     words: dict[str, Words] = {
+        "channels": ", ".join(f"{share:.0%}" for share in known.channels),
+        "cosines": ", ".join(f"{cosine:.2f}" for cosine in known.cosine),
         "read90": tenth[1],
         "link90": tenth[2],
         "count80": fifth[0],
