@@ -110,7 +110,7 @@ class Setting:
     def _processor_seconds(self) -> float:
         """Returns what the engine's processes have used."""
         times = [psutil.Process(pid).cpu_times() for pid in self._supervisor.pids.values()]
-        return sum(float(each.user + each.system) for each in times)
+        return float(sum(each.user + each.system for each in times))
 
     async def stats(self) -> dict[str, Any]:
         """Returns the engine's figures of its guesses."""

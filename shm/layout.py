@@ -171,7 +171,7 @@ class StoreLayout:
 
     @property
     def up_biases(self) -> int:
-        """Where up's biases begin behind an expert's heads, in bytes from their beginning."""
+        """The offset in bytes of up's biases behind the beginning of an expert's heads."""
         return self.head_bytes * self.shape.tiles
 
     @property

@@ -236,6 +236,10 @@ class Backbone:
         """Router logits float32 [R, E] of any layer for an input of experts float32 [R, H]."""
         return self._of(layer).router(x)
 
+    def router_before(self, layer: int, h: Tensor) -> Tensor:
+        """The same for the residual stream h [R, H] before the attention of an earlier layer."""
+        return self._of(layer).router_before(h)
+
     def _of(self, layer: int) -> DecoderLayer:
         """The layer with experts of this number."""
         return self._loaded[self.spec.moe_layers[layer]]
@@ -272,6 +276,10 @@ class EagerLayers:
 
     def embed(self) -> Tensor:
         return self._backbone.embed(self._batch)
+
+    def before(self, layer: int, h: Tensor, probes: Sequence[int]) -> tuple[Tensor, Sequence[FloatArray]]:
+        backbone = self._backbone
+        return h, backbone.device.to_host(*(backbone.router_before(target, h) for target in probes))
 
     def attend(self, layer: int, h: Tensor, own: bool, probes: Sequence[int]) -> Attended:
         attended = self._backbone.attend(layer, h, self._batch, routed=own)

@@ -170,6 +170,11 @@ class DecoderLayer:
         assert self._router is not None
         return functional.linear(x, self._router, self._router_bias)
 
+    def router_before(self, h: Tensor) -> Tensor:
+        """Router logits float32 [R, E] for the residual stream of an earlier layer, in place of this one's
+        behind its attention."""
+        return self.router(self._mlp_norm(h))
+
     @property
     def shares(self) -> bool:
         """Returns whether it has shared experts."""

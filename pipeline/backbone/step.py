@@ -46,6 +46,10 @@ class StepLayers(Protocol):
     def leave(self, h: Tensor) -> Tensor:
         """Return hidden states after the last layer here, for another device."""
 
+    def before(self, layer: int, h: Tensor, probes: Sequence[int]) -> tuple[Tensor, Sequence[FloatArray]]:
+        """Before a layer, where that is called, h as `attend` takes it, and on the host what the routers of
+        these later layers say to it, [R, E] each."""
+
     def attend(self, layer: int, h: Tensor, own: bool, probes: Sequence[int]) -> Attended:
         """A layer up to its experts; with the logits of its router if `own`, and of these probes on its x."""
 
@@ -79,6 +83,10 @@ class OwnStep:
             y = experts(self)
             if y is not None:
                 self.h.add_(y)  # in place: a graph reads it there
+
+    def before(self, probes: Sequence[int]) -> Sequence[FloatArray]:
+        self.h, logits = self._layers.before(self.layer, self.h, probes)
+        return logits
 
     def attend(self, own: bool, probes: Sequence[int]) -> None:
         self._attended = attended = self._layers.attend(self.layer, self.h, own, probes)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.arrays import FloatArray, IntArray
-    from pipeline.device.cuda_graphs import CudaGraphs
     from shm.formats import Bytes, MatrixFormat
     from shm.layout import StoreLayout
     from shm.mask import Mask
@@ -178,8 +177,8 @@ class Device(ABC):
         `streams` (heads, width) of this dtype; None where the backbone computes it in other ways."""
         return None
 
-    def graphs(self) -> CudaGraphs | None:
-        """Makes CUDA graphs; None on a device without them."""
+    def graphs(self) -> Any:
+        """Makes CUDA graphs (`CudaGraphs`); None on a device without them."""
         return None
 
     @abstractmethod

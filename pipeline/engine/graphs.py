@@ -33,7 +33,7 @@ from pipeline.backbone.kv_cache import BLOCKS
 from pipeline.backbone.step import Attended, StepLayers, greedy, split_rows
 from pipeline.config import GRAPH_BYTES, GraphsName
 from pipeline.device.base import Added, Device
-from pipeline.device.cuda_graphs import CudaGraphs
+from pipeline.device.cuda import CudaGraphs
 from pipeline.engine.observer import Probing
 from pipeline.experts.device_share import DeviceMemory
 from pipeline.text.logprobs import WIDTH
@@ -265,14 +265,31 @@ class Bucket:
         self._run(("leave",), work, self._h)
         return self._h[: self._rows]
 
-    def attend(self, layer: int, h: Tensor, own: bool, probes: Sequence[int]) -> Attended:
-        probing, probes = self._probing, tuple(probes)
-        self._number = number = own + len(probes)
+    def before(self, layer: int, h: Tensor, probes: Sequence[int]) -> tuple[Tensor, Sequence[FloatArray]]:
+        logits, logits_host = self._room(len(probes))
+
+        def work() -> None:
+            self._add_told()
+            torch.stack([self._backbone.router_before(target, self._h) for target in probes], out=logits)
+            self._gpu.read(logits, logits_host)
+
+        self._run(("before", *probes), work, self._h, logits)
+        self._gpu.wait()
+        self._told[:HEADER_BYTES] = 0  # it is added
+        return self._h[: self._rows], [one[: self._rows].copy() for one in logits_host]
+
+    def _room(self, number: int) -> tuple[Tensor, FloatArray]:
+        """Room for so many routers' logits, on the device and the host."""
         if number not in self._logits:
             shape = number, self._bucket_rows, self._backbone.spec.experts
             made = torch.zeros(shape, dtype=torch.float32, device=self._device.torch_device)
             self._logits[number] = made, self._gpu.answers(*shape)
-        logits, logits_host = self._logits[number]
+        return self._logits[number]
+
+    def attend(self, layer: int, h: Tensor, own: bool, probes: Sequence[int]) -> Attended:
+        probing, probes = self._probing, tuple(probes)
+        self._number = number = own + len(probes)
+        logits, logits_host = self._room(number)
         routers = [*[layer][:own], *probes]
         looks = (
             self._memory.looks(layer, routers, self._gpu) if self.inputs is not None and self._memory else ()

@@ -22,7 +22,7 @@ from pipeline.arrays import FloatArray, IntArray
 from pipeline.counters import StepClock
 from pipeline.device import Device
 from pipeline.device.base import DeviceChannelKernel, Kept, LayerSum
-from pipeline.device.cuda_graphs import FLOAT, CudaGraphs
+from pipeline.device.cuda import FLOAT, CudaGraphs
 from pipeline.device.tile_sums import TileSums
 from pipeline.experts.device_share import DeviceMemory, DeviceWork, Slab
 from pipeline.experts.division import Share

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.device import Device, SlabMemory
 from pipeline.device.base import Added, LayerSum
-from pipeline.device.cuda_graphs import CudaGraphs
+from pipeline.device.cuda import CudaGraphs
 from pipeline.errors import PlanError
 from pipeline.experts.cache import ExpertCache
 from pipeline.experts.division import Share

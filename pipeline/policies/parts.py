@@ -144,6 +144,7 @@ class Prediction(Part):
         """Returns what `Policy.probes` does; by default the next layer."""
         return (layer + 1,) if layer + 1 < view.shape.layers else ()
 
+    before: ClassVar[bool] = False  # True: by the residual stream before a layer's attention
     names_channels: ClassVar[bool] = False  # True: it predicts a routing and no experts, and needs no reserve
 
     def routing(self, layer: int, signals: Signals, view: View) -> Routing | None:

@@ -28,6 +28,9 @@ def through(
     number = len(backbone.spec.moe_layers)
     for layer in range(number):
         others = [layer + 1] if probes and layer + 1 < number else []
+        if others:
+            h, before = layers.before(layer, h, others)
+            found += [one.copy() for one in before]
         attended = layers.attend(layer, h, layer != 1, others)
         h = attended.h
         found += [one.copy() for one in layers.read()]

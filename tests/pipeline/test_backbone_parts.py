@@ -177,7 +177,9 @@ def test_probes_of_an_mlp_are_what_it_adds_to_the_next_gate(backbone: Backbone) 
     hidden = x.numpy().astype(np.float64) @ inner[0].T
     wanted = (hidden / (1 + np.exp(-hidden))) @ outer[0].T
     np.testing.assert_allclose(found.logits(-1, x), wanted, rtol=1e-3, atol=1e-3)
-    np.testing.assert_allclose(GateMlps(inner, outer).logits(1, x.numpy()), wanted, rtol=1e-3, atol=1e-3)
+    history, seen = np.ones((1, 4, 4), np.float32), np.eye(3, 4, dtype=np.float32)
+    added = GateMlps(inner, outer, history).logits(1, x.numpy(), seen)
+    np.testing.assert_allclose(added, wanted + 1, rtol=1e-3, atol=1e-3)
     with pytest.raises(PlanError, match="trained gate -2 needs a calibration"):
         found.logits(-2, x)
 
