@@ -16,8 +16,8 @@ LONGEST = 32  # tokens of a match that are compared
 LOOKED_AT = 8  # earlier places with the same last two tokens, the latest first
 LENGTHS = (2, 3, 4, 6, 9, 17)  # matches from so many tokens on are one class
 CLASS = [max(c for c, least in enumerate(LENGTHS) if n >= least) for n in range(2, LONGEST + 1)]
-FIRST_GUESS, WEIGHT = 0.25, 2.0  # a class is first thought as good as the one below; this many judgements
-FADING = 0.95  # of earlier judgements, with each new one
+FIRST_GUESS, WEIGHT = 0.25, 4.0  # a class is first thought as good as the one below; this many judgements
+FADING = 0.97  # of earlier judgements, with each new one
 
 
 class Draft:

@@ -57,7 +57,7 @@ class Job(ABC):
         self.stops: set[int] = set()  # KV tokens at which a prefill chunk ends, for a snapshot
         self.published = 0  # blocks that others could begin with, when that was last told
         self.guesses: list[int] = []  # of the tokens behind the next one, for its step
-        self.accepted = 0  # guesses that came true
+        self.guessed = self.accepted = 0  # guesses that were computed, and those that came true
         self.awaited: tuple[Job, int] | None = None  # whose prefill this one waits for, up to so many tokens
         self.preemptions = 0
         self.counters_before: dict[str, Any] = {}  # the engine's, at the first admission
@@ -144,6 +144,7 @@ class Job(ABC):
             "prompt_tokens": self.prompt_length,
             "kv_reused_tokens": self.reused,
             "decode_tokens": decoded,
+            "guessed_tokens": self.guessed,
             "accepted_tokens": self.accepted,
             "queued_s": self._queued,
             "prefill_s": prefill,
@@ -243,6 +244,7 @@ class GenerateJob(Job):
             return  # the prompt has more chunks
         self._note_answer()
         self._rows = list(logits)
+        self.guessed += len(logits) - 1
         self.resume()
         self._rows = [row.copy() for row in self._rows]  # the engine's next step overwrites its own
 

@@ -25,7 +25,7 @@ from pipeline.scheduling.jobs import Job
 
 MOST = FEW_ROWS - 1  # guesses of a step
 LEAST_CHANCE = 0.2  # of a guess: a row costs more of a step than that
-GAIN = 1.03  # in tokens a second, without which a step has no guesses
+GAIN = 1.06  # in tokens a second, without which a step has no guesses
 OVERLAP = 0.82  # n tokens touch n ** OVERLAP times the experts of one (1.8, 2.5, 3.1), unless measured
 RECENT, ENOUGH = 15, 3  # steps of a kind whose median counts, and from which on it does
 REFRESHED = 32  # steps with guesses after which one without is measured again
