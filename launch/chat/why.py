@@ -121,6 +121,9 @@ def _engine(stats: dict[str, Any], welcome: Welcome) -> Iterator[tuple[str, str]
         reused = f"{s['kv_reused_tokens']} tokens reused by {count(s['kv_hits'], 'request')}"
         blocks = f"{count(s['kv_shared_blocks'], 'block')} shared, {s['kv_evicted_blocks']} evicted"
         yield "prefixes", f"{reused}, {blocks}"
+    if (g := stats.get("speculation")) and g["drafted"]:
+        cost = f"{g['more_seconds']:+.1f} s in {count(g['steps'], 'step')}"
+        yield "guessed tokens", f"{g['drafted']}, of which {g['accepted']} came true; {cost}"
     if c := stats.get("cache"):
         size = byte_size(c["resident_tiles"] * stats.get("tile_bytes", 0))
         yield "expert cache", f"{c['resident_tiles']} of {c['capacity_tiles']} tiles resident, {size}"

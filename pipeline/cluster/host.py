@@ -81,6 +81,7 @@ NARROW_ROWS = 32  # of the slots of a lane of which there are several
 FEW_ROWS = 4  # of a Work of which this process computes a share itself: it is deaf meanwhile
 LOAD_TRIES = 10  # another engine's start may remove a store that nobody has leased yet
 LOOK_MS = 100  # of a wait for messages, between two looks at the workers
+CHECK_SECONDS = 0.01  # between two looks at least: a system call for each worker
 WORKER_LIMIT = 60.0  # seconds for the workers to announce themselves
 
 log = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class ExpertHost:
         self._tier: DiskTier | None = None
         self._error = ""  # why it cannot compute
         self._heard_at = time.monotonic()
+        self._check_at = 0.0
         self.stopped = False
         self._log = SparseLog(log)
 
@@ -256,8 +258,9 @@ class ExpertHost:
 
     def _look(self, wait_ms: int) -> None:
         """Take the messages that have arrived, after waiting for one; look after the workers."""
-        if self._workers is not None:
+        if self._workers is not None and (now := time.monotonic()) >= self._check_at:
             self._workers.check()
+            self._check_at = now + CHECK_SECONDS
         if not self._poller.poll(wait_ms):
             return
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:

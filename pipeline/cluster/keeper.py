@@ -28,7 +28,7 @@ from pipeline.errors import PeerLost
 from shm.locks import sweep
 from workers.lifetime import PYTHON, environment
 
-START_LIMIT = 30.0  # seconds for a host to have an endpoint
+START_LIMIT = 60.0  # seconds for a host to have an endpoint; its imports take long on a busy machine
 STOP_LIMIT, KILL_LIMIT = 10.0, 5.0  # seconds for a host to end
 FIRST_PAUSE, LONGEST_PAUSE = (
     0.1,
@@ -168,7 +168,7 @@ class HostKeeper:
 
 
 def launch(config: HostConfig) -> None:
-    """Start a host that is no child of this process."""
+    """Start a host that is no child of this process. Raises PeerLost where that takes too long."""
     # Its folder's host.json is of an earlier one, which must not be taken for what this one says.
     if (claimed := place.claim(config.name)) is not None:
         place.remove(*claimed)
@@ -180,7 +180,13 @@ def launch(config: HostConfig) -> None:
         start_new_session=True,
         env=environment(1),
     )
-    process.communicate(json.encode(config.plain()), timeout=STOP_LIMIT)
+    try:
+        process.communicate(json.encode(config.plain()), timeout=START_LIMIT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        why = f"for {START_LIMIT:.0f} s it has only been imported"
+        raise PeerLost(f"the expert host {config.name} has not started: {why}") from None
 
 
 def _until(say: Callable[[], HostPlace | None], limit: float) -> HostPlace | None:

@@ -30,7 +30,7 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.decoder_layer import DecoderLayer
 from pipeline.backbone.kv_blocks import BlockPool, blocks_for
 from pipeline.backbone.kv_cache import BLOCKS
-from pipeline.backbone.step import Attended, StepLayers, greedy
+from pipeline.backbone.step import Attended, StepLayers, greedy, split_rows
 from pipeline.config import GRAPH_BYTES, GraphsName
 from pipeline.device.base import Added, Device
 from pipeline.device.cuda_graphs import CudaGraphs
@@ -94,9 +94,10 @@ class StepGraphs:
         on the device."""
         if self._off or self._gpu is None or self._backbone is None:
             return None
-        if not all(len(span.tokens) == 1 and span.kv.stored for span in spans):
+        if not all(span.decodes for span in spans):
             return None
-        rows = next((rows for rows in BUCKETS if len(spans) <= rows), None)
+        needed = sum(len(span.tokens) for span in spans)
+        rows = next((rows for rows in BUCKETS if needed <= rows), None)
         if rows is None:
             return None
         pool = self._pool = self._pool or spans[0].kv.pool
@@ -225,7 +226,7 @@ class Bucket:
 
     def begin(self, spans: Sequence[TokenSpan], probing: Probing, memory: DeviceMemory | None) -> None:
         """A step begins."""
-        self._rows, self._probing = len(spans), probing
+        self._rows, self._probing = sum(len(span.tokens) for span in spans), probing
         self._told[:HEADER_BYTES] = 0  # where a step has failed
         if memory is not self._memory:
             self._memory, self.inputs = memory, None if memory is None else memory.inputs(self._bucket_rows)
@@ -354,7 +355,7 @@ class Bucket:
 
         self._run((name,), work, result)
         self._gpu.wait()
-        return list(np.split(result_host[: self._rows].copy(), self._rows))
+        return split_rows(result_host[: self._rows].copy(), [len(item.span.tokens) for item in inputs])
 
     def _run(self, key: Hashable, work: Callable[[], None], *outputs: Tensor) -> None:
         """Do the work, by its graph where there is one."""

@@ -220,7 +220,9 @@ ENDPOINTS = {
     "/v1/messages": Endpoint(messages.create, prompt="messages"),
     "/v1/messages/count_tokens": Endpoint(messages.count_tokens, prompt="messages"),
     "/metrics": Endpoint(metrics, "GET"),
+    "/version": Endpoint(properties.release, "GET"),
     "/props": Endpoint(properties.properties, "GET"),
+    "/slots": Endpoint(properties.slots, "GET"),
 }
 FOLDERS = {
     FILES: Endpoint(page, "GET", public=True),

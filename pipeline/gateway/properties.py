@@ -1,5 +1,5 @@
-"""GET /props: the engine's description in llama-server's form, of which our chat and other clients read the
-length of a context and the model. What has no meaning here is left out."""
+"""GET /version, /props, /slots: the engine's description in llama-server's form, of which clients read the
+length of a context, the model, and how many requests run. What has no meaning here is left out."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import asyncio
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 from pipeline.gateway.call import Call
+from pipeline.gateway.errors import ApiError
 from pipeline.text.tokenizer import chat_templates
 from protocol.messages import Welcome
 from protocol.program import installed
@@ -18,6 +20,11 @@ from protocol.program import installed
 def _template(model: Path) -> str:
     """Returns the text of a model's chat template. Raises ModelError."""
     return chat_templates(model).get("default", "")
+
+
+async def release(call: Call) -> None:
+    """Send the version of this program."""
+    await call.send_json({"version": installed("tandem")})
 
 
 async def properties(call: Call) -> None:
@@ -57,3 +64,20 @@ def _defaults(welcome: Welcome) -> dict[str, Any]:
         "ignore_eos": False,
         "stream": False,
     }
+
+
+async def slots(call: Call) -> None:
+    """Send an entry for each sequence that can be decoded with others, of which the first ones are in use.
+    With `fail_on_no_slot` in the query it is a 503 that all are."""
+    client = await call.client()
+    scheduler = (await client.stats())["scheduler"]
+    running, most = scheduler["running"], scheduler["max_running"]
+    if running >= most and parse_qs(call.scope["query_string"].decode("latin-1")).get("fail_on_no_slot"):
+        raise ApiError(503, f"all {most} slots are in use")
+    context = client.welcome.context
+    await call.send_json(
+        [
+            {"id": place, "n_ctx": context, "speculative": False, "is_processing": place < running}
+            for place in range(max(most, running))  # a client that has none may have one more
+        ]
+    )

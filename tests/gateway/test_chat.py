@@ -13,6 +13,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 from gateway_engine import Served
+from waiting import until
 
 from protocol.client import Client
 from protocol.messages import ChatMessage
@@ -183,12 +184,28 @@ def test_a_wrong_value_is_a_400_that_names_the_field(
 
 async def test_the_engine_is_described_as_programs_for_llama_server_read_it(served: Served) -> None:
     async with Client.connect(served.endpoint) as own, httpx.AsyncClient(base_url=served.url) as http:
+        assert (await http.get("/version")).json().keys() == {"version"}
         props = (await http.get("/props?model=any")).json()
         assert props["default_generation_settings"]["n_ctx"] == own.welcome.context
         sampling = props["default_generation_settings"]["params"]
         assert sampling["temperature"] == own.welcome.sampling.temperature
         assert "messages" in props["chat_template"]
-        assert props["total_slots"] == 16
+        slots = (await http.get("/slots")).json()
+        assert len(slots) == props["total_slots"] == 16
+        assert slots[0] == {
+            "id": 0,
+            "n_ctx": own.welcome.context,
+            "speculative": False,
+            "is_processing": False,
+        }
+        assert (await http.get("/slots?fail_on_no_slot=1")).status_code == 200
+        answers = [own.generate(token_ids=(5,), max_tokens=400, ignore_eos=True) for _ in slots]
+        await until(lambda: all(answer.token_ids for answer in answers), 30)
+        busy, full = await http.get("/slots"), await http.get("/slots?fail_on_no_slot=1")
+        assert all(slot["is_processing"] for slot in busy.json())
+        assert full.status_code == 503
+        for answer in answers:
+            await answer.cancel()
 
 
 def test_refusals_have_the_status_that_fits(served: Served) -> None:

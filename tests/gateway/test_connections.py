@@ -37,7 +37,7 @@ from protocol.messages import Sampling, Token
 
 ANNA, BERT = "k" * 20, "b" * 20
 AMPLE = 60.0  # seconds
-GET = b"GET /props HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+GET = b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 CROWD = 2060  # connections, more than there may be
 LONG = {"prompt": [5, 6], "max_tokens": 1000, "ignore_eos": True, "temperature": 1.0}
 
