@@ -162,6 +162,8 @@ def _unpack(packed: bytes) -> StoreManifest:
     return StoreManifest(shape=shape, checksums=checks, part=part, file=file, **text)
 
 
+# --- stores -------------------------------------------------------------------------------------------------
+
 STORE_PREFIX = "/tandem-store-"
 STORE_SPACE = "TANDEM_STORE_SPACE"  # the environment variable
 

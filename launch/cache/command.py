@@ -219,6 +219,8 @@ def _size_and_time(path: Path) -> tuple[int, float]:
     return status.st_size, status.st_mtime
 
 
+# --- the command --------------------------------------------------------------------------------------------
+
 DAY = 86400.0
 SIZE_WIDTH = 8  # of "991.2 kB"
 

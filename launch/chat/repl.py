@@ -183,6 +183,8 @@ def _keys(hint: Callable[[], None]) -> KeyBindings:
     return keys
 
 
+# --- the chat -----------------------------------------------------------------------------------------------
+
 HOW_TO_QUIT = "Ctrl-D or /quit ends the chat"
 
 

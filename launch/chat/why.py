@@ -1,5 +1,5 @@
 """/why: where the time of the last answer went, in all and by layer, and the settings that may make it
-faster."""
+faster. And the texts and tables of the chat's other commands."""
 
 from __future__ import annotations
 
@@ -190,6 +190,8 @@ def approximation(fidelity: dict[str, Any]) -> str:
         words.append(f"KV cache in {fidelity['kv_cache']}")
     return f"approximate: {', '.join(words)}" if words else "approximate: all computed as routed"
 
+
+# --- /why ---------------------------------------------------------------------------------------------------
 
 SLOWEST = 5  # layers that are shown
 NAMED = 0.03  # smaller shares of the time are summed up as "the rest"

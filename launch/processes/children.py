@@ -107,6 +107,8 @@ class ChildOutput:
         return limited and f"; perhaps for want of memory: {limited}"
 
 
+# --- processes ----------------------------------------------------------------------------------------------
+
 PIPE_CAPACITY = 65536  # bytes that a new pipe takes without a reader; a larger configuration would block
 STOP_LIMIT = 5.0  # seconds for an orderly exit
 TERM_LIMIT = 1.0  # seconds between SIGTERM and SIGKILL

@@ -112,6 +112,8 @@ def unblock_stderr() -> None:
     atexit.register(output.wait_written, LAST_SECONDS)
 
 
+# --- stdout -------------------------------------------------------------------------------------------------
+
 MEASURED = 4  # significant digits of a measured figure: clocks and loads vary by more than the rest
 
 
