@@ -27,7 +27,7 @@ BACKGROUND_ORDERS = 64  # most background fetches under way: more would only fil
 DeviceName = Literal["auto", "cpu", "cuda"]
 # Formats of expert tiles, see shm/layout.py: those of files keep a quantized model without loss; of those in
 # shm/floe.py single channels can be left out.
-OwnName = Literal["f32", "bf16", "int8", "int4", "int4-g128"]
+OwnName = Literal["f32", "bf16", "int8", "int4", "int4-g128", "int2"]
 FileName = Literal["q4_0", "q8_0", "mxfp4", "nvfp4", "fp8", "int4-f16", "int4-f16-g32", "int4-f16-g128"]
 DenseName = Literal[OwnName, FileName]
 FloeName = Literal[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from math import inf
 from typing import Any
@@ -71,6 +72,22 @@ def test_sequences_prefetches_what_the_most_similar_earlier_text_used() -> None:
     policy = policy_of("mixtral-offloading+sequences", text)
     decode = text.replay(header, policy, COSTS, 4).measured["decode"]
     assert decode["predicted_tiles"] == decode["useful_tiles"] > 0
+
+
+def test_edge_moe_prefetches_what_followed_the_present_experts() -> None:
+    """Of layer 1 expert 3 follows 0 of layer 0, and 4 follows 1, in turn."""
+    steps = scripted_steps(HEADER, [[[0], [3]], [[1], [4]]] * 12)
+    text, costs = DividedText(steps, 12, np.ones((2, 5), np.int64)), replace(COSTS, link=0.5)
+    decode = text.replay(HEADER, policy_of("mixtral-offloading+edge-moe", text), costs, 4).measured["decode"]
+    assert decode["useful_tiles"] == decode["predicted_tiles"] > 0
+
+
+@pytest.mark.parametrize(("link", "on_host"), [(100.0, 4), (0.1, 0)])
+def test_lightning_divides_by_a_share_that_was_planned_before(link: float, on_host: int) -> None:
+    text = text_of([[[0], [2]], [[1], [3]]])
+    policy = policy_of("fiddler+lightning:placement=empty", text)
+    outcome = text.replay(HEADER, policy, replace(COSTS, link=link), 0)
+    assert outcome.decode.host_tiles == on_host
 
 
 @pytest.mark.parametrize(
