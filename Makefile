@@ -80,6 +80,8 @@ $(TEST_TOOLS): $(READY)
 	$(STEP) "installing what the tests need" $(PIP) $(call required,dev)
 	$(STEP) "installing lm_eval" timeout --foreground 300 $(PIP) $(call required,clients) || \
 	echo "make: lm_eval cannot be had; its test will skip" >&2
+	$(STEP) "installing Ray" timeout --foreground 300 $(PIP) $(call required,cluster) || \
+	echo "make: Ray cannot be had; the tests with it will skip" >&2
 	$(STEP) "installing NVRTC" timeout --foreground 300 $(PIP) $(call required,nvrtc) || \
 	echo "make: NVRTC cannot be had; no test will compile CUDA kernels" >&2
 	touch $@

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tandem import Recorded, speed
-from launch.advise.machine import drawn, elsewhere
+from launch.advise.machine import elsewhere
 from launch.advise.search import fitting
-from launch.forecast import Setting, by_replay, sizes_of
+from launch.forecast import Setting, by_replay, drawn, sizes_of
 from pipeline.checkpoint.open import open_config
 from pipeline.config import EngineConfig, FormatName
 from pipeline.memory.needs import cache_tiles

@@ -9,20 +9,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from launch.errors import WrongUsage
 from launch.profile import PhaseProfile
 from pipeline.calibration.file import NAME, load
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import EngineConfig, FormatName
 from pipeline.errors import CalibrationError
-from pipeline.memory.needs import Needs, needs, plain_bytes, quantized_bytes, speed_on_disk
+from pipeline.experts.disk_use import misses
+from pipeline.memory.needs import Needs, needs, plain_bytes, quantized_bytes
 from pipeline.models.facts import expert_shape
+from pipeline.models.shapes import is_shape
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs, Rates, derived
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest
 from pipeline.replay.machine import DividedText
 from pipeline.traces.recorder import DEPTH
+from pipeline.traces.synthetic import EMBEDDED, PROFILES, SyntheticText
 from pipeline.traces.trace import Header
 from protocol.program import user_folder
 from shm.layout import FloeFormat, StoreLayout, format_named
@@ -31,6 +36,9 @@ log = logging.getLogger("tandem")
 
 CONTEXT = 1000  # tokens that an expected token attends to
 MARGIN = 0.2  # of the range: how evenly a token's experts divide over the workers is not measured
+WARM = 40  # tokens of decode before those that count: caches fill, and policies learn
+COUNTED = 32  # tokens of decode that count; with 48 no estimate of 52 was more than 1 % away
+HISTORY = 1000  # tokens from which the popularity of experts is known
 HIDDEN = ("setting", "notes")  # from `Estimate.to_map`
 
 
@@ -99,6 +107,21 @@ def sizes_of(source: ModelSource, config: EngineConfig, format: FormatName) -> S
     )
 
 
+# --- routing of a model that was not run ------------------------------------------------------------------
+
+
+def drawn(header: Header, prompt: int, chunk: int, seed: int) -> DividedText:
+    """Returns routing of a model that was not run."""
+    name = header.model.removeprefix("shape:").partition("/")[0] if is_shape(header.model) else ""
+    text = SyntheticText(header, PROFILES.get(name, EMBEDDED), seed)
+    counts = text.counts(HISTORY)
+    warm = text.steps(0, 1, WARM, 1)
+    steps = [*warm, *text.steps(prompt, chunk, COUNTED, 1)]
+    like = "with the locality that was published for it" if name in PROFILES else "like the embedded model's"
+    words = f"synthetic routing, {like}"
+    return DividedText(steps, len(warm), counts, words)
+
+
 # --- by bytes and rates -------------------------------------------------------------------------------------
 
 
@@ -164,11 +187,37 @@ def by_rates(sizes: Sizes, speeds: Speeds, left_out: float) -> Expected:
     return Expected(experts, backbone, kv, limit, min(1 / seconds, limit))
 
 
-def with_disk(expected: Expected, needs: Needs, rate: float) -> Expected:
-    """Returns the speed where only some experts are in memory: the bytes of the others are read from a
-    disk of so many bytes a second, while nothing else of the token is done."""
-    disk = 1 / speed_on_disk(needs, rate)
-    usual, limit = 1 / (1 / expected.usual + disk), 1 / (1 / expected.limit + disk)
+@dataclass(frozen=True)
+class OnDisk:
+    """What a token reads from a disk where only some experts are in memory."""
+
+    experts: float
+    of: int  # experts that it uses
+    bytes: float
+    routing: str  # in words: on which this was counted
+
+    @property
+    def hit_rate(self) -> float:
+        return 1 - self.experts / self.of
+
+
+def on_disk(sizes: Sizes, text: DividedText) -> OnDisk:
+    """Returns what a token of this routing reads, without reading ahead."""
+    needs, shape = sizes.needs, sizes.header.shape
+    capacity = int(needs.store / needs.whole * shape.layers * shape.experts)
+    share = text.counts * (shape.top_k / np.maximum(text.counts.sum(axis=1, keepdims=True), 1))
+    used = ([layer.router_routing.active.experts for layer in step.layers] for step in text.steps)
+    decoded = [len(step.sequences) * (step.phase == "decode") for step in text.steps]
+    experts = misses(used, [0] * text.begin + decoded[text.begin :], share, capacity)
+    one = needs.whole / (shape.layers * shape.experts)
+    return OnDisk(experts, shape.layers * shape.top_k, experts * one, text.words)
+
+
+def with_disk(expected: Expected, on_disk: OnDisk, rate: float) -> Expected:
+    """Returns the speed with a disk of so many bytes a second, which reads while nothing else of the token
+    is done; and the limit where it reads meanwhile."""
+    disk = on_disk.bytes / rate
+    usual, limit = 1 / (1 / expected.usual + disk), 1 / max(1 / expected.limit, disk)
     return replace(expected, usual=usual, limit=max(usual, limit))
 
 

@@ -35,7 +35,7 @@ from protocol.messages import VERSION
 from protocol.program import COMMAND, PROGRAM
 from protocol.sockets import ipc_endpoint, runtime_root
 from shm.atomic_file import atomic_file
-from shm.file_locks import leads_to
+from shm.locks import leads_to
 from shm.segment import engine_prefix, is_segment, shm_names
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
-from shm.part import Part
+from shm.layout import Part
 
 DEFAULT_CONTEXT = 8192  # tokens, where the model would take more
 KV_CONTEXTS = 4  # full contexts that the KV cache holds, where they fit
@@ -37,6 +37,7 @@ FloeName = Literal[
 FormatName = Literal[DenseName, FloeName]
 ExchangeName = Literal["shm", "zmq"]
 GraphsName = Literal["auto", "off"]
+SpeculateName = Literal["on", "off"]
 # own: bf16, and the matrices that the file has quantized as they are there.
 BackboneDType = Literal["f32", "bf16", "fp8", "int8", "int4", "own"]
 KvDType = Literal["f32", "bf16", "int8"]
@@ -44,7 +45,7 @@ KvDType = Literal["f32", "bf16", "int8"]
 
 @dataclass(frozen=True)
 class LanePlan:
-    """How experts are divided among machines (`shm/part.py`), and which lanes this one holds. The bits of a
+    """How experts are divided among machines (`shm/layout.py`), and which lanes this one holds. The bits of a
     layer depend on `bounds`, `pieces` and `rows` alone, never on who computes."""
 
     bounds: tuple[int, ...]
@@ -146,6 +147,8 @@ class EngineConfig:
     seed: int = 0  # of the preset `random` and of requests that give none
     exchange: ExchangeName = "shm"  # of Work with the workers
     graphs: GraphsName = "auto"  # CUDA graphs of decode steps
+    # guesses of next tokens that a step computes too: on: as many as gain; or so many where there are any
+    speculate: SpeculateName | int = "on"
     keep_store: bool = False
     http: str | None = None  # HOST:PORT of the gateway, for clients over HTTP; None: there is no gateway
     http_keys: Path | None = None  # file of its API keys; None: without keys, for this machine alone

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,7 +127,7 @@ class PhaseCounters:
     channels: ChannelCounters = field(default_factory=ChannelCounters)
     # what was computed
     steps: int = 0
-    rows: int = 0
+    rows: int = 0  # and of guesses those that came true
     host_tiles: int = 0
     resident_tiles: int = 0
     fetched_tiles: int = 0  # over the link
@@ -179,6 +179,13 @@ def pause_note(paused: int, steps: int) -> str:
         f"prefetching paused in {paused} of {steps} decode steps, because too few of the tiles that it"
         " fetched were used (with the option pause=0 it never pauses)"
     )
+
+
+class Elsewhere(NamedTuple):
+    """Another machine's share of a layer."""
+
+    busy: float  # seconds that it computed
+    way: float | None  # seconds of the way there and back; None where the layer has not waited for it
 
 
 class PrefetchMeter:

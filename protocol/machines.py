@@ -60,6 +60,7 @@ class HostWelcome(Record, frozen=True):
     error: str = ""
     done: Int = 0
     total: Int = 0
+    from_disk: bool = False  # it reads most experts from disk: others are asked first
 
 
 @message(82)
@@ -116,8 +117,11 @@ class LaneAbandon(Record, frozen=True):
     seqs: Ints
 
 
-def host_router(context: zmq.Context[Socket], address: str, port: int, public: str, secret: str) -> Socket:
-    """Returns a host's ROUTER, bound to this address; port 0: any that is free. Raises ProtocolError."""
+def host_router(
+    context: zmq.Context[Socket], address: str, ports: tuple[int, int], public: str, secret: str
+) -> Socket:
+    """Returns a host's ROUTER, bound to this address and the first port that is free, of these from the first
+    to the last; 0: of all. Raises ProtocolError."""
     socket = context.socket(zmq.ROUTER)
     try:
         _configure(socket, public, secret)
@@ -125,11 +129,24 @@ def host_router(context: zmq.Context[Socket], address: str, port: int, public: s
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a coordinator that has connected again is the same peer
         socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.bind(f"tcp://{address}:{port or '*'}")
+        _bind(socket, address, *ports)
     except zmq.ZMQError as e:
         socket.close(linger=0)
-        raise ProtocolError(f"cannot listen at {address}, port {port or 'any'}: {e.strerror}") from e
+        which = "any port" if ports == (0, 0) else f"any of the ports {ports[0]} to {ports[1]} (--host-ports)"
+        raise ProtocolError(f"an expert host cannot listen at {address}, {which}: {e.strerror}") from e
     return socket
+
+
+def _bind(socket: Socket, address: str, first: int, last: int) -> None:
+    """Raises ZMQError where no port is free."""
+    for port in range(first, last + 1):
+        try:
+            socket.bind(f"tcp://{address}:{port or '*'}")
+        except zmq.ZMQError as e:
+            if e.errno != zmq.EADDRINUSE or port == last:
+                raise
+        else:
+            return
 
 
 def host_dealer(context: zmq.Context[Socket], endpoint: str, key: str, public: str, secret: str) -> Socket:

@@ -17,13 +17,13 @@ SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
     "protocol": 2_560,
     "shm": 4_760,
-    "workers": 10_220,
-    "pipeline": 41_260,
-    "launch": 14_340,
-    "benchmarks": 7_930,
-    "tests": 64_060,
+    "workers": 10_280,
+    "pipeline": 42_180,
+    "launch": 14_410,
+    "benchmarks": 8_310,
+    "tests": 64_680,
 }
-ROOMS = 321  # Python files of the program, without those that only mark a package
+ROOMS = 303  # Python files of the program, without those that only mark a package
 
 
 @pytest.mark.parametrize("folder", LINES)

@@ -11,13 +11,13 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from launch.advise.machine import drawn, elsewhere, recorded, this_machine
+from launch.advise.machine import elsewhere, recorded, this_machine
 from launch.advise.search import Fitting, Search, fitting
 from launch.bench.plan import requested_policies
 from launch.command_line.checks import check_engine, check_one_device
 from launch.command_line.options import Options
 from launch.errors import WrongUsage
-from launch.forecast import Estimate, Sizes, sizes_of
+from launch.forecast import Estimate, Sizes, drawn, sizes_of
 from launch.planning import every_format, second_roundings
 from launch.profile import shown_hits
 from launch.terminal.format import alike, merged_notes, model_name, percent, three_digits

@@ -16,7 +16,7 @@ from launch.bench.measure import make_prompts, read_other_texts, warm_up
 from launch.command_line.options import Options
 from launch.connect import connected
 from launch.errors import WrongUsage
-from launch.forecast import Priced, Sizes, calibration_of, costs_there, sizes_of
+from launch.forecast import WARM, Priced, Sizes, calibration_of, costs_there, sizes_of
 from launch.planning import make_plan, situation
 from launch.processes.cores import Cores
 from launch.terminal.format import model_name
@@ -27,13 +27,11 @@ from pipeline.calibration.cost_cache import processor
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import DeviceName, EngineConfig
 from pipeline.memory.plan import Machine
-from pipeline.models.shapes import is_shape
 from pipeline.policies.costs import MACHINES, Costs, Rates
 from pipeline.policies.options import did_you_mean
 from pipeline.policies.view import PolicyRequest
 from pipeline.replay.machine import DividedText
 from pipeline.replay.steps import summarize
-from pipeline.traces.synthetic import EMBEDDED, PROFILES, SyntheticText
 from pipeline.traces.trace import Header, Trace
 from protocol.client import Client
 
@@ -50,9 +48,6 @@ RUN = PolicyRequest("fiddler")  # computes on both sides, so that both sides' co
 NEW = 48  # tokens of an answer
 
 MOST = 256  # steps of decode of a trace that count, at most
-WARM = 40  # tokens of decode before those that count: caches fill, and policies learn
-COUNTED = 32  # tokens of decode that count; with 48 no estimate of 52 was more than 1 % away
-HISTORY = 1000  # tokens from which the popularity of experts is known
 
 
 # --- a machine that is not here -----------------------------------------------------------------------------
@@ -160,18 +155,6 @@ async def run(client: Client, prompt: int) -> tuple[Costs, int]:
 
 
 # --- routing ------------------------------------------------------------------------------------------------
-
-
-def drawn(header: Header, prompt: int, chunk: int, seed: int) -> DividedText:
-    """Returns routing of a model that was not run."""
-    name = header.model.removeprefix("shape:").partition("/")[0] if is_shape(header.model) else ""
-    text = SyntheticText(header, PROFILES.get(name, EMBEDDED), seed)
-    counts = text.counts(HISTORY)
-    warm = text.steps(0, 1, WARM, 1)
-    steps = [*warm, *text.steps(prompt, chunk, COUNTED, 1)]
-    like = "with the locality that was published for it" if name in PROFILES else "like the embedded model's"
-    words = f"synthetic routing, {like}"
-    return DividedText(steps, len(warm), counts, words)
 
 
 def recorded(path: Path, header: Header) -> DividedText:

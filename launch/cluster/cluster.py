@@ -19,7 +19,7 @@ from protocol.program import COMMAND
 
 LIAISON = "launch.cluster.liaison"
 REACH_LIMIT = 3.0  # seconds for a tcp connection
-NODES_LIMIT, LOOK_LIMIT = 20.0, 120.0  # seconds for the liaison
+NODES_LIMIT, LOOK_LIMIT = 60.0, 120.0  # seconds for the liaison, which has limits of its own
 
 
 @dataclass(frozen=True)

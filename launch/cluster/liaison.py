@@ -185,7 +185,7 @@ class Placing:
         threading.Thread(target=self._follow, args=(title, name, configs), daemon=True).start()
 
     def _adopt(self) -> None:
-        """Have a spare machine load what a lost one alone held."""
+        """Have a spare machine load what a lost one alone held, or serve it from disk."""
         lost_since: dict[str, float] = {}
         while True:
             time.sleep(LOOK_SECONDS)
@@ -201,7 +201,7 @@ class Placing:
                     spare = next((each for each in self._spares[name]["machines"] if each in there), None)
                     if spare is not None:
                         self._begin(
-                            f"{spare} for {name}", spare, self._adopted(name, there[spare]["address"])
+                            f"{spare} for {name}", spare, self._adopted(name, spare, there[spare]["address"])
                         )
                         del self._spares[name]
 
@@ -214,11 +214,12 @@ class Placing:
                 return True
         return False
 
-    def _adopted(self, name: str, address: str) -> list[dict[str, Any]]:
+    def _adopted(self, name: str, spare: str, address: str) -> list[dict[str, Any]]:
         """Returns the configuration of the host that another machine has for a lost one."""
         (config,) = self._hosts[name]
         lanes = config["lanes"] | {"held": self._spares[name]["lanes"]}
-        return [config | {"name": f"{config['name']}-spare", "address": address, "lanes": lanes}]
+        own = {"address": address, "disk_memory": self._spares[name]["memory"].get(spare)}
+        return [config | own | {"name": f"{config['name']}-spare", "lanes": lanes}]
 
     def _follow(self, title: str, name: str, configs: list[dict[str, Any]]) -> None:
         """Keep an actor with these hosts on a machine. `title`: what is said of them."""

@@ -142,9 +142,9 @@ def check_token(path: Path) -> None:
 
 
 def ray_environment(token: str) -> dict[str, str]:
-    """Returns the environment of every process that uses Ray."""
+    """Returns the environment of every process that uses Ray. The user's own settings of Ray count."""
     auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token}
-    return {k: v for k, v in environment(1).items() if k != "RAY_AUTH_TOKEN"} | TUNED | auth
+    return TUNED | {k: v for k, v in environment(1).items() if k != "RAY_AUTH_TOKEN"} | auth
 
 
 def ray_command(config: NodeConfig, folder: Path) -> list[str]:
@@ -160,8 +160,9 @@ def ray_command(config: NodeConfig, folder: Path) -> list[str]:
     settings["object-store-memory"] = OBJECT_STORE
     role = ["--address", config.head]
     if not config.head:
-        role = ["--head", "--port", str(config.port), "--include-dashboard", "false"]
+        role = ["--head", "--port", str(config.port), "--include-dashboard", "false", "--no-monitor"]
     command = [*PYTHON, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *role]
+    command += ["--include-log-monitor", "false"]  # no driver shows what it would read
     command += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     labels = f"{LABEL}={config.name},{VERSIONS}={config.versions}"
     command += ["--node-ip-address", config.address, "--temp-dir", str(folder)]

@@ -103,9 +103,12 @@ class Division:
 
     def spares(self, machine: int, rooms: Sequence[Room]) -> list[int]:
         """Returns the machines with room for all that only this one holds, most room first."""
-        alone = self.bytes_of(self.alone(machine))
-        free = {m: room.memory - self.bytes_of(self.parts[m]) for m, room in enumerate(rooms) if m != machine}
-        return sorted((m for m in free if free[m] >= alone), key=lambda m: -free[m])
+        return list(self.free(machine, rooms, self.bytes_of(self.alone(machine))))
+
+    def free(self, machine: int, rooms: Sequence[Room], least: int) -> dict[int, int]:
+        """Returns the bytes that other machines have left, if they are so many, most first."""
+        left = {m: room.memory - self.bytes_of(self.parts[m]) for m, room in enumerate(rooms) if m != machine}
+        return {m: left[m] for m in sorted(left, key=lambda m: -left[m]) if left[m] >= least}
 
 
 def plan(tiles: int, tile_bytes: int, rooms: Sequence[Room], replicas: int) -> Division | None:

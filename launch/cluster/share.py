@@ -21,7 +21,7 @@ from pipeline.checkpoint.open import open_model
 from pipeline.cluster.keeper import new_keys, same_bits
 from pipeline.config import EngineConfig, LanePlan, MachineList
 from pipeline.errors import UsageError
-from pipeline.memory.needs import needs
+from pipeline.memory.needs import LAYERS_IN_MEMORY, needs
 from pipeline.memory.plan import FREE_BYTES, GOOD_CONTEXT, smallest
 from pipeline.models.facts import expert_shape
 from protocol.program import COMMAND
@@ -41,6 +41,8 @@ class Share:
     names: tuple[str, ...]  # of the division's machines, the coordinator's first
     rooms: tuple[Room, ...]
     division: Division
+    layers: int
+    ports: tuple[int, int]  # the first and the last that hosts may take; 0: any
     looks: dict[str, dict[str, Any]]
 
     def hosts(self, engine: str) -> dict[str, list[dict[str, Any]]]:
@@ -59,6 +61,7 @@ class Share:
                         "tile": config.tile,
                         "lanes": asdict(replace(lanes, held=tuple(sorted(part)))),
                         "address": self.looks[name]["address"],
+                        "ports": self.ports,
                         "coordinator_key": self.machines.public_key,
                         "workers": None,
                         "cache": None,
@@ -69,12 +72,18 @@ class Share:
 
     def spares(self) -> dict[str, dict[str, Any]]:
         """Returns by name, of machines whose loss would leave lanes without a holder, those lanes and the
-        names of the machines with room for them."""
-        division, found = self.division, {}
+        names of the machines with room for them; where there are none, of those with room for some layers of
+        them, and by name the `memory` that they have for it: the rest they would read from disk."""
+        division, rooms, found = self.division, self.rooms, {}
         for machine, name in enumerate(self.names):
             lanes = division.alone(machine)
-            if machine and lanes and (able := division.spares(machine, self.rooms)):
-                found[name] = {"lanes": lanes, "machines": [self.names[each] for each in able]}
+            able, memory = division.spares(machine, rooms), dict[str, int]()
+            if not able:
+                least = LAYERS_IN_MEMORY * -(-division.bytes_of(lanes) // self.layers)
+                memory = {self.names[m]: left for m, left in division.free(machine, rooms, least).items()}
+            names = list(memory) or [self.names[each] for each in able]
+            if machine and lanes and names:
+                found[name] = {"lanes": lanes, "machines": names, "memory": memory}
         return found
 
     def lines(self) -> list[str]:
@@ -150,8 +159,8 @@ def _share(
             pieces = max(look["workers"] for look in able.values())
             lanes = LanePlan(division.bounds, tuple(sorted(division.parts[0])), pieces)
             config = replace(asked, lanes=lanes, format=name)
-            keys = MachineList((), *new_keys())
-            return Share(cluster, config, keys, names, rooms, division, able)
+            keys, ports = MachineList((), *new_keys()), options.written.get("host_ports", (0, 0))
+            return Share(cluster, config, keys, names, rooms, division, shape.layers, ports, able)
     if not rooms:
         kernels = ", ".join(f"{each} {variant}" for each, variant in variants.items())
         raise UsageError(f"in {name} unequal kernels add otherwise ({kernels}): give --format int8 or int4")
@@ -180,9 +189,9 @@ def lost(share: Share) -> list[tuple[str, str]]:
         elif not alone:
             words = "nothing but speed: replicas answer"
         elif spares := share.spares().get(name):
-            words = (
-                f"requests wait until {spares['machines'][0]} has loaded its {size}, after 30 s without it"
-            )
+            spare = spares["machines"][0]
+            does = "has loaded" if spare not in spares["memory"] else "has on disk, and slowly serves,"
+            words = f"requests wait until {spare} {does} its {size}, after 30 s without it"
         else:
             words = f"requests wait until it is back: no other machine holds its {size}"
         found.append((name, words))

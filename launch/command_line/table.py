@@ -21,6 +21,7 @@ from launch.command_line.values import (
     at_least,
     between,
     devices,
+    guesses,
     head_address,
     http_address,
     ip_address,
@@ -30,6 +31,7 @@ from launch.command_line.values import (
     not_empty,
     origins,
     port,
+    port_range,
     rates,
     size,
     token_ids,
@@ -119,6 +121,9 @@ HTTP_KEYS = "API keys for --http, one a line: a name and a key; needed beyond th
 ORIGINS = "pages of other sites that may send requests to --http: their origins, with commas, or *"
 NAMES = "the model's name over HTTP; others are then refused (default: its own, and every name is served)"
 TEMPERATURE = "0: greedy (default 0; in a chat and with --chat the model's)"
+SPECULATE = (
+    "guess next tokens from the text so far, and verify them in one step: no token changes (default on)"
+)
 PPL = "held-out tokens to compare approximate policies with an exact one (default 256; 0: none)"
 REPLAYED = (
     "simulate the policies on what --record wrote, without an engine; or on routing that is drawn with the"
@@ -126,6 +131,7 @@ REPLAYED = (
 )
 CLUSTER = "divide the experts among the machines of this cluster (docs/cluster.md)"
 REPLICAS = "copies of each other machine's experts on further ones, as many as memory allows (default 0)"
+HOST_PORTS = "ports that an expert host may take on its machine (default: any that is free)"
 TOKEN = "file with the cluster's token (default: where `cluster start` makes it)"
 ADDRESS = "this machine's IP address, at which the others reach it (default: the one that leads there)"
 PORT = f"the first of {PORTS} ports that Ray takes on this machine (default {DEFAULT_PORT})"
@@ -211,6 +217,7 @@ _sizes = _section(
     Option("kv-dtype", get_args(KvDType), KV_DTYPE),
     Option("chunk N", at_least(1), "prefill tokens of one step (default: measured)"),
     Option("graphs", get_args(GraphsName), "decode steps by CUDA graphs, on a GPU"),
+    Option("speculate on|off|N", guesses, SPECULATE, takes=ENGINE),
     of_engine=True,
 )
 _engine = _section(
@@ -301,6 +308,7 @@ _cluster = _section(
     f"{', '.join(f'{command} --cluster' for command in ENGINE.split(', '))}, doctor --cluster",
     Option("cluster HEAD:PORT", head_address, CLUSTER, takes=f"{ENGINE}, doctor"),
     Option("replicas N", at_least(0), REPLICAS),
+    Option("host-ports FIRST-LAST", port_range, HOST_PORTS),
     Option("token FILE", Path, TOKEN, also="cluster"),
     of_engine=True,
 )

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+from pipeline.config import SpeculateName
 from pipeline.models.shapes import is_shape, with_whole_path
 from shm.control import MOST_DEVICES
 
@@ -32,6 +33,13 @@ def at_least(low: int) -> Callable[[str], int]:
         return value
 
     return whole
+
+
+def guesses(text: str) -> SpeculateName | int:
+    """Reads on, off, or the number of next tokens to guess."""
+    if text in ("on", "off"):
+        return "on" if text == "on" else "off"
+    return at_least(1)(text)
 
 
 def between(low: float, high: float) -> Callable[[str], float]:
@@ -86,11 +94,20 @@ def head_address(text: str) -> str:
 
 
 def port(text: str) -> int:
-    """Reads the first of the ports that Ray takes."""
+    """Reads a port that other machines connect to."""
     number = at_least(1024)(text)
     if number > 65000:
         raise argparse.ArgumentTypeError(f"must be at most 65000, not {number}")
     return number
+
+
+def port_range(text: str) -> tuple[int, int]:
+    """Reads the ports of expert hosts: the first and the last."""
+    first, dash, last = text.partition("-")
+    found = port(first), port(last if dash else first)
+    if found[1] < found[0]:
+        raise argparse.ArgumentTypeError(f"{text!r}: the first port first, such as 7300-7310")
+    return found
 
 
 def ip_address(text: str) -> str:

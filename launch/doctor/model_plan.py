@@ -13,15 +13,26 @@ from typing import Any, get_args
 from rich.console import RenderableType
 from rich.text import Text
 
+from launch.bench.drawn import PROMPT
 from launch.command_line.checks import check_engine
 from launch.command_line.options import Options
 from launch.doctor.measure import disk_rate, explain_speeds, left_out, measure_speeds
-from launch.forecast import CONTEXT, Expected, Speeds, by_rates, sizes_of, with_disk
+from launch.forecast import (
+    CONTEXT,
+    Expected,
+    OnDisk,
+    Sizes,
+    Speeds,
+    by_rates,
+    drawn,
+    on_disk,
+    sizes_of,
+    with_disk,
+)
 from launch.planning import (
     OPTIONS,
     Situation,
     check_divides,
-    disk_line,
     every_format,
     formats,
     plan_on_disk,
@@ -175,17 +186,20 @@ async def _expected(
     source, config = plan.source, plan.now.config
     if config.kind != "cpu" or config.cards:
         return None, {}, ["Expected tok/s: give --device cpu; with a GPU `bench` measures them."]
-    on_disk = [row.needs for row in plan.rows if row.needs.partial]
+    with_some = [row.needs.format for row in plan.rows if row.needs.partial]
     try:
         speeds = await measure_speeds(source, config, plan.formats, options, interrupts)
-        disk = await asyncio.to_thread(disk_rate) if on_disk else 0.0
+        disk = await asyncio.to_thread(disk_rate) if with_some else 0.0
     except TrialFailed as e:
         return None, {}, [f"The expected tok/s are unknown: {e}"]
     share, notes = left_out(config), list[str]()
-    expected = {name: by_rates(sizes_of(source, config, name), speeds, share) for name in plan.formats}
-    for each in on_disk:
-        expected[each.format] = with_disk(expected[each.format], each, disk)
-        notes.append(f"{each.format}: {disk_line(each, disk)}.")
+    sizes = {name: sizes_of(source, config, name) for name in plan.formats}
+    expected = {name: by_rates(each, speeds, share) for name, each in sizes.items()}
+    found = {name: await asyncio.to_thread(_found, sizes[name], config.seed) for name in with_some}
+    for name, each in found.items():
+        expected[name] = with_disk(expected[name], each, disk)
+    if found:
+        notes.append(_reads(found, disk))
     first = expected[plan.formats[0]]
     reads = (
         f"tok/s: expected of one request after {CONTEXT} tokens, with --policy all-host. A token reads its"
@@ -195,6 +209,22 @@ async def _expected(
     floe = any(name in get_args(FloeName) for name in plan.formats)
     reads += f"; in floe formats it leaves out {share:.0%} of an expert." if floe else "."
     return speeds, expected, [reads, *explain_speeds(plan.formats, speeds), *notes]
+
+
+def _found(sizes: Sizes, seed: int) -> OnDisk:
+    """Returns what a token of drawn routing reads."""
+    return on_disk(sizes, drawn(sizes.header, PROMPT, PROMPT, seed))
+
+
+def _reads(found: Mapping[FormatName, OnDisk], rate: float) -> str:
+    each = [
+        f"{name} {one.hit_rate:.0%} (it reads {byte_size(round(one.bytes))})" for name, one in found.items()
+    ]
+    routing = next(iter(found.values())).routing
+    return (
+        f"Experts on disk, which reads {byte_size(rate)}/s: of its experts a token finds in memory"
+        f" {', '.join(each)}; {routing}."
+    )
 
 
 def _head(plan: ModelPlan) -> Iterator[RenderableType]:

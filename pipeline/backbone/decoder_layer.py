@@ -1,6 +1,6 @@
 """One decoder layer: attention, norms, and the feed-forward blocks that every row goes through.
 
-On the host one call of C computes a layer up to its experts for steps of single tokens: there, the overhead
+On the host one call of C computes a layer up to its experts for steps that decode: there, the overhead
 of torch's small operations and of waking threads exceeds the work.
 """
 
@@ -145,7 +145,7 @@ class DecoderLayer:
         return h + self._dense(self._mlp_norm(h))
 
     def _suits_kernel(self, batch: Batch) -> bool:
-        return batch.single and (self._most is None or batch.rows <= self._most)
+        return batch.decodes and (self._most is None or batch.rows <= self._most)
 
     def _on_host(self, kernel: LayerKernel, h: Tensor, batch: Batch, routed: bool) -> AfterAttention:
         """Compute the layer in C: `h` after the attention, or after a dense block."""

@@ -23,9 +23,9 @@ from protocol.errors import NotPrivate
 from protocol.files import check_private, make_folders
 from shm.atomic_file import put_in_place, warn_unkept
 from shm.disk_cache import CacheRecord, note_use
-from shm.file_locks import try_lock
 from shm.huge import private
 from shm.layout import Bytes
+from shm.locks import try_lock
 
 NAME, UNFINISHED = "backbone.bin", "backbone.tmp"
 VERSION = 3

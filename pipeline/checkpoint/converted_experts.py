@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.checkpoint.converted import Conversion, Source, like_tensor, raw_of, read_tensor
-from pipeline.checkpoint.decoder import MATRICES
-from pipeline.checkpoint.found_math import matrices_of
+from pipeline.checkpoint.decoder import MATRICES, matrices_of
 from pipeline.checkpoint.reader import RawTensor, TensorReader, raw_tensor
 from pipeline.checkpoint.whole_experts import Part, WholeExperts
 from pipeline.models.architecture import ExpertRows, TensorRows
@@ -109,7 +108,7 @@ class _Kept(NamedTuple):
 
 
 def _kept_rows(matrix: Tensor, sources: Sequence[Source], reader: TensorReader) -> _Kept | None:
-    """Of a matrix of numbers that say their place; None where its rows are no whole ones of one source."""
+    """Returns the rows of a matrix whose numbers say their place; None where they are not of one source."""
     first = matrix[:, 0]
     source, rows = int(first[0]) // PLACES**2, (first // PLACES % PLACES).numpy()
     whole = reader.packed[sources[source][0]]

@@ -5,6 +5,9 @@ It is nobody's child, holds its place's lock (`place.py`), and ends when its coo
 long as its lease, or by SIGTERM. After any other death its store is still in shared memory, and the next one
 of the same name attaches it. It imports no torch.
 
+With `disk_memory` it is a stand-in for a lost machine, whose part no memory has room for: it keeps some
+experts in memory and reads the others from the file of the disk cache, as an engine with --host-memory does.
+
 Its main thread does all: it takes messages, and while its workers compute, it takes them at every slice of
 its wait. Only the part is loaded by a thread of its own, so that a coordinator is told how far that is."""
 
@@ -17,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -28,20 +31,22 @@ import zmq
 from msgspec import json
 from zmq.auth.thread import ThreadAuthenticator
 
-from pipeline.arrays import FloatArray
+from pipeline.arrays import FloatArray, IntArray
 from pipeline.cluster import place
 from pipeline.cluster.keeper import HostConfig, new_keys, same_bits
 from pipeline.cluster.lanes import HeldLanes
 from pipeline.cluster.rows import RowCoder, WireX
-from pipeline.cluster.workers import ROLE, HostWorkers
+from pipeline.cluster.workers import READER, ROLE, HostWorkers
 from pipeline.config import WorkerCores
 from pipeline.errors import PeerLost, PipelineError
 from pipeline.experts.carriers import ArenaCarrier
+from pipeline.experts.disk_tier import DiskTier
 from pipeline.experts.division import Divider, largest
 from pipeline.experts.peers import COPY_BELOW, ChildServerSocket, ExitEvents
 from pipeline.experts.pool import HostPool, computing
 from pipeline.fairness import SparseLog
 from pipeline.loader import Loading
+from pipeline.models.facts import facts_of
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage, ProtocolError
 from protocol.files import private_directory
@@ -63,7 +68,7 @@ from protocol.machines import (
 from protocol.program import LineFormatter
 from protocol.sockets import runtime_root
 from shm.control import ControlSegment
-from shm.descriptor import numbers
+from shm.descriptor import HEADER, ITEMS, LAYER, Descriptor, head_of, numbers
 from shm.errors import SegmentMissing, ShmError
 from shm.lane import LaneShape, library
 from shm.locks import StoreLease
@@ -76,6 +81,7 @@ NARROW_ROWS = 32  # of the slots of a lane of which there are several
 FEW_ROWS = 4  # of a Work of which this process computes a share itself: it is deaf meanwhile
 LOAD_TRIES = 10  # another engine's start may remove a store that nobody has leased yet
 LOOK_MS = 100  # of a wait for messages, between two looks at the workers
+CHECK_SECONDS = 0.01  # between two looks at least: a system call for each worker
 WORKER_LIMIT = 60.0  # seconds for the workers to announce themselves
 
 log = logging.getLogger(__name__)
@@ -95,19 +101,21 @@ class ExpertHost:
         guard.start()
         closing.callback(guard.stop)
         guard.configure_curve_callback(DOMAIN.decode(), _Only(config.coordinator_key))
-        self._socket = host_router(context, config.address, config.port, self._public, secret)
+        self._socket = host_router(context, config.address, config.ports, self._public, secret)
         closing.callback(self._socket.close)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._works: dict[tuple[bytes, int], LaneWork] = {}  # without an answer, by sender and seq
-        self._loading = _LoadingThread(config)
+        self._loading = _LoadingThread(config, path)
         self._store: Store | None = None
         self._lanes: HeldLanes | None = None  # once it is ready
         self._coder: RowCoder | None = None
         self._workers: HostWorkers | None = None
+        self._tier: DiskTier | None = None
         self._error = ""  # why it cannot compute
         self._heard_at = time.monotonic()
+        self._check_at = 0.0
         self.stopped = False
         self._log = SparseLog(log)
 
@@ -140,6 +148,8 @@ class ExpertHost:
             self._answer(sender, work)
         else:
             self._look(LOOK_MS)
+            if self._tier is not None:
+                self._tier.tidy()
 
     def _publish(self, state: str, error: str = "") -> None:
         config = self._config
@@ -155,7 +165,8 @@ class ExpertHost:
         assert loading is not None
         assert self._loading.lease is not None
         self._closing.callback(self._loading.lease.release, keep=False)
-        self._store = store = Store.attach(loading.name, loading.fingerprint)
+        on_disk = config.disk_memory is not None
+        self._store = store = Store.attach(loading.name, loading.fingerprint, writable=on_disk)
         self._closing.callback(store.close)
         runtime, prefix = self._path, engine_prefix(self._path)
         control = ControlSegment.create(f"{prefix}control-0", len(config.cores))
@@ -170,13 +181,16 @@ class ExpertHost:
             "host_slowdown": config.host_slowdown,
             "supervised": False,
         }
-        workers = HostWorkers(config.cores, told, key, control, exits, runtime / place.LOG)
-        socket = ChildServerSocket(
-            *(runtime, "work.sock", ROLE, loading.fingerprint, key, exits, workers.on_message),
-            largest=4 * config.lanes.rows * store.layout.shape.hidden,
-            tick=lambda: self._look(0),
-        )
-        self._closing.callback(socket.close)
+        workers = HostWorkers(config.cores, told, key, control, exits, runtime / place.LOG, on_disk)
+
+        def bind(file: str, role: str, largest: int = 0) -> ChildServerSocket:
+            identity = runtime, file, role, loading.fingerprint, key, exits, workers.on_message
+            socket = ChildServerSocket(*identity, largest=largest, tick=lambda: self._look(0))
+            self._closing.callback(socket.close)
+            return socket
+
+        socket = bind("work.sock", ROLE, 4 * config.lanes.rows * store.layout.shape.hidden)
+        reading = bind("read.sock", READER) if on_disk else None
         self._closing.callback(workers.stop)
         workers.check()
         self._workers = workers
@@ -190,6 +204,12 @@ class ExpertHost:
             compute = computing(store_kernel(store, guarded=True))
         pool = HostPool(divider, cores, compute, socket, carrier, control)
         pool.wait_ready(WORKER_LIMIT)
+        if reading is not None:
+            reading.wait_ready(1, WORKER_LIMIT)
+            budget, line = config.disk_memory or 0, control.line(READER, 0)
+            self._tier = pool.tier = DiskTier(
+                store, budget, facts_of(loading.source.config).top_k, reading, line
+            )
         self._coder = RowCoder(store.layout)
         self._lanes = HeldLanes(pool, config.lanes.part)
 
@@ -208,7 +228,11 @@ class ExpertHost:
             x = self._x_of(work)
             ends = list(accumulate(work.lengths, initial=0))
             pieces = [work.descriptors[begin:end] for begin, end in pairwise(ends)]
+            if self._tier is not None and pieces:
+                self._tier.need(*_needed(pieces))
             ticket = self._lanes.begin({lane: pieces for lane in work.lanes}, x, few)
+            if self._tier is not None:
+                self._tier.predict(None)
             sums = ticket.sums()
         except (PipelineError, ValueError, IndexError) as e:
             self._works.pop((sender, work.seq), None)
@@ -234,8 +258,9 @@ class ExpertHost:
 
     def _look(self, wait_ms: int) -> None:
         """Take the messages that have arrived, after waiting for one; look after the workers."""
-        if self._workers is not None:
+        if self._workers is not None and (now := time.monotonic()) >= self._check_at:
             self._workers.check()
+            self._check_at = now + CHECK_SECONDS
         if not self._poller.poll(wait_ms):
             return
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
@@ -271,7 +296,7 @@ class ExpertHost:
         if error := self._mismatch(hello, loading.loading.whole):
             self._log.warning(f"refused the coordinator: {error}")
             return HostWelcome(self.incarnation, REFUSED, lanes, error)
-        return HostWelcome(self.incarnation, READY, lanes)
+        return HostWelcome(self.incarnation, READY, lanes, from_disk=config.disk_memory is not None)
 
     def _mismatch(self, hello: HostHello, fingerprint: str) -> str:
         """Returns why this host cannot compute in the coordinator's place; "" where it can."""
@@ -301,6 +326,15 @@ class ExpertHost:
             self._log.warning(f"an answer did not reach the coordinator: {e}")
 
 
+def _needed(pieces: Sequence[Descriptor]) -> tuple[int, IntArray]:
+    """Returns the layer of pieces, and its experts, ascending."""
+    heads = [head_of(piece) for piece in pieces]
+    experts = [
+        piece[HEADER : HEADER + 3 * head[ITEMS] : 3] for piece, head in zip(pieces, heads, strict=True)
+    ]
+    return heads[0][LAYER], np.unique(np.concatenate(experts))
+
+
 class _Only:
     """Admits one key."""
 
@@ -314,9 +348,9 @@ class _Only:
 class _LoadingThread(threading.Thread):
     """Loads the part. Ends with `loading`, or with `failure`."""
 
-    def __init__(self, config: HostConfig) -> None:
+    def __init__(self, config: HostConfig, path: Path) -> None:
         super().__init__(name="loading", daemon=True)
-        self._config = config
+        self._config, self._path = config, path
         self.loading: Loading | None = None
         self.lease: StoreLease | None = None  # of its store
         self.failure = ""
@@ -332,6 +366,8 @@ class _LoadingThread(threading.Thread):
             "cache_dir": str(config.cache),
             "reserve_bytes": config.reserve_bytes,
             "nodes": [],
+            "host_memory": config.disk_memory,
+            "runtime": str(self._path),
         }
         try:
             loading = Loading(told, self)

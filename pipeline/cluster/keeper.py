@@ -28,7 +28,7 @@ from pipeline.errors import PeerLost
 from shm.locks import sweep
 from workers.lifetime import PYTHON, environment
 
-START_LIMIT = 30.0  # seconds for a host to have an endpoint
+START_LIMIT = 60.0  # seconds for a host to have an endpoint; its imports take long on a busy machine
 STOP_LIMIT, KILL_LIMIT = 10.0, 5.0  # seconds for a host to end
 FIRST_PAUSE, LONGEST_PAUSE = (
     0.1,
@@ -51,9 +51,10 @@ class HostConfig:
     coordinator_key: str  # the public CURVE key of the one that it answers
     cores: tuple[tuple[int, ...], ...]  # of each expert worker; an empty one is bound to none
     cache: Path  # folder of files that are kept between starts
-    port: int = 0  # 0: any that is free
+    ports: tuple[int, int] = (0, 0)  # the first and the last that it may take; 0: any that is free
     lease: float = 60.0  # seconds that it lives after its coordinator's last message
     reserve_bytes: int = 2 << 30  # of memory that its store must leave free
+    disk_memory: int | None = None  # bytes of experts in memory, the others stay on disk; None: all of them
     host_slowdown: float = 1.0  # emulation, as in EngineConfig
     log_level: str = "INFO"
 
@@ -68,7 +69,7 @@ class HostConfig:
         assert lanes is not None
         paths = {name: Path(plain[name]) for name in ("model", "cache")}
         cores = tuple(tuple(one) for one in plain["cores"])
-        return cls(**plain | paths | {"lanes": lanes, "cores": cores})
+        return cls(**plain | paths | {"lanes": lanes, "cores": cores, "ports": tuple(plain["ports"])})
 
     @property
     def setting(self) -> str:
@@ -167,7 +168,7 @@ class HostKeeper:
 
 
 def launch(config: HostConfig) -> None:
-    """Start a host that is no child of this process."""
+    """Start a host that is no child of this process. Raises PeerLost where that takes too long."""
     # Its folder's host.json is of an earlier one, which must not be taken for what this one says.
     if (claimed := place.claim(config.name)) is not None:
         place.remove(*claimed)
@@ -179,7 +180,13 @@ def launch(config: HostConfig) -> None:
         start_new_session=True,
         env=environment(1),
     )
-    process.communicate(json.encode(config.plain()), timeout=STOP_LIMIT)
+    try:
+        process.communicate(json.encode(config.plain()), timeout=START_LIMIT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        why = f"for {START_LIMIT:.0f} s it has only been imported"
+        raise PeerLost(f"the expert host {config.name} has not started: {why}") from None
 
 
 def _until(say: Callable[[], HostPlace | None], limit: float) -> HostPlace | None:

@@ -17,7 +17,7 @@ from pipeline.config import WorkerCores
 from pipeline.experts.division import Divider, Split, all_tiles
 from pipeline.experts.pool import HostPool, Ticket
 from shm.descriptor import HEADER, ITEMS, Descriptor, head_of
-from shm.part import Part
+from shm.layout import Part
 
 Pieces = Sequence[Descriptor]  # of one lane, with tiles counted from the lane's first
 

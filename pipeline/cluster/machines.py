@@ -28,6 +28,7 @@ from pipeline.arrays import FloatArray
 from pipeline.cluster.lanes import Pieces
 from pipeline.cluster.rows import WireX
 from pipeline.config import Machine, MachineList
+from pipeline.counters import Elsewhere
 from pipeline.errors import PeerLost, ShardFailed
 from pipeline.experts.peers import COPY_BELOW, ExitEvents
 from pipeline.fairness import SparseLog
@@ -92,6 +93,8 @@ class Question:
     asked: dict[int, list[Asked]] = field(default_factory=dict)  # by lane that has no answer, the latest last
     answers: dict[int, FloatArray] = field(default_factory=dict)  # by lane: float32 [R, H]
     last: Link | None = None  # whose answer made it complete
+    waits: bool = False  # what arrives now is waited for
+    elsewhere: dict[str, Elsewhere] = field(default_factory=dict)  # by machine
     failure: str = ""
 
     @property
@@ -109,6 +112,7 @@ class Link:
         self._shaken = False  # hands, on the present connection
         self.state, self.why = AWAY, "there is no connection, perhaps for a firewall"
         self.incarnation = ""
+        self.from_disk = False
         self.pings = self.works = self.asked_again = 0
         self.heard_at = self.pinged_at = self.helloed_at = 0.0  # monotonic seconds
         self.unheard_since = 0.0  # of the first Ping that no message has followed; 0: there is none
@@ -158,14 +162,18 @@ class Link:
         self.received += sum(map(len, frames))
         return decode(frames)
 
-    def count(self, asked: Sequence[Asked], busy: float) -> None:
-        """It has answered a lane, of which these were asked, after computing for so many seconds."""
-        for one in asked:
-            if one.link is self:
-                took = time.monotonic() - one.at
-                weight = SMOOTH if self.round_trip else 1
-                self.round_trip += (took - self.round_trip) * weight
-                self.computing += (busy - self.computing) * weight
+    def count(self, question: Question, lanes: Sequence[int], busy: float) -> None:
+        """It has answered lanes, for which it was asked, after computing for so many seconds."""
+        times = [one.at for lane in lanes for one in question.asked.get(lane, ()) if one.link is self]
+        if not times:
+            return
+        took, weight = time.monotonic() - min(times), SMOOTH if self.round_trip else 1
+        self.round_trip += (took - self.round_trip) * weight
+        self.computing += (busy - self.computing) * weight
+        before = question.elsewhere.get(self.machine.name)
+        busy += 0.0 if before is None else before.busy
+        share = Elsewhere(busy, max(0.0, took - busy) if question.waits else None)
+        question.elsewhere[self.machine.name] = share
 
     def lost(self, state: str, why: str) -> None:
         """It cannot be asked any more, until it says that it can."""
@@ -238,6 +246,8 @@ class Machines:
         """Wait for the sum of each lane, float32 [R, H]. `compute`: computes those of which this machine has
         copies. Raises ShardFailed where a lane cannot be computed or nobody holds it for too long, PeerLost
         where the engine ends."""
+        self.update(0)
+        question.waits = True
         began = time.monotonic()
         say_at = began + SAY_SECONDS
         while not question.complete:
@@ -358,12 +368,12 @@ class Machines:
             self._poller.register(socket, zmq.POLLIN)
 
     def _holders(self, lane: int) -> list[Link]:
-        """Returns the machines that can be asked for a lane: those that answer first, and of these the one
-        whose own lane it is, so that replicas share the work."""
+        """Returns the machines that can be asked for a lane: those that answer first, of these those
+        with the lane in memory, and of these the one whose own it is, so that replicas share the work."""
         able = [link for link in self._links.values() if lane in link.machine.lanes and link.able]
         if lane in self._copies:
             able = [link for link in able if not link.silent]
-        return sorted(able, key=lambda link: (link.silent, link.machine.lanes.index(lane)))
+        return sorted(able, key=lambda each: (each.silent, each.from_disk, each.machine.lanes.index(lane)))
 
     def _why(self, lanes: Sequence[int]) -> str:
         """Returns what these lanes wait for."""
@@ -488,10 +498,11 @@ class Machines:
         if len(sums.y) != len(sums.lanes) * question.rows or not set(sums.lanes) <= set(question.pieces):
             question.failure = f"machine {link.machine.name} answered something else"
             return
+        link.count(question, sums.lanes, sums.busy)
         for number, lane in enumerate(sums.lanes):
             if lane not in question.answers:
                 question.answers[lane] = sums.y[number * question.rows : (number + 1) * question.rows]
-                link.count(question.asked.pop(lane, ()), sums.busy)
+                question.asked.pop(lane, None)
         if question.complete:
             question.last = link
             del self._open[question.seq]
@@ -499,13 +510,16 @@ class Machines:
     def _on_welcome(self, link: Link, welcome: HostWelcome) -> None:
         if welcome.state == READY:
             if not link.able:
-                log.info(f"machine {link.machine.name} is ready: lanes {list(welcome.lanes)}")
+                how = ", read from disk" * welcome.from_disk
+                log.info(f"machine {link.machine.name} is ready: lanes {list(welcome.lanes)}{how}")
             link.state, link.why, link.incarnation = READY, "", welcome.incarnation
+            link.from_disk = welcome.from_disk
         elif welcome.state == REFUSED:
             link.lost(REFUSED, welcome.error)
         else:
             share = 100 * welcome.done // max(1, welcome.total)
-            link.state, link.why = LOADING, f"it loads its part: {share} %"
+            how = f"it loads its part: {share} %" if share else "it begins to load its part"
+            link.state, link.why = LOADING, how
 
     def _on_pong(self, link: Link, pong: Pong) -> None:
         if not link.able:

@@ -23,7 +23,7 @@ import msgspec
 from protocol.files import private_directory, read_small
 from protocol.sockets import runtime_root
 from shm.atomic_file import atomic_file
-from shm.file_locks import is_locked, try_lock
+from shm.locks import is_locked, try_lock
 from shm.segment import engine_prefix, is_segment, segment_path, shm_names
 
 LOCK, INFO, LOG = "lock", "host.json", "host.log"

@@ -18,6 +18,7 @@ from pipeline.cluster.lanes import Cut, HeldLanes, LaneDivider, LaneTicket, Piec
 from pipeline.cluster.machines import ComputeHere, Machines, Question
 from pipeline.cluster.rows import RowCoder
 from pipeline.config import LanePlan
+from pipeline.counters import Elsewhere
 from pipeline.experts.division import Split
 from pipeline.experts.pool import HostPool, Ticket
 from pipeline.policies.view import Routing
@@ -65,6 +66,11 @@ class LanesTicket(Ticket):
         if some.question is not None:
             assert self.machines is not None
             sums |= self.machines.wait(some.question, some.copies)
+            for name, share in some.question.elsewhere.items():
+                before = self.elsewhere.get(name)
+                # One span of rows waits for the other, so that there is no telling the way.
+                both = share if before is None else Elsewhere(before.busy + share.busy, None)
+                self.elsewhere[name] = both
         return sums
 
     def release(self) -> None:

@@ -1,4 +1,5 @@
-"""The expert workers of an expert host: started, restarted when they exit, ended with it.
+"""The children of an expert host, its workers and perhaps a reader: started, restarted when they exit, ended
+with it.
 
 They are the same processes as an engine's. The host's main thread starts them, since the kernel ends a child
 with the thread that started it."""
@@ -20,7 +21,8 @@ from protocol.sockets import Identity
 from shm.control import ControlSegment
 from workers.lifetime import CHILD_PROCESS, environment, pack_config
 
-ROLE = "worker"
+ROLE, READER = "worker", "reader"
+MODULES = {ROLE: "workers.expert_worker", READER: "workers.reader"}
 FIRST_PAUSE, LONGEST_PAUSE = (
     0.1,
     5.0,
@@ -32,8 +34,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Slot:
-    """A worker through all its generations."""
+    """A child through all its generations."""
 
+    role: str
+    index: int
     cores: tuple[int, ...]
     generation: int = -1
     process: subprocess.Popen[bytes] | None = None
@@ -54,36 +58,39 @@ class HostWorkers:
         control: ControlSegment,
         exits: ExitEvents,
         output: Path,
+        reads: bool,
     ) -> None:
-        """`config`: what all are told; `output`: the file to which they print."""
-        self._slots = [_Slot(one) for one in cores]
+        """`config`: what all are told; `output`: the file to which they print; `reads`: also a reader."""
+        slots = [_Slot(ROLE, index, one) for index, one in enumerate(cores)]
+        slots += [_Slot(READER, 0, ())] * reads
+        self._slots = {(slot.role, slot.index): slot for slot in slots}
         self._config, self._key, self._output = config, key, output
         self._control, self._exits = control, exits
 
     def check(self) -> None:
         """Report those that have exited, and start those that do not run."""
         now = time.monotonic()
-        for index, slot in enumerate(self._slots):
+        for slot in self._slots.values():
             if slot.process is not None and (code := slot.process.poll()) is not None:
-                self._on_exit(index, slot, code)
+                self._on_exit(slot, code)
             if slot.process is None and now >= slot.start_at:
-                self._start(index, slot)
+                self._start(slot)
 
     def on_message(self, message: object) -> None:
         """Handle what a pool tells its supervisor."""
         match message:
-            case Hung(index=index, generation=generation):
-                slot = self._slots[index]
+            case Hung(role=role, index=index, generation=generation):
+                slot = self._slots[role, index]
                 if slot.generation == generation and slot.process is not None:
                     slot.hung = True
                     slot.process.kill()
             case WorkerUp(index=index):
-                self._slots[index].exits = 0
+                self._slots[ROLE, index].exits = 0
 
     def stop(self) -> None:
         """End all of them."""
-        running = [slot.process for slot in self._slots if slot.process is not None]
-        for slot in self._slots:
+        running = [slot.process for slot in self._slots.values() if slot.process is not None]
+        for slot in self._slots.values():
             self._cut(slot)  # whereupon it exits
         until = time.monotonic() + STOP_LIMIT
         for process in running:
@@ -92,17 +99,17 @@ class HostWorkers:
             process.kill()
             process.wait()
 
-    def _start(self, index: int, slot: _Slot) -> None:
+    def _start(self, slot: _Slot) -> None:
         slot.generation += 1
-        self._control.line(ROLE, index).end()
+        self._control.line(slot.role, slot.index).end()
         theirs, slot.lifeline = os.pipe()
-        identity = Identity(ROLE, index, slot.generation)
-        config = self._config | {"role": ROLE, "index": index, "generation": slot.generation}
+        identity = Identity(slot.role, slot.index, slot.generation)
+        config = self._config | {"role": slot.role, "index": slot.index, "generation": slot.generation}
         config |= {"cores": list(slot.cores), "identity": identity.prove(self._key)}
         try:
             with open(self._output, "ab") as output:
                 slot.process = subprocess.Popen(
-                    [*CHILD_PROCESS, "workers.expert_worker", "--lifeline", str(theirs)],
+                    [*CHILD_PROCESS, MODULES[slot.role], "--lifeline", str(theirs)],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -112,18 +119,18 @@ class HostWorkers:
                 )
             os.write(slot.lifeline, pack_config(config))
         except OSError as e:  # no memory or descriptor for another process
-            log.warning(f"worker {index} could not be started: {e.strerror}")
+            log.warning(f"{slot.role} {slot.index} could not be started: {e.strerror}")
             self._cut(slot)
             slot.start_at = time.monotonic() + LONGEST_PAUSE
         finally:
             os.close(theirs)
 
-    def _on_exit(self, index: int, slot: _Slot, code: int) -> None:
+    def _on_exit(self, slot: _Slot, code: int) -> None:
         """`code`: minus the number of a signal."""
         outside = code in (-9, -15) and not slot.hung
-        log.warning(f"worker {index} exited with {code}; it is being restarted")
-        seq = self._control.line(ROLE, index).seq
-        self._exits.put(WorkerDied(ROLE, index, slot.generation, not outside, seq))
+        log.warning(f"{slot.role} {slot.index} exited with {code}; it is being restarted")
+        seq = self._control.line(slot.role, slot.index).seq
+        self._exits.put(WorkerDied(slot.role, slot.index, slot.generation, not outside, seq))
         self._cut(slot)
         slot.process, slot.hung = None, False
         slot.exits += 1

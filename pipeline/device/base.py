@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.arrays import FloatArray, IntArray
-    from pipeline.device.cuda_graphs import CudaGraphs
     from shm.formats import Bytes, MatrixFormat
     from shm.layout import StoreLayout
     from shm.mask import Mask
@@ -98,12 +97,23 @@ class DeviceChannelKernel(Protocol):
     """Computes with the heads and channels of a format that can leave channels out (`shm/floe.py`). A row's
     bits depend on that row and on the channels that it keeps alone, or on the device's matrix products."""
 
+    def inputs(self, rows: int) -> Any:
+        """As DeviceKernel's."""
+
     def activations(self, x: Tensor) -> Any:
         """The experts' input x, float32 [R, H], in the form that the others read."""
 
-    def up(self, heads: Tensor, x: Any, rows: Tensor, biases: Tensor | None = None) -> Tensor:
-        """u of all channels of consecutive heads for the rows x[rows] (int64 [n]): float32 [n, channels].
-        biases: up's, float32 [channels]; None: there are none."""
+    def ups(
+        self,
+        heads: Tensor,
+        experts: Any,
+        x: Any,
+        rows: Tensor,
+        offsets: NDArray[np.int32],
+        channels: Sequence[int],
+    ) -> Tensor:
+        """u of experts, as `UpByExpert.ups` says. Where there is `kept`, the experts of a single row may be
+        int64 on the device."""
 
     def keeps(self, u: Tensor, mask: Mask) -> Tensor:
         """bool [n, channels]: `Mask.keeps` of each tile."""
@@ -167,8 +177,8 @@ class Device(ABC):
         `streams` (heads, width) of this dtype; None where the backbone computes it in other ways."""
         return None
 
-    def graphs(self) -> CudaGraphs | None:
-        """Makes CUDA graphs; None on a device without them."""
+    def graphs(self) -> Any:
+        """Makes CUDA graphs (`CudaGraphs`); None on a device without them."""
         return None
 
     @abstractmethod

@@ -36,7 +36,7 @@ from workers.kernels.c_types import Geometry, Quantized
 from workers.kernels.channels import ChannelInputs, ChannelKernel
 from workers.kernels.matrix import HostMatrix
 from workers.kernels.native import Library, Team, best
-from workers.kernels.reference import ReferenceChannels
+from workers.kernels.reference import ReferenceChannels, UpByExpert
 
 # Multiply-adds from which a product is faster on all cores. Below it, waking other threads costs more than
 # they compute; they do not spin, because the workers need the cores.
@@ -77,21 +77,19 @@ class CpuKernel(TileByTile):
         return torch.from_numpy(self._kernel.tiles(tiles.numpy(), x, rows.to(torch.int32).numpy()))
 
 
-class CpuChannelKernel:
+class CpuChannelKernel(UpByExpert):
     """The expert workers' kernel of formats with heads, for tensors: the same u, bit by bit, as in a Work."""
 
-    kept = None  # a single row is computed as others
-
     def __init__(self, library: Library, layout: StoreLayout, format: FloeFormat, team: Team | None) -> None:
-        self._kernel = ChannelKernel(library, format, layout.shape.hidden, team, layout.shape.math)
+        self._format, self._hidden = format, layout.shape.hidden
+        self._kernel = ChannelKernel(library, format, self._hidden, team, layout.shape.math)
         self.keeps = ReferenceChannels(layout).keeps  # the rule has no arithmetic
 
     def activations(self, x: Tensor) -> ChannelInputs:
         return self._kernel.activations(x.numpy())
 
-    def up(self, heads: Tensor, x: ChannelInputs, rows: Tensor, biases: Tensor | None = None) -> Tensor:
-        of_up = None if biases is None else biases.numpy()
-        return torch.from_numpy(self._kernel.up(heads.numpy(), x, rows.to(torch.int32).numpy(), of_up))
+    def up(self, heads: Tensor, x: ChannelInputs, rows: Tensor) -> Tensor:
+        return torch.from_numpy(self._kernel.up(heads.numpy(), x, rows.to(torch.int32).numpy()))
 
     def channels(self, records: Tensor, u: Tensor, x: ChannelInputs, rows: Tensor) -> Tensor:
         chosen = rows.to(torch.int32).numpy()

@@ -26,6 +26,7 @@ from workers.kernels.cuda.compiler import Program
 from workers.kernels.cuda.experts import NO_LIMIT, CudaExperts, Inputs
 from workers.kernels.cuda.launcher import CudaLauncher
 from workers.kernels.cuda.matrix import CudaChannels, CudaMatrix
+from workers.kernels.cuda.products import fits
 from workers.kernels.cuda.sums import TERM, OutputSums, Weighted
 from workers.kernels.native import best
 from workers.kernels.reference import ReferenceKernel
@@ -95,7 +96,7 @@ class KernelDevice(Device):
     def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:
         in_torch = TorchKernel(layout, self.from_host)
         program = Program.of_format(layout.format, best().variant != "portable", layout.shape.math)
-        if program is None:
+        if program is None or not fits(layout.format, layout.shape.hidden):
             return in_torch
         experts = CudaExperts(self.launcher(program), layout)
         return experts if experts.most_rows == NO_LIMIT else FewRows(experts, in_torch)

@@ -145,10 +145,10 @@ class Engine:
             stage.poll()
 
     def step(self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int] = ()) -> list[FloatArray]:
-        """Run the tokens of `inputs` through the model, and advance their KV. `live`: the sequences that have
-        begun and not ended, without which those of `inputs` are taken to be all. Returns the wanted logits of
-        each, float32 [n, vocabulary], or its choice (`answers`). Raises StepFailed; the sequences are then
-        as they were. Raises CudaError where the device will compute no other step."""
+        """Run the tokens of `inputs` through the model, and advance their KV by all but guesses. `live`: the
+        sequences that have begun and not ended, without which those of `inputs` are taken to be all. Returns
+        the wanted logits of each, float32 [n, vocabulary], or its choices (`answers`). Raises StepFailed; the
+        sequences are then as they were. Raises CudaError where the device will compute no other step."""
         before = [(item.span.kv, item.span.kv.length, item.span.kv.capacity) for item in inputs]
         try:
             return self._step(inputs, phase, live)
@@ -207,13 +207,13 @@ class Engine:
             self.tier.end_step(phase == "decode")
         counters.steps += 1
         counters.paused_steps += not self.first.driver.view.prefetching
-        counters.rows += len(sequences)
+        counters.rows += len(sequences) - sum(item.span.drafted for item in inputs)
         for stage in stages:
             if stage.driver.end_step(*counters.prefetched, stage.timing.end_step()):
                 log.info(stage.driver.prefetch.status)
         answered = step.answers(inputs)
         for item in inputs:
-            item.span.kv.advance(len(item.span.tokens))
+            item.span.kv.advance(len(item.span.tokens) - item.span.drafted)
         clock.finish("head")
         for observer in observers:
             observer.end()
@@ -335,7 +335,7 @@ class TensorExecutor:
                 ticket.begin_held()
                 self.clock.mark("disk")
             self._parts = ticket.parts()
-            self.timing.host_ends(ticket.busy)
+            self.timing.host_ends(split, ticket.busy, ticket.elsewhere)
             self.clock.mark("wait")
         self.counters.host_tiles += ticket.tiles
         self.counters.host_busy += ticket.busy

@@ -30,10 +30,10 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.decoder_layer import DecoderLayer
 from pipeline.backbone.kv_blocks import BlockPool, blocks_for
 from pipeline.backbone.kv_cache import BLOCKS
-from pipeline.backbone.step import Attended, StepLayers, greedy
+from pipeline.backbone.step import Attended, StepLayers, greedy, split_rows
 from pipeline.config import GRAPH_BYTES, GraphsName
 from pipeline.device.base import Added, Device
-from pipeline.device.cuda_graphs import CudaGraphs
+from pipeline.device.cuda import CudaGraphs
 from pipeline.engine.observer import Probing
 from pipeline.experts.device_share import DeviceMemory
 from pipeline.text.logprobs import WIDTH
@@ -94,9 +94,10 @@ class StepGraphs:
         on the device."""
         if self._off or self._gpu is None or self._backbone is None:
             return None
-        if not all(len(span.tokens) == 1 and span.kv.stored for span in spans):
+        if not all(span.decodes for span in spans):
             return None
-        rows = next((rows for rows in BUCKETS if len(spans) <= rows), None)
+        needed = sum(len(span.tokens) for span in spans)
+        rows = next((rows for rows in BUCKETS if needed <= rows), None)
         if rows is None:
             return None
         pool = self._pool = self._pool or spans[0].kv.pool
@@ -225,7 +226,7 @@ class Bucket:
 
     def begin(self, spans: Sequence[TokenSpan], probing: Probing, memory: DeviceMemory | None) -> None:
         """A step begins."""
-        self._rows, self._probing = len(spans), probing
+        self._rows, self._probing = sum(len(span.tokens) for span in spans), probing
         self._told[:HEADER_BYTES] = 0  # where a step has failed
         if memory is not self._memory:
             self._memory, self.inputs = memory, None if memory is None else memory.inputs(self._bucket_rows)
@@ -289,6 +290,10 @@ class Bucket:
         probing, probes = self._probing, tuple(probes)
         self._number = number = own + len(probes)
         logits, logits_host = self._room(number)
+        routers = [*[layer][:own], *probes]
+        looks = (
+            self._memory.looks(layer, routers, self._gpu) if self.inputs is not None and self._memory else ()
+        )
 
         def work() -> None:
             self._add_told()
@@ -304,10 +309,13 @@ class Bucket:
             self._h.copy_(attended.h)
             if self.inputs is not None:
                 self.inputs.round(self._x)
+            for look in looks:
+                look(dict(zip(routers, logits, strict=True)), self.inputs)
 
         # A trained gate belongs to its calibration, a router to the model.
         of = probing if any(p <= 0 for p in probes) else None
-        self._run(("attend", layer, own, probes, of, self.inputs), work, self._h, self._x, logits)
+        key = "attend", layer, own, probes, of, self.inputs, looks
+        self._run(key, work, self._h, self._x, logits, *(look.looked.u for look in looks))
         return _Attended(self._h[: self._rows], self._x[: self._rows], layer, self)
 
     def read(self) -> Sequence[FloatArray]:
@@ -364,7 +372,7 @@ class Bucket:
 
         self._run((name,), work, result)
         self._gpu.wait()
-        return list(np.split(result_host[: self._rows].copy(), self._rows))
+        return split_rows(result_host[: self._rows].copy(), [len(item.span.tokens) for item in inputs])
 
     def _run(self, key: Hashable, work: Callable[[], None], *outputs: Tensor) -> None:
         """Do the work, by its graph where there is one."""

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from math import exp, isfinite, log
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from pipeline.arrays import PHASES, IntArray, Phase
+from pipeline.counters import Elsewhere
 from pipeline.device import Device
 from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.division import Split
@@ -59,10 +60,41 @@ class _Factor:
             self.mean *= 1 - 1 / FORGOTTEN
 
     def apply(self) -> bool:
-        """Put the mean in force where it is far enough from what is. True where it was."""
+        """Put the mean in force where it is far enough from what is; returns whether it was."""
         changed = abs(self.mean - self.in_force) > log(1 + LEAST_CHANGE)
         if changed:
             self.in_force = self.mean
+        return changed
+
+
+@dataclass
+class _Machine:
+    """What another machine's share of a layer takes."""
+
+    each: float = 0.0  # seconds for one of the host's, by the costs measured at first
+    way: float = 0.0  # seconds there and back
+    in_force: tuple[float, float] = (0.0, 0.0)
+    steps: int = 0
+    waits: int = 0  # steps that have waited for it
+
+    def note(self, work: Spent, ways: list[float], host: float) -> None:
+        """`host`: the host's factor in force."""
+        if work.forecast > 0:
+            self.steps += 1
+            ratio = host * work.measured / work.forecast
+            self.each += (ratio - self.each) * max(WEIGHT, 1 / self.steps)
+        if ways:
+            self.waits += 1
+            self.way += (sum(ways) / len(ways) - self.way) * max(WEIGHT, 1 / self.waits)
+        else:  # it ends before the rest, and may have become faster
+            self.way *= 1 - 1 / FORGOTTEN
+
+    def apply(self) -> bool:
+        """As a factor's."""
+        now = self.way, self.each
+        changed = any(abs(b - a) > LEAST_CHANGE * a for a, b in zip(self.in_force, now, strict=True))
+        if changed:
+            self.in_force = now
         return changed
 
 
@@ -74,19 +106,31 @@ class Corrections:
         """`measured`: at first, per tile."""
         self.measured = measured
         self._factors = {phase: {side: _Factor() for side in SIDES} for phase in PHASES}
+        self._machines: dict[Phase, dict[str, _Machine]] = {phase: {} for phase in PHASES}
         self._priced = dict.fromkeys(PHASES, measured)
 
     def priced(self, phase: Phase) -> Costs:
         """The costs in force in such a step."""
         return self._priced[phase]
 
-    def note(self, phase: Phase, work: dict[Side, Spent]) -> None:
-        """Count a step that was forecast by the costs in force."""
-        factors = self._factors[phase]
+    def note(
+        self, phase: Phase, work: dict[Side, Spent], elsewhere: Mapping[str, tuple[Spent, list[float]]]
+    ) -> None:
+        """Count a step that was forecast by the costs in force. `elsewhere`: by machine the host's seconds of
+        all tiles of its layers, those of the machine, and of the ways to it that were waited for."""
+        factors, known = self._factors[phase], self._machines[phase]
+        for name in known.keys() - elsewhere.keys():
+            del known[name]
+        for name, (spent, ways) in elsewhere.items():
+            machine = known.setdefault(name, _Machine())
+            machine.note(spent, ways, exp(factors["host"].in_force))
         for side in SIDES:
             factors[side].note(work[side])
-        if any([factor.apply() for factor in factors.values()]):
-            costs = self.measured.scaled(**{side: exp(factors[side].in_force) for side in SIDES})
+        changed = [factor.apply() for factor in factors.values()]
+        changed += [machine.apply() for machine in known.values()]
+        if any(changed) or len(known) != len(self._priced[phase].machines):
+            costs = replace(self.measured, machines=tuple(machine.in_force for machine in known.values()))
+            costs = costs.scaled(**{side: exp(factors[side].in_force) for side in SIDES})
             self._priced[phase] = costs
 
     def report(self) -> dict[Side, dict[Phase, float]]:
@@ -139,6 +183,7 @@ class Timing:
         # Marks are work for the device, so one layer of a step is timed, a different one each time.
         self._timed = self._steps % len(self._memory.residency)
         self._work: dict[Side, Spent] = {side: Spent() for side in SIDES}
+        self._elsewhere: dict[str, tuple[Spent, list[float]]] = {}
         self._marks: list[tuple[object, object]] = []  # of the device's resident tiles
         self._copied = self._memory.copied()
 
@@ -148,14 +193,29 @@ class Timing:
             seconds = _seconds(self._priced.host_at, split.routing.active.counts, tiles)
             self._running.append(_HostShare(time.perf_counter(), seconds, alone))
 
-    def host_ends(self, busy: float) -> None:
-        """The first share that runs has been computed, in `busy` seconds of the slowest worker."""
-        if not self._running or self._priced is None:
+    def host_ends(self, split: Split, busy: float, elsewhere: Mapping[str, Elsewhere]) -> None:
+        """The first share that runs has been computed, that of this split, in `busy` seconds of the slowest
+        worker; and other machines' shares."""
+        if self._priced is None:
             return
-        share = self._running.popleft()
+        if self._measures and elsewhere:
+            active = split.routing.active
+            seconds = _seconds(self._priced.host_at, active.counts, split.hi.take(active.experts).tolist())
+            for name, share in elsewhere.items():
+                spent, ways = self._elsewhere.setdefault(name, (Spent(), []))
+                spent.forecast += seconds
+                spent.measured += share.busy
+                ways += [] if share.way is None else [share.way]
+        if self._running:
+            self._host_ended(self._running.popleft(), busy, waited=not elsewhere)
+
+    def _host_ended(self, share: _HostShare, busy: float, waited: bool) -> None:
+        """`waited`: for nothing else."""
+        alone = share.alone and waited
         work = self._work["host"]
-        work.forecast += share.seconds + (self._priced.round_trip if share.alone else 0.0)
-        work.measured += time.perf_counter() - share.given if share.alone else busy
+        assert self._priced is not None
+        work.forecast += share.seconds + (self._priced.round_trip if alone else 0.0)
+        work.measured += time.perf_counter() - share.given if alone else busy
 
     def times(self, layer: int) -> bool:
         """Tells whether this layer's resident tiles are timed in this step."""
@@ -182,7 +242,7 @@ class Timing:
             self._work["link"] = Spent(link, copying - self._copied[1])
             marks = self._marks
             self._work["device"].measured = sum(self._device.seconds_between(*each) for each in marks)
-            self.corrections.note(self._phase, self._work)
+            self.corrections.note(self._phase, self._work, self._elsewhere)
         return seconds
 
 

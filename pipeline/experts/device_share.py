@@ -3,16 +3,15 @@ tiles while missing ones are copied, and each of these once it has landed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from pipeline.counters import PhaseCounters, StepClock
 from pipeline.device import Device, SlabMemory
 from pipeline.device.base import Added, LayerSum
+from pipeline.device.cuda import CudaGraphs
 from pipeline.errors import PlanError
 from pipeline.experts.cache import ExpertCache
 from pipeline.experts.division import Share
@@ -127,6 +126,10 @@ class DeviceMemory:
         """Memory for so many rows of x as DeviceKernel says; None where x itself is taken."""
         return None if self.kernel is None else self.kernel.inputs(rows)
 
+    def looks(self, layer: int, routers: Sequence[int], graphs: CudaGraphs) -> tuple[Any, ...]:
+        """Return what a graph computes beside these routers of a layer, from their logits and its inputs."""
+        return ()
+
     def start(self, layer: int, share: Share, x: Any, timed: bool) -> LayerSum | None:
         """Give a device that computes beside this thread the share's resident tiles, before `begin`, so that
         it has work while the host's share is planned. x: as DeviceKernel takes it. `timed`: between two
@@ -191,10 +194,3 @@ class DeviceMemory:
     def tally(self, work: DeviceWork) -> Tally:
         """Return what the masks of a computed share have left out."""
         return NOTHING
-
-
-def rows_of(share: Share, device: Device) -> dict[int, Tensor]:
-    """Return the rows of each expert of a share, int64, on the device."""
-    every = device.from_host(share.rows.astype(np.int64))
-    experts, places = share.items[:, 0].tolist(), pairwise(share.offsets.tolist())
-    return {expert: every[start:end] for expert, (start, end) in zip(experts, places, strict=True)}

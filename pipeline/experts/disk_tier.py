@@ -7,10 +7,7 @@ layer that is being computed is not evicted: no Work of an earlier layer is with
 those that a failed step has abandoned, whose answers are dropped. An expert that is READING is not evicted
 either. What memory holds beyond that changes no token: a read writes what belongs to its place.
 
-**What is evicted** is what will be needed last. An expert whose layer comes in d of L layers, and which a
-share p of the latest steps used, is expected to be needed in d / L + 1 / p - 1 steps: in a prompt, where p is
-nearly 1 for all of them, that is the layer that has just been computed, and where single tokens are decoded
-the expert that is used least.
+**What is evicted** is what will be needed last (`disk_use.py`).
 
 **Ahead of need** the experts are read that the next layer's router names for this layer's input; in a step
 that uses most of a layer's experts, those of the next layer in their order. They are read behind those that
@@ -29,6 +26,7 @@ import numpy as np
 from pipeline.arrays import IntArray
 from pipeline.counters import PrefetchMeter
 from pipeline.errors import DiskFailed
+from pipeline.experts.disk_use import ExpertUse
 from pipeline.experts.peers import ChildServerSocket, ProgressWatch
 from pipeline.policies.predictions import by_probability
 from pipeline.policies.view import Routing
@@ -41,8 +39,6 @@ from shm.store import Store
 
 ABSENT, READING, RESIDENT = range(3)
 DEMANDED, PREDICTED = range(2)  # urgencies
-STEPS = 64  # of which p is a mean
-LEAST_SHARE = 1e-3  # p of an expert that was not used for long
 MOST = 0.5  # of a layer's experts: a step that uses more is expected to use as many of the next
 TRIES = 3  # of an order, by readers that crash or hang
 STALL_LIMIT = 30.0  # seconds without a piece after which a reader with orders is hung
@@ -97,7 +93,7 @@ class DiskTier:
         self._store, self._socket, self._line = store, socket, line
         self._layers, self._experts, self._top_k = shape.layers, shape.experts, top_k
         self._state = np.zeros((shape.layers, shape.experts), np.int8)
-        self._share = np.full(self._state.shape, top_k / shape.experts)
+        self._use = ExpertUse(np.full(self._state.shape, top_k / shape.experts))
         self._unused = np.zeros(self._state.shape, bool)  # read ahead, and not used since
         self._held = 0  # experts that are READING or RESIDENT
         self._layer, self._needed = 0, frozenset[int]()  # what is being computed
@@ -118,8 +114,7 @@ class DiskTier:
         experts of the layer before may be evicted from now on."""
         named = experts.tolist()
         self._layer, self._needed = layer, frozenset(named)
-        self._share[layer] *= 1 - 1 / STEPS
-        self._share[layer, experts] += 1 / STEPS
+        self._use.book(layer, experts)
         self._failed.clear()
         self._ahead, self._victims = (0, []), iter(())
         states, figures = self._state[layer, experts], self.figures
@@ -276,8 +271,7 @@ class DiskTier:
 
     def _choose_victims(self) -> Iterator[tuple[int, int]]:
         """The experts that will be needed last, that one first. It is right until the next layer."""
-        coming = (np.arange(self._layers) - self._layer - 1) % self._layers + 1
-        expected = coming[:, None] / self._layers + 1 / np.maximum(self._share, LEAST_SHARE)
+        expected = self._use.until_needed(self._layer)
         expected[self._state != RESIDENT] = -1
         expected[self._layer, list(self._needed)] = -1
         layer, experts = self._ahead

@@ -1,5 +1,4 @@
-"""The pool of expert workers: divides a layer's host share, has it computed, adds the partial sums, survives
-exits.
+"""The pool of expert workers: divides a layer's host share, has it computed, adds it up, survives exits.
 
 A share is divided into a Work for each of W workers, each usually computed by the worker it was cut for.
 While that is being restarted, another one computes the Work: the result has the same bits. A Work that was
@@ -22,6 +21,7 @@ import numpy as np
 
 from pipeline.arrays import FloatArray, sum_on_host
 from pipeline.config import WorkerCores
+from pipeline.counters import Elsewhere
 from pipeline.errors import DiskFailed, PeerLost, ShardFailed
 from pipeline.experts.disk_tier import DiskTier
 from pipeline.experts.division import Divided, Divider, Split, empty_part
@@ -80,6 +80,7 @@ class Ticket:
     own: list[Task] = field(default_factory=list)  # which this process computes
     held: list[Task] = field(default_factory=list)  # which wait for experts that are read from disk
     busy: float = 0.0  # seconds of computing, of the slowest worker; set with the result
+    elsewhere: dict[str, Elsewhere] = field(default_factory=dict)  # by machine; set with the result
     failure: str = ""  # the reason why it can never be complete
     dropped: bool = False
 

@@ -17,11 +17,9 @@ from typing import Any, TypeVar
 
 from pipeline.fairness import held_bytes
 from pipeline.gateway.access import Headers, Scope, header_of
-from pipeline.gateway.bodies import Common, decoded
-from pipeline.gateway.content_coding import inflated
-from pipeline.gateway.engine_links import EngineLinks, model_name
+from pipeline.gateway.bodies import Common, decoded, inflated
+from pipeline.gateway.engine_links import EngineLinks, Health, model_name
 from pipeline.gateway.errors import ApiError, of_engine
-from pipeline.gateway.health import Health
 from pipeline.gateway.metrics import Meter
 from pipeline.gateway.shares import BUSY, Bodies, Decoding, Places, Starts
 from pipeline.gateway.shares import Body as HeldBody

@@ -10,8 +10,7 @@ from pipeline.gateway.answers import ChatAnswer, ChatRequest, End, Whole, check_
 from pipeline.gateway.bodies import ChatBody, ChatTurn, Object, note_once
 from pipeline.gateway.call import Call, event_of
 from pipeline.gateway.errors import bad
-from pipeline.gateway.response_tools import free_input
-from pipeline.gateway.settings import grammar_of, openai_tools, settings_of, told
+from pipeline.gateway.settings import free_input, grammar_of, openai_tools, settings_of, told
 from pipeline.gateway.steady import steady
 from pipeline.text.chat_format import TemplateKind
 from pipeline.text.chat_output import Part, ToolCall

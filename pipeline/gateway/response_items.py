@@ -27,8 +27,7 @@ from pipeline.gateway.bodies import (
 )
 from pipeline.gateway.conversations import Turns, reminder
 from pipeline.gateway.errors import bad
-from pipeline.gateway.response_tools import Functions, functions_of, joined
-from pipeline.gateway.settings import flat_tools
+from pipeline.gateway.settings import Functions, flat_tools, functions_of, joined
 
 SEAL = "tandem:"  # before a text in Base64 that goes to the client and comes back
 SUMMARY = "This is a summary of the conversation so far, of which the earlier messages are left out:\n\n"

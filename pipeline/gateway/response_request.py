@@ -11,8 +11,17 @@ from pipeline.gateway.bodies import Common, Format, Object, Tokens, ToolObjects,
 from pipeline.gateway.chat import reasoning_variables
 from pipeline.gateway.errors import bad
 from pipeline.gateway.response_items import Conversation
-from pipeline.gateway.response_tools import Origin, functions_of
-from pipeline.gateway.settings import Grammar, Tools, chosen_tools, flat_tools, grammar_of, settings_of, told
+from pipeline.gateway.settings import (
+    Grammar,
+    Origin,
+    Tools,
+    chosen_tools,
+    flat_tools,
+    functions_of,
+    grammar_of,
+    settings_of,
+    told,
+)
 from pipeline.gateway.steady import steady
 from pipeline.text.chat_format import TemplateKind
 from protocol.messages import Welcome

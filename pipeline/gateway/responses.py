@@ -13,7 +13,7 @@ from pipeline.gateway.call import HEADERS_WITHIN, PING_SECONDS, Call, event_of
 from pipeline.gateway.errors import TOO_LONG, ApiError
 from pipeline.gateway.response_items import sealed
 from pipeline.gateway.response_request import ResponseRequest, ResponsesBody, response_request
-from pipeline.gateway.response_tools import Origin, free_input
+from pipeline.gateway.settings import Origin, free_input
 from pipeline.text.chat_output import Part
 from protocol.client import Client
 

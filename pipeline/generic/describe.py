@@ -29,10 +29,10 @@ from pipeline.checkpoint.decoder import (
     TOKENS,
     decoder_of,
     experts_of,
+    found_math,
     run,
     without_memory,
 )
-from pipeline.checkpoint.found_math import found_math
 from pipeline.errors import ModelError
 from pipeline.generic.caches import check_layers, kept_by
 from pipeline.models.config_keys import Config, shown

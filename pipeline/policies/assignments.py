@@ -184,10 +184,28 @@ class Resident(Assignment):
         return resident
 
 
+def given_back(cuts: Sequence[int], active: ActiveCosts, tiles: int, floor: float, whole: bool) -> list[int]:
+    """Returns cuts of experts of so many tiles with fetched tiles given back to the host, as long as it ends
+    by `floor`, before which other machines have not computed theirs: the experts that take longest to fetch
+    first. `whole`: with their resident tiles."""
+    answer = list(cuts)
+    left = [host * (tiles - cut) / tiles for host, cut in zip(active.host, cuts, strict=True)]
+    total = active.exchange + sum(left)
+    for index in sorted(range(len(answer)), key=lambda index: -active.link[index]):
+        kept = tiles - active.missing[index]
+        then = active.host[index] if whole else active.host[index] * active.missing[index] / tiles
+        if answer[index] > kept and total + then - left[index] <= floor:
+            total += then - left[index]
+            answer[index] = 0 if whole else kept
+    return answer
+
+
 class ByCosts(Assignment):
-    """An assignment that compares the seconds of device, host and link."""
+    """An assignment that compares the seconds of device, host and link. Where other machines have tiles of
+    every expert, what it fetches is given back to the host as long as they end later than that."""
 
     needs_costs = True
+    divides: ClassVar[bool] = False  # experts
     _stays = True  # what is fetched
 
     def join(self, parts: Parts) -> None:
@@ -198,8 +216,12 @@ class ByCosts(Assignment):
         cut = np.zeros(view.shape.experts, np.int32)
         if len(active.experts):
             missing = (view.shape.tiles - view.residency[layer][active.indices]).tolist()
-            costs = active_costs(active.counts.tolist(), missing, view, self._stays)
-            cut[active.indices] = self.tiles(costs, view)
+            costs, tiles = active_costs(active.counts.tolist(), missing, view, self._stays), view.shape.tiles
+            cuts = self.tiles(costs, view)
+            if view.costs is not None and view.costs.machines:
+                floor = view.costs.floor(sum(costs.host))
+                cuts = given_back(cuts, costs, tiles, floor, whole=not self.divides)
+            cut[active.indices] = cuts
         return cut
 
     @abstractmethod
@@ -276,6 +298,7 @@ class Bandwidth(ByCosts):
 
     name: ClassVar[str] = "bandwidth"
     help: ClassVar[str] = "of the missing tiles the share link / (link + host) is fetched, by their rates"
+    divides: ClassVar[bool] = True
 
     def tiles(self, active: ActiveCosts, view: View) -> list[int]:
         whole, missing = view.shape.tiles, active.missing

@@ -94,7 +94,7 @@ class Composed(Policy):
     def __init__(self, name: str, parts: Parts) -> None:
         self.name = name
         self.parts = parts
-        self.exact = parts.gate.exact
+        self.exact, self.by_row = parts.gate.exact, parts.gate.by_row
         self.needs_costs = any(part.needs_costs for part in parts)
         self.needs_calibration = any(part.needs_calibration for part in parts)
         self.keeps_heat = any(part.keeps_heat for part in parts)

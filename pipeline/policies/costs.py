@@ -1,7 +1,7 @@
 """The costs of one tile on the host, on the device and on the link: the numbers that policies plan with.
 
 They are measured at start, or read from a file (`--costs FILE`). The file is one JSON object with these keys,
-of which the last four may be left out; all times are seconds:
+of which the last five may be left out; all times are seconds:
 
     {"rows": [1, 4, 16, 64],                        row counts of the grid, ascending, each at least 1
      "host": [2e-5, 3e-5, 7e-5, 2.4e-4],            one tile at each row count, all workers together
@@ -11,12 +11,15 @@ of which the last four may be left out; all times are seconds:
      "other": [1e-4, 1e-4, 2e-4, 6e-4],             one layer on the device without its routed experts (0)
      "launch": 2e-5,                                a layer's device share beside its tiles (0)
      "fetch": 1e-5,                                 an order of missing tiles beside its tiles (0)
-     "per": "expert"}                               all of one tile are of a whole expert (tile)
+     "per": "expert",                               all of one tile are of a whole expert (tile)
+     "machines": [[3e-4, 1.2]]}                     each other machine with a share of every expert: the way
+                                                    there and back, and seconds for one of the host's (none)
 
 A side's seconds are linear in its tiles, behind a part that does not depend on their number: `round_trip`
 once for a layer's host share, `launch` once for its device share, both only where that side computes any
 tile, and `fetch` on the link once for each expert of which tiles are fetched.
-A layer ends with the later of its shares.
+A layer ends with the later of its shares. Where other machines have some tiles of each expert
+(docs/cluster.md), it ends with theirs at the earliest, however it is cut here: the `floor`.
 
 "All workers together" means wall time for each tile while every worker computes its share. The host and the
 link read the same memory, so measure one while the other runs; otherwise the gain of a plan is imaginary.
@@ -33,7 +36,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -86,6 +89,7 @@ class Costs:
     launch: float = 0.0  # a layer's device share, once, where the device computes any tile
     fetch: float = 0.0  # an order of missing tiles, once for each expert that is fetched
     per: Literal["tile", "expert"] = "tile"
+    machines: tuple[tuple[float, float], ...] = ()  # others: seconds of the way, and for one of the host's
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -102,7 +106,9 @@ class Costs:
                     f"costs: '{name}' has {len(values)} values for {len(self.rows)} row counts; give one each"
                 )
         single = ("link", "round_trip", "launch", "fetch")
-        for name, values in (by_rows | {name: (getattr(self, name),) for name in single}).items():
+        every = by_rows | {name: (getattr(self, name),) for name in single}
+        every["machines"] = tuple(chain.from_iterable(self.machines))
+        for name, values in every.items():
             wrong = [value for value in values if not (math.isfinite(value) and value >= 0)]
             if wrong:
                 raise PolicyError(f"costs: '{name}' holds {wrong[0]}; seconds are finite and not negative")
@@ -119,10 +125,17 @@ class Costs:
             per="tile",
         )
 
+    def floor(self, host: float) -> float:
+        """Returns the seconds until the other machines have computed their tiles of a layer whose tiles here
+        would all take the host so many; 0 without other machines."""
+        return max([way + each * host for way, each in self.machines], default=0.0)
+
     def of_tiles(self, host: float, device: float, link: float) -> Costs:
-        """Returns the costs with the seconds of a tile on each side times these."""
+        """Returns the costs with the seconds of a tile on each side times these; those of other machines are
+        as they were."""
         return replace(
             self,
+            machines=tuple((way, each / host) for way, each in self.machines),
             host=tuple(seconds * host for seconds in self.host),
             device=tuple(seconds * device for seconds in self.device),
             link=self.link * link,

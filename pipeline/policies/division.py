@@ -22,17 +22,18 @@ class Balanced:
     groups: list[Group]
     fixed: Fixed
     sides: Sides
+    floor: float = 0.0  # seconds until other machines have computed their tiles
     members: Sequence[list[int]] = ()  # the places of each group's experts; none: all are of one
 
     @cached_property
     def seconds(self) -> float:
         """Seconds until the layer has ended."""
-        return self.sides.seconds
+        return max(self.sides.seconds, self.floor)
 
     @cached_property
     def alone(self) -> float:
         """Seconds until it would have ended without the device."""
-        return self.fixed.host + sum([group.host * group.tiles for group in self.groups])
+        return max(self.floor, self.fixed.host + sum([group.host * group.tiles for group in self.groups]))
 
     @cached_property
     def moved(self) -> int:
@@ -52,7 +53,7 @@ class Balanced:
     @cached_property
     def there(self) -> float:
         """Seconds until it would end on the device alone, with every tile there."""
-        return self.fixed.launch + sum([group.device * group.tiles for group in self.groups])
+        return max(self.floor, self.fixed.launch + sum([group.device * group.tiles for group in self.groups]))
 
     @cached_property
     def pays(self) -> bool:
@@ -124,17 +125,22 @@ class Divider:
             held = sum(here)
             groups.append(self._group(count, held, tiles * len(here) - held, len(here) - here.count(tiles)))
             members.append(places[count])
-        return Balanced(groups, self._used.fixed, balance(groups, self._used.fixed), members)
+        return self._divided(groups, self._used.fixed, members)
 
     def _single(self, experts: int, resident: int, missing: int, lacking: int) -> Balanced:
         """Divide experts with a row each. Few of these differ, so each is computed once."""
         key = experts, missing, lacking
         balanced = self._used.known.get(key)
         if balanced is None:
-            groups = [self._group(1, resident, missing, lacking)]
-            fixed = self._used.of_one
-            balanced = self._used.known[key] = Balanced(groups, fixed, balance(groups, fixed))
+            group = self._group(1, resident, missing, lacking)
+            balanced = self._used.known[key] = self._divided([group], self._used.of_one)
         return balanced
+
+    def _divided(self, groups: list[Group], fixed: Fixed, members: Sequence[list[int]] = ()) -> Balanced:
+        floor = 0.0
+        if self._used.costs.machines:
+            floor = self._used.costs.floor(sum([group.host * group.tiles for group in groups]))
+        return Balanced(groups, fixed, balance(groups, fixed, floor), floor, members)
 
     def _group(self, rows: int, resident: int, missing: int, lacking: int) -> Group:
         costs = self._used.costs

@@ -9,7 +9,8 @@ device takes resident tiles first, then missing ones, expert after expert.
 
 `balance` begins with everything on the host and moves tiles to the device, those first that save most host
 time for a second of the device or of the link, until another one would make the device the later side. What
-is left to gain is less than a tile.
+is left to gain is less than a tile. Where other machines end later than the host does then (`floor`), missing
+tiles go back to it: moving them gains nothing.
 """
 
 from __future__ import annotations
@@ -58,12 +59,30 @@ class Sides(NamedTuple):
         return max(self)
 
 
-def balance(groups: Sequence[Group], fixed: Fixed) -> Sides:
-    """Set each group's `taken`, so that the layer ends as early as possible."""
+def balance(groups: Sequence[Group], fixed: Fixed, floor: float = 0.0) -> Sides:
+    """Set each group's `taken`, so that the layer ends as early as possible, which is never before
+    `floor`."""
     alone, least = _host_alone(groups, fixed)
-    if alone.seconds <= least:
+    if alone.seconds <= max(least, floor):
         _take(groups, [0] * len(groups))
         return alone
+    best = _balance(groups, fixed, alone)
+    return _give_back(groups, fixed, floor) if best.host < floor else best
+
+
+def _give_back(groups: Sequence[Group], fixed: Fixed, floor: float) -> Sides:
+    """Give missing tiles back to the host, those that cost it least first, as long as it ends by then."""
+    host = sides(groups, fixed).host or fixed.host
+    for group in sorted(groups, key=lambda group: group.host):
+        moved = max(0, group.taken - group.resident)
+        count = min(moved, int((floor - host) / group.host)) if group.host and host < floor else 0
+        group.taken -= count
+        host += count * group.host
+    return sides(groups, fixed)
+
+
+def _balance(groups: Sequence[Group], fixed: Fixed, alone: Sides) -> Sides:
+    """`alone`: without the device, which takes longer than a layer takes at least."""
     best, by_link = _in_order(groups, fixed, by_link=True)
     if len(groups) > 1:
         if not by_link:

@@ -107,6 +107,7 @@ class Gate(Part):
     """The part that decides which experts a token needs."""
 
     exact: bool = True
+    by_row: bool = True  # as of Policy
     pre_gated: bool = False  # True: in decode the layer before decides (`composed.py`)
 
     def __call__(self, layer: int, signals: Signals, view: View) -> Gated:

@@ -206,6 +206,7 @@ class Policy(ABC):
 
     name: str
     exact: bool = True
+    by_row: bool = True  # False: what a row gets depends on the step's other rows, as an approximation
     needs_costs: bool = False
     needs_calibration: bool = False
     keeps_heat: bool = False  # it begins with the counts of earlier starts, and this one's are kept

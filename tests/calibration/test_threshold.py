@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.calibration.approximations import largest_threshold, perturbations
+from pipeline.calibration.measure import largest_threshold, perturbations
 
 RANKED = np.arange(1, 65, dtype=np.float32) / 64  # 64 different ones
 

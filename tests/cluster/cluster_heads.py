@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.arrays import FloatArray
+from pipeline.checkpoint.open import open_model
 from pipeline.cluster.keeper import HostConfig, HostKeeper, new_keys
 from pipeline.cluster.machines import Machines
 from pipeline.cluster.place import HostPlace
@@ -23,10 +24,12 @@ from pipeline.experts.division import Divider, split_layer
 from pipeline.experts.peers import ExitEvents
 from pipeline.experts.pool import computing
 from pipeline.loader import Loading
+from pipeline.models.facts import expert_shape, narrowed
 from pipeline.policies.view import Routing
 from protocol.machines import HostHello
 from protocol.messages import MachineRecord, SetMachines
 from shm.errors import SegmentMissing
+from shm.layout import StoreLayout, format_named
 from shm.locks import StoreLease
 from shm.store import Store
 from workers.kernels.native import VERSION as KERNELS
@@ -44,6 +47,13 @@ def host_config(model: Path, *held: int, format: str = "int4", **changes: Any) -
     cache = Path(os.environ["XDG_CACHE_HOME"]) / "tandem"
     of_host = name, model, format, TILE, replace(PLAN, held=held), "127.0.0.1", KEYS[0], ((),), cache
     return replace(HostConfig(*of_host), **changes)
+
+
+def expert_bytes(model: Path, *held: int) -> int:
+    """What these lanes of an expert take in memory, of whole pages."""
+    kind = format_named("int4")
+    whole = expert_shape(open_model(model).config, TILE, kind)
+    return StoreLayout(narrowed(replace(PLAN, held=held).part, whole), kind).expert_pages
 
 
 @contextmanager

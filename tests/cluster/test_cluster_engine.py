@@ -62,6 +62,10 @@ async def test_policies_that_use_a_device_see_to_this_machine_s_share(three_tile
             for policy in ("layerwise", "fiddler", "tandem", "on-demand"):
                 await client.set_policy(policy)
                 assert await tokens_of(client) == expected, policy
+                if policy in ("fiddler", "tandem"):
+                    ((way, each),) = (await client.stats())["costs"]["machines"]
+                    assert each > 0, "what they plan with has the other machine"
+                    assert way >= 0
             with pytest.raises(RequestFailed, match="one machine alone, unless with early=0"):
                 await client.set_policy("daop")
             (known,) = (await client.stats())["machines"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster_heads import BOUNDS, Head, head, host_config, hosts, machine, pid_of, restart
+from cluster_heads import BOUNDS, Head, expert_bytes, head, host_config, hosts, machine, pid_of, restart
 
 from pipeline.cluster import place
 from pipeline.cluster.keeper import HostKeeper, new_keys
@@ -88,6 +89,30 @@ def test_a_copy_answers_where_its_machine_does_not(
     restart(pair[1], pid)
 
 
+def test_a_part_that_no_memory_has_room_for_is_served_from_disk(three_tiles: Path, alone: Head) -> None:
+    config = host_config(three_tiles, 1, 2, name="host-that-is-lost")
+    on_disk = replace(config, name="host-on-disk", disk_memory=5 * expert_bytes(three_tiles, 1, 2))
+    with hosts(config) as (lost,), head(three_tiles, machine(lost.place())) as several:
+        assert several.sums(0) == alone.sums(0)
+        later = [several.ask(seed, 64) for seed in range(4)]
+        os.kill(pid := pid_of(lost), signal.SIGKILL)  # for good: nobody starts it again
+        with hosts(on_disk) as (keeper,):
+            stand_in = machine(keeper.place())
+            several.tell(stand_in)
+            assert [wait() for wait in later] == [alone.sums(seed, 64) for seed in range(4)]
+            assert [several.sums(seed) for seed in range(16)] == [alone.sums(seed) for seed in range(16)]
+            later = [several.ask(seed, 64) for seed in range(4)]
+            children = psutil.Process(pid_of(keeper)).children()
+            next(child for child in children if "workers.reader" in child.cmdline()).kill()
+            assert [wait() for wait in later] == [alone.sums(seed, 64) for seed in range(4)]
+            several.tell(stand_in, machine(restart(lost, pid)))
+            known = several.machines
+            assert known is not None
+            several.update_until(lambda: [each["state"] for each in known.stats()] == ["ready"] * 2)
+            assert several.sums(3) == alone.sums(3)
+            assert known.stats()[1]["works"], "one that has all of it in memory is asked first"
+
+
 def test_a_silent_host_is_not_waited_for(three_tiles: Path, pair: list[HostKeeper], alone: Head) -> None:
     with head(three_tiles, *(machine(k.place()) for k in pair)) as several:
         assert several.sums(1) == alone.sums(1)
@@ -112,6 +137,19 @@ def test_a_host_is_adopted_with_the_same_configuration_and_ended_with_another(
     other = HostKeeper(replace(pair[0].config, coordinator_key=new_keys()[0])).start()
     assert other.pid != running.pid
     assert pair[0].start().pid not in (running.pid, other.pid)
+
+
+def test_a_host_takes_a_port_of_those_that_it_may(three_tiles: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = host_config(three_tiles, 1, name="host-of-a-range", ports=(port, port + 20))
+        with hosts(config) as (keeper,):
+            assert port < int(machine(keeper.place()).endpoint.rpartition(":")[2]) <= port + 20
+        with (
+            pytest.raises(PeerLost, match=rf"any of the ports {port} to {port} \(--host-ports\): .*in use"),
+            hosts(replace(config, ports=(port, port))),
+        ):
+            pass
 
 
 def test_another_key_is_not_answered(three_tiles: Path, pair: list[HostKeeper]) -> None:

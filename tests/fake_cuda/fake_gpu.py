@@ -6,6 +6,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -102,7 +103,16 @@ class FakeCudaDevice(cuda.CudaDevice):
         return LateKernel(kernel, self.runtime)
 
     def channel_kernel(self, layout: StoreLayout) -> DeviceChannelKernel:
-        return ReferenceChannels(layout)
+        kernel: Any = super().channel_kernel(layout) if self.experts else ReferenceChannels(layout)
+        for name in ("channels", "kept"):  # what reads slots is behind the copies for which its stream waits
+            if (works := getattr(kernel, name)) is not None:
+                setattr(kernel, name, partial(self._behind, works))
+        made: DeviceChannelKernel = kernel
+        return made
+
+    def _behind(self, works: Callable[..., Any], *arguments: Any) -> Any:
+        self.runtime.torch_stream.drain()
+        return works(*arguments)
 
     def time_mark(self) -> float:
         return 0.0

@@ -120,7 +120,7 @@ async def test_failing_tokenizer_and_full_memory_are_one_line_each(state: State,
 async def test_killed_process_is_restarted_and_texts_are_sent_again(state: State) -> None:
     before = process(state)
     nice = [os.getpriority(os.PRIO_PROCESS, state.pid(role)) for role in ("text", "coordinator")]
-    assert nice[0] == nice[1] + NICENESS
+    assert nice[0] == min(nice[1] + NICENESS, 19)  # the largest that there is
     state.send(signal.SIGKILL, "text")
     answers = [state.client.generate(prompt="Hello", max_tokens=2).result() for _ in range(3)]
     assert [len(answer.tokens) for answer in await asyncio.gather(*answers)] == [2] * 3

@@ -39,10 +39,9 @@ from pipeline.assets import model_dir
 from pipeline.fairness import RateLimiter
 from pipeline.gateway import bodies, responses
 from pipeline.gateway.answers import ChatEvent, Whole
-from pipeline.gateway.bodies import ChatBody, fitting
+from pipeline.gateway.bodies import MOST_MEMBERS, ChatBody, fitting, inflated
 from pipeline.gateway.call import MOST_BYTES
 from pipeline.gateway.chat import Chat, chat_request
-from pipeline.gateway.content_coding import MOST_MEMBERS, inflated
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.metrics import Meter
 from pipeline.gateway.response_items import SUMMARY, sealed, unsealed

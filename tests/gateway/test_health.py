@@ -12,9 +12,8 @@ import pytest
 from gateway_engine import Served
 from waiting import until
 
-from pipeline.gateway.engine_links import EngineLinks
+from pipeline.gateway.engine_links import EngineLinks, Health
 from pipeline.gateway.errors import ApiError
-from pipeline.gateway.health import Health
 from protocol.client import Client
 
 AMPLE = 60.0  # seconds for a step

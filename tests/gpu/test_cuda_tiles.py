@@ -128,7 +128,8 @@ def test_up_matrices_have_the_bits_of_the_host(device: CudaDevice, name: str) ->
     there, inputs = torch.from_numpy(heads).to(device.torch_device), cpu.activations(x)
     on_device = kernel.activations(torch.from_numpy(x).to(device.torch_device))
     for rows in ([7], [0, 3], list(range(40))):
-        u = kernel.up(there, on_device, torch.tensor(rows, device=device.torch_device))
+        chosen, ends = torch.tensor(rows, device=device.torch_device), np.array([0, len(rows)], np.int32)
+        u = kernel.ups(there[None], [0], on_device, chosen, ends, [768])
         same(u.cpu().numpy(), cpu.up(heads, inputs, np.array(rows, np.int32)))
 
 

@@ -45,8 +45,6 @@ def test_up_and_masks_are_those_of_the_host(name: str, kind: str) -> None:
     random, form = np.random.default_rng(1), format_named(name)
     assert isinstance(form, FloeFormat)
     layout = StoreLayout(ExpertShape(1, 1, 100, 96, 48, KINDS[kind]), form)
-    biases = random.standard_normal(96).astype(np.float32) if layout.shape.math.bias else None
-    of_up = None if biases is None else torch.from_numpy(biases)
     heads = np.empty(2 * layout.head_bytes, np.uint8)
     records = np.zeros(2 * layout.tile_bytes, np.uint8)
     for tile in range(2):
@@ -59,8 +57,9 @@ def test_up_and_masks_are_those_of_the_host(name: str, kind: str) -> None:
     on_gpu, in_torch, on_host = gpu.activations(torch.from_numpy(x)), torch.from_numpy(x), cpu.activations(x)
     for rows in ([3], [0, 1, 5], list(range(12))):
         chosen = torch.tensor(rows)
-        u = gpu.up(torch.from_numpy(heads), on_gpu, chosen, of_up)
-        same(u.numpy(), cpu.up(heads, on_host, np.array(rows, np.int32), biases))
+        there, ends = torch.from_numpy(heads)[None], np.array([0, len(rows)], np.int32)
+        u = gpu.ups(there, [0], on_gpu, chosen, ends, [96])
+        same(u.numpy(), cpu.up(heads, on_host, np.array(rows, np.int32)))
         for mask in (Mask(0.5, 1), Mask(0, 0.3)):
             assert torch.equal(gpu.keeps(u, mask), reference.keeps(u, mask))
         y = gpu.channels(torch.from_numpy(records), u, on_gpu, chosen)

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from plain_calibration import plain_calibration
 
-from launch.advise.machine import drawn
 from launch.advise.search import Search
 from launch.cli import main
-from launch.forecast import Priced, Setting, by_replay, sizes_of
+from launch.forecast import Priced, Setting, by_replay, drawn, sizes_of
 from pipeline.calibration.file import NAME, save
 from pipeline.checkpoint.open import open_config, open_model
 from pipeline.config import EngineConfig

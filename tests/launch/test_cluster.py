@@ -52,6 +52,7 @@ def test_port_that_is_in_use_is_named() -> None:
         ("cluster stop", "this machine is in no cluster"),
         ("cluster start --address 127.0.0.1", "other machines do not reach this one"),
         ("serve --replicas 1", "--replicas belongs to --cluster"),
+        ("serve --cluster 127.0.0.1:6379 --host-ports 7310-7300", "the first port first"),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: str, words: str) -> None:

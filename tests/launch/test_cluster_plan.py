@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from itertools import pairwise, product
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.cluster.plan import Room, coarse, divide, plan
+from launch.cluster.cluster import Cluster
+from launch.cluster.plan import Division, Room, coarse, divide, plan
+from launch.cluster.share import Share, lost
+from pipeline.config import EngineConfig, MachineList
 
 ROOMS = st.lists(
     st.builds(Room, st.just("m"), st.integers(0, 60), st.sampled_from([1.0, 2.0, 3.5, 8.0])), max_size=5
@@ -65,6 +69,26 @@ def test_replicas_are_of_all_lanes_where_they_fit_and_else_of_some() -> None:
     assert [none.alone(machine) for machine in range(2)] == [[0], [1]]
     assert none.spares(1, machines(12, 12)) == [0]
     assert none.spares(1, machines(5, 12)) == []
+
+
+@pytest.mark.parametrize(
+    ("memory", "machines", "on_disk", "cost"),
+    [
+        ((6, 4, 4, 12), ["d"], {}, "d has loaded its 4 B"),
+        ((5, 4, 4, 4), ["a"], {"a": 2}, "a has on disk, and slowly serves, its 4 B"),
+        ((4, 4, 4, 4), None, {}, "no other machine holds its 4 B"),
+    ],
+)
+def test_a_lost_part_goes_to_memory_or_else_to_disk(
+    memory: tuple[int, ...], machines: list[str] | None, on_disk: dict[str, int], cost: str
+) -> None:
+    rooms = tuple(Room(name, each, 1.0) for name, each in zip("abcd", memory, strict=True))
+    division = Division((0, 3, 7, 11, 15), ((0,), (1,), (2,), (3,)), 1)
+    cluster, keys = Cluster("a:6379", Path("token"), None), MachineList((), "", "")
+    shared = Share(cluster, EngineConfig(), keys, tuple("abcd"), rooms, division, 4, (0, 0), {})
+    known = shared.spares().get("b")
+    assert known == (machines and {"lanes": [1], "machines": machines, "memory": on_disk})
+    assert cost in dict(lost(shared))["b"]
 
 
 def test_equal_machines_hold_equal_parts_though_they_are_measured_unequal() -> None:

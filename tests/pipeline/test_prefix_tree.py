@@ -84,6 +84,9 @@ class Machine:
         sequence.blocks = blocks.tolist()
         whole = len(sequence.tokens) // SIZE
         sequence.published = whole
+        for other in self.running:  # one that began with them may go on with blocks that were removed since
+            while other.published < whole and self._share(other, sequence, other.published + 1):
+                other.published += 1
         ends = [SIZE * n for n in range(1, whole + 1)]
         if partial and len(sequence.tokens) % SIZE:
             ends.append(len(sequence.tokens))
@@ -155,6 +158,10 @@ class Machine:
             for sequence in self.running if len(prefix[1]) % SIZE == 0 else ():
                 if sequence.account == prefix[0] and tuple(sequence.tokens[: len(prefix[1])]) == prefix[1]:
                     sequence.published = min(sequence.published, len(prefix[1]) // SIZE - 1)
+
+    @staticmethod
+    def _share(one: Running, other: Running, blocks: int) -> bool:
+        return len(one.blocks) >= blocks and one.blocks[:blocks] == other.blocks[:blocks]
 
     def _held(self, prefix: Prefix) -> bool:
         account, tokens = prefix

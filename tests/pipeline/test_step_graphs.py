@@ -30,7 +30,7 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
-from pipeline.device.cuda_graphs import CudaGraphs
+from pipeline.device.cuda import CudaGraphs
 from pipeline.engine.engine import Engine
 from pipeline.engine.graphs import Bucket, StepGraphs
 from pipeline.engine.observer import Probing
@@ -394,3 +394,56 @@ def test_a_layer_is_three_calls_and_a_wait(family: str, tmp_path: Path, gpu, mon
     for layer in layers:
         assert layer["cudaStreamSynchronize"] == 1
         assert layer["cudaEventSynchronize"] == layer["allocations"] == 0
+
+
+@pytest.mark.parametrize("case", ["predicted", "own", "wrong"])
+def test_a_layer_of_kept_channels_waits_once(
+    case: str, tiny_model: Path, tmp_path: Path, gpu, monkeypatch
+) -> None:
+    """The masks of the layer, and those by which channels of the next one are predicted, come with the
+    routers' logits. Where nothing is copied a layer is its graph, the gates and the rows of down of all kept
+    channels, and at most a fence of slots. Experts that the device has not guessed
+    have the same numbers, and are waited for."""
+    device, runtime = gpu
+    if case == "wrong":
+        topk = torch.Tensor.topk
+        monkeypatch.setattr(torch.Tensor, "topk", lambda logits, number: topk(-logits, number))
+    device.experts = True
+    shape = expert_shape(open_model(tiny_model).config, 64, format_named("floe-int4"))
+    with (
+        encoded_store(shape, "kept_calls", "floe-int4") as store,
+        engine_in_threads(tiny_model, tmp_path, 10, store=store, device=device, staging=8, arena=True) as (
+            engine,
+            _,
+        ),
+    ):
+        kv = KVCache(engine.backbone.spec, torch.float32, CPU, 2 * CONTEXT)
+        found, layers = list[list[np.ndarray]](), list[Counter[str]]()
+        for mode in ("off", "auto"):
+            engine.first.graphs, sequence = StepGraphs(engine.backbone, device, mode), kv.allocate(60)
+            predicts = {"prediction": "none"} if case == "own" else {"pause": "0"}
+            policy = PolicyRequest("floe", {"sparsity": "0.5"} | predicts)
+            engine.set_policy(make_policy(policy, 0), NO_FETCHES)
+            engine.step([StepInput(TokenSpan(sequence, PROMPT), "none")], "prefill")
+            found.append([])
+            for token in range(12):
+                marks = list[Counter[str]]()
+                engine.tick = lambda: marks.append(runtime.calls.copy())  # noqa: B023
+                with Enqueued(runtime):
+                    found[-1] += engine.step([StepInput(TokenSpan(sequence, [9 + token]), "last")], "decode")
+                if mode == "auto" and token >= 7:
+                    layers += [after - first for first, after in pairwise(marks)]
+        for ours, theirs in zip(*found, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        assert engine.counters.snapshot()["decode"]["channels"]["moved"] > 0
+    waits = [layer["cudaStreamSynchronize"] for layer in layers]
+    if case == "wrong":
+        assert 1 < max(waits) <= 3
+        return
+    for layer in layers:
+        assert layer["cudaStreamSynchronize"] == layer["graph launches"] == 1
+        assert layer["allocations"] == layer["operations"] == 0
+        assert layer["launches"] <= 2 * (1 + 2)  # for what is resident, and each group that lands
+    alone = [layer for layer in layers if layer["launches"] == 2 and not layer["cudaStreamWaitEvent"]]
+    assert alone
+    assert case != "own" or max(sum(layer[name] for name in ENQUEUES) for layer in alone) <= 4

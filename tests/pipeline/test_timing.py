@@ -108,6 +108,7 @@ class Machine:
     def __init__(self) -> None:
         self.corrections = Corrections(COSTS)
         self.host = self.device = self.link = 1.0
+        self.elsewhere: dict[str, tuple[Spent, list[float]]] = {}
 
     def steps(self, count: int, phase: Phase = "decode", device: bool = True) -> list[Costs]:
         """Each different costs in force, in order."""
@@ -121,7 +122,7 @@ class Machine:
             if device:
                 work["device"] = Spent(costs.device[0], COSTS.device[0] * self.device)
                 work["link"] = Spent(costs.link, COSTS.link * self.link)
-            self.corrections.note(phase, work)
+            self.corrections.note(phase, work, self.elsewhere)
         return seen
 
     def factors(self, phase: Phase = "decode") -> list[float]:
@@ -177,12 +178,32 @@ def test_a_side_without_work_falls_back_to_what_was_measured_first() -> None:
 def test_what_cannot_have_been_measured_changes_nothing(measured: float) -> None:
     corrections = Corrections(COSTS)
     for _ in range(40):
-        corrections.note("decode", {"host": Spent(1.0, measured), "device": Spent(0.0, 1.0), "link": Spent()})
+        corrections.note(
+            "decode", {"host": Spent(1.0, measured), "device": Spent(0.0, 1.0), "link": Spent()}, {}
+        )
     assert corrections.priced("decode") is COSTS
 
 
 def test_a_stalled_step_counts_as_a_long_one() -> None:
     corrections = Corrections(COSTS)
     for measured in [*[1.0] * 40, 1e9]:
-        corrections.note("decode", {"host": Spent(1.0, measured), "device": Spent(), "link": Spent()})
+        corrections.note("decode", {"host": Spent(1.0, measured), "device": Spent(), "link": Spent()}, {})
     assert corrections.report()["host"]["decode"] < 1.5
+
+
+def test_costs_of_other_machines_are_for_the_host_s_seconds_at_first() -> None:
+    machine = Machine()
+    machine.elsewhere = {"b": (Spent(10.0, 15.0), []), "c": (Spent(10.0, 5.0), [0.25, 0.75])}
+    costs = machine.steps(40)[-1]
+    assert costs.machines == ((0.0, 1.5), (0.5, 0.5)), "what is not waited for has no way"
+    assert [costs.floor(seconds) for seconds in (0.25, 10.0)] == [0.625, 15.0]
+    machine.host = 2.0
+    for _ in range(40):  # a forecast is by the costs in force
+        seconds = 10.0 * machine.factors()[0]
+        machine.elsewhere = {"c": (Spent(seconds, 5.0), [0.5])}
+        machine.steps(1)
+    ((way, each),) = machine.steps(1)[-1].machines
+    assert (way, each) == pytest.approx((0.5, 0.25), rel=0.2)
+    machine.elsewhere = {}
+    assert machine.steps(1)
+    assert machine.corrections.priced("decode").machines == ()

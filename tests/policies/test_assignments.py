@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from policy_machine import COSTS, Machine, capacities, make_routing, make_view, policy, shapes
 
 from pipeline.arrays import IntArray
+from pipeline.policies.assignments import ActiveCosts, given_back
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import ModelShape, PolicyRequest, View
 
@@ -139,3 +140,27 @@ def test_random_covers_both_kinds_of_cuts(churn: str, share: float) -> None:
     assert below >= 10
     assert between >= 10
     assert partial >= 30
+
+
+@given(data=st.data(), floor=st.integers(0, 40), whole=st.booleans())
+def test_what_other_machines_would_wait_for_is_not_fetched(
+    data: st.DataObject, floor: int, whole: bool
+) -> None:
+    tiles, some = 4, st.integers(0, 4)
+    missing = data.draw(st.lists(some, min_size=1, max_size=6))
+    device = data.draw(st.lists(st.booleans(), min_size=len(missing), max_size=len(missing)))
+    host = [4.0 * data.draw(some) for _ in missing]
+    active = ActiveCosts([1] * len(missing), missing, [float(each) for each in missing], [], host, 1.0, 0.0)
+    kept = [0 if whole else tiles - lacks for lacks in missing]
+    cuts = [tiles if here else then for here, then in zip(device, kept, strict=True)]
+
+    def on_host(cuts: list[int]) -> float:
+        return 1 + sum(each * (tiles - cut) / tiles for each, cut in zip(host, cuts, strict=True))
+
+    found = given_back(cuts, active, tiles, float(floor), whole)
+    assert on_host(found) <= max(floor, on_host(cuts))
+    for index, (before, now) in enumerate(zip(cuts, found, strict=True)):
+        assert now in (before, kept[index])
+        if now == before == tiles and missing[index] and kept[index] < tiles:
+            more = [*found[:index], kept[index], *found[index + 1 :]]
+            assert on_host(more) > floor, "it could go back"

@@ -65,7 +65,8 @@ def test_seconds_are_exact_on_the_grid_and_linear_outside(values, rows, asked) -
 
 
 def test_costs_file_round_trip(tmp_path: Path) -> None:
-    costs = Costs((1, 8), (1e-5, 3e-5), (1e-6, 2e-6), 5e-5, 1e-4, (1e-4, 2e-4), 3e-5, 4e-5, "expert")
+    single = 5e-5, 1e-4, (1e-4, 2e-4), 3e-5, 4e-5, "expert", ((3e-4, 1.2), (0.0, 2.0))
+    costs = Costs((1, 8), (1e-5, 3e-5), (1e-6, 2e-6), *single)
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(costs.to_json()))
     assert Costs.load(path) == costs

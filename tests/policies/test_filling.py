@@ -110,3 +110,22 @@ def test_the_host_takes_resident_tiles_of_a_slow_device() -> None:
     group = Group(host=1, device=1, resident=10, missing=0, lacking=0)
     balance([group], PLAIN)
     assert group.taken == 5
+
+
+@settings(max_examples=300)
+@given(problems(), st.floats(0, 40))
+def test_no_tile_is_moved_that_other_machines_would_wait_for(problem: Problem, floor: float) -> None:
+    groups, fixed = problem
+    balance(groups, fixed)
+    moved = [max(0, group.taken - group.resident) for group in groups]
+    found = balance(groups, fixed, floor)
+    cuts = tuple(group.taken for group in groups)
+    least = min(ends(groups, tried, fixed) for tried in product(*(range(g.tiles + 1) for g in groups)))
+    link = fixed.fetch + fixed.tile if fixed.tile < inf else 0.0
+    a_tile = max(max(group.host, link + group.device) for group in groups)
+    assert ends(groups, cuts, fixed) <= max(least + a_tile, floor + 1e-9)
+    assert found.seconds == pytest.approx(ends(groups, cuts, fixed))
+    for group, before in zip(groups, moved, strict=True):
+        now = max(0, group.taken - group.resident)
+        assert now <= before
+        assert not now or (found.host or fixed.host) + group.host > floor - 1e-9, "it could go back"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shm.file_locks import leads_to, try_lock
+from shm.locks import leads_to, try_lock
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import pytest
 from small_store import build
 
 from shm.errors import SegmentMissing, ShmError
-from shm.file_locks import try_lock
-from shm.locks import StoreLease, build_lock, sweep
+from shm.locks import StoreLease, build_lock, sweep, try_lock
 from shm.segment import Segment, is_segment
 from shm.store import store_name
 

@@ -21,7 +21,7 @@ from pipeline.checkpoint.gguf_file import read_metadata
 from pipeline.errors import ModelError
 from pipeline.text import gguf_text
 from pipeline.text.generation_defaults import sampling_defaults
-from pipeline.text.gguf_words import WORDS
+from pipeline.text.gguf_text import WORDS
 from pipeline.text.tokenizer import Tokenizer as TextTokenizer
 from pipeline.text.tokenizer import chat_templates, eos_ids, has_tokenizer, read_template
 from protocol.messages import Sampling

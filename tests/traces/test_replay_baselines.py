@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from math import inf
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,18 +91,25 @@ def test_lightning_divides_by_a_share_that_was_planned_before(link: float, on_ho
 
 
 @pytest.mark.parametrize(
-    ("paper", "ours", "open_", "verdict"),
+    ("paper", "ours", "claimed", "verdict"),
     [
-        ((1.35,), [1.3, 1.45], False, "reproduced"),
-        ((1.35,), [1.3, 1.1], False, "in part"),
-        ((1.35,), [1.1], False, "in part"),
-        ((1.35,), [0.9], False, "**not reproduced**"),
-        ((1.35,), [1.3, 0.9], True, "undecidable"),
-        ((1.35,), [], False, "undecidable"),
-        ((1.2, 1.4), [1.1, 1.5], False, "reproduced"),
+        ((1.35,), [1.3, 1.45], {}, "reproduced"),
+        ((1.35,), [1.3, 1.1], {}, "in part"),
+        ((1.35,), [1.3, 0.9], {}, "mixed"),
+        ((1.35,), [0.9], {}, "**not reproduced**"),
+        ((1.35,), [1.3, 0.9], {"open": True}, "undecidable"),
+        ((1.35,), [0.9, 2.5], {"open": True}, "undecidable"),
+        ((1.35,), [1.1, 1.15], {"open": True}, "in part"),
+        ((1.35,), [], {}, "undecidable"),
+        ((1.2, 1.4), [1.1, 1.5], {}, "reproduced"),
+        ((1.0, inf), [1.2, 1.0], {}, "mixed"),
+        ((-inf, 1.0), [0.9, 0.3], {}, "reproduced"),
+        ((0.1,), [0.03, 0.01], {"unit": "gain"}, "in part"),
+        ((0.1,), [0.03, -0.01], {"unit": "gain"}, "mixed"),
+        ((1.0,), [0.5], {"unit": "%"}, "**not reproduced**"),
     ],
 )
 def test_verdict_follows_from_the_figures(
-    paper: tuple[float, ...], ours: list[float], open_: bool, verdict: str
+    paper: tuple[float, ...], ours: list[float], claimed: dict[str, Any], verdict: str
 ) -> None:
-    assert Claim("headline", paper, ours, "", open=open_).verdict == verdict
+    assert Claim("headline", paper, ours, "", **claimed).verdict == verdict

@@ -12,10 +12,13 @@ y = sum of f(gate . x, u) * down, all in float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -248,10 +251,40 @@ class ChannelInputs(NamedTuple):
     gate: Tensor
 
 
-class ReferenceChannels:
-    """Computes heads and chosen channels in torch, from uint8 tensors, on their device."""
+class UpByExpert:
+    """Computes u of several experts one after the other."""
 
     kept = None  # a single row is computed as others
+    _format: FloeFormat
+    _hidden: int
+
+    def inputs(self, rows: int) -> None:
+        """None: x is taken as it is."""
+
+    def up(self, heads: Tensor, x: Any, rows: Tensor) -> Tensor:
+        """Returns u of all channels of consecutive heads for the rows x[rows], float32 [n, channels]."""
+        raise NotImplementedError
+
+    def ups(
+        self,
+        heads: Tensor,
+        experts: Sequence[int],
+        x: Any,
+        rows: Tensor,
+        offsets: NDArray[np.int32],
+        channels: Sequence[int],
+    ) -> Tensor:
+        """Returns u of experts, whose heads are uint8 [E, bytes], without biases: float32 [n, most channels].
+        Expert i has `channels[i]` of them, for the rows of x that are rows[offsets[i]:offsets[i + 1]]."""
+        u = torch.empty((int(offsets[-1]), max(channels)), dtype=torch.float32, device=heads.device)
+        for expert, lo, hi, number in zip(experts, offsets, offsets[1:], channels, strict=False):
+            head = heads[expert, : self._format.head_bytes(self._hidden, number)]
+            u[lo:hi, :number] = self.up(head, x, rows[lo:hi])
+        return u
+
+
+class ReferenceChannels(UpByExpert):
+    """Computes heads and chosen channels in torch, from uint8 tensors, on their device."""
 
     def __init__(self, layout: StoreLayout) -> None:
         format = layout.format
@@ -268,22 +301,18 @@ class ReferenceChannels:
             return ChannelInputs(steps, x.bfloat16().float())
         return ChannelInputs(steps, steps[:, : self._hidden])
 
-    def up(self, heads: Tensor, x: ChannelInputs, rows: Tensor, biases: Tensor | None = None) -> Tensor:
-        """u of all channels of consecutive heads, float32 [n, channels]. rows: int64 [n]; biases: up's,
-        float32 [channels]."""
+    def up(self, heads: Tensor, x: ChannelInputs, rows: Tensor) -> Tensor:
         block, inputs, parts = self._format.head_bytes(self._hidden, 16), x.up[rows], []
         for part in torch.split(heads, max(1, TOGETHER // (16 * self._hidden)) * block):
             matrix = dequantize(self._format.up, part, len(part) // block * 16, self._hidden)
             parts.append(functional.linear(inputs, matrix))
-        u = torch.cat(parts, dim=1)
-        return u if biases is None else u + biases
+        return torch.cat(parts, dim=1)
 
     def keeps(self, u: Tensor, mask: Mask) -> Tensor:
         """bool [n, channels]: `Mask.keeps` of each tile."""
         size = u.abs().view(torch.int32).view(len(u), -1, self._tile)
         if mask.share == 1:
-            least = torch.tensor(mask.threshold, dtype=torch.float32).view(torch.int32).item()
-            return (size >= least).view(u.shape)
+            return (size >= int(np.float32(mask.threshold).view(np.int32))).view(u.shape)
         order = size.sort(dim=-1, descending=True, stable=True).indices[..., : mask.number(self._tile)]
         return torch.zeros_like(size, dtype=torch.bool).scatter_(-1, order, True).view(u.shape)
 
@@ -317,7 +346,8 @@ class ReferenceChannels:
         biases: Tensor | None = None,
     ) -> tuple[Tensor, Tally]:
         """Consecutive tiles with this mask: their sum float32 [n, H], and what it left out."""
-        u = self.up(heads, x, rows, biases)
+        u = self.up(heads, x, rows)
+        u = u if biases is None else u + biases
         kept = self.keeps(u, mask)
         size = u.abs().double()
         mass, left = size.sum().item(), size.masked_fill(kept, 0).sum().item()

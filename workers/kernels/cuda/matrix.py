@@ -6,13 +6,13 @@ its masks. What one row keeps of the channels `channels.cu` computes; for more r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from shm.floe import FloeFormat
 from shm.formats import Bytes, MatrixFormat
@@ -20,9 +20,10 @@ from shm.fp8 import BLOCK, FP8
 from shm.layout import StoreLayout
 from workers.kernels.c_types import Geometry
 from workers.kernels.cuda.launcher import Launcher, Scratch, Tables
-from workers.kernels.cuda.products import ITEM, Codes, Items, Products, in_chunks
+from workers.kernels.cuda.products import FLOAT, ITEM, Codes, Items, Products, in_chunks
 from workers.kernels.reference import ChannelInputs, ReferenceChannels, fp8_parts, widened
 
+FP8_VECTOR = 16  # inputs that a lane reads together
 FP8_ROWS = 32  # of a product that kernels compute: torch computes more of them faster
 WIDENED = 1 << 24  # numbers of a matrix in fp8 that are float32 at a time
 
@@ -69,7 +70,7 @@ class CudaMatrix:
     def product(self, x: Tensor) -> Tensor:
         """x float32 [R, inputs] on the device: float32 [R, outputs]."""
         x, rows = x.contiguous(), len(x)
-        if self._fp8 and rows > FP8_ROWS:
+        if self._fp8 and (rows > FP8_ROWS or self.inputs % FP8_VECTOR):
             return self._widened(x)
         y = torch.empty((rows, self.outputs), dtype=torch.float32, device=x.device)
         products, address = self._products, self._data.data_ptr()
@@ -100,16 +101,38 @@ KEPT_THREADS, TOGETHER = 128, 8  # of channels.cu
 
 
 class CudaInputs:
-    """Rows of x, float32 [R, H], and as up takes them, on the device."""
+    """Rows of x as up and, of a single row, gate read them, on the device."""
 
-    def __init__(self, x: Tensor, codes: Tensor, factors: Tensor, reference: ReferenceChannels) -> None:
-        """codes: int8 [R, H in whole groups]; factors: float32 [R, groups, 2]."""
-        self.x, self.codes, self.factors, self._reference = x, codes, factors, reference
+    x: Tensor  # float32 [R, H]
+
+    def __init__(self, kernel: CudaChannels, rows: int) -> None:
+        """Use `CudaChannels.inputs`."""
+        self._kernel, self.alone, device = kernel, rows == 1, kernel.device  # alone: there is a single row
+        self.units = units = kernel.products(0).units(kernel.hidden)
+        if self.alone and kernel.bits < 16:  # as long as whole lines of records; what is behind x becomes 0
+            units = 8 * kernel.lines // kernel.bits
+        self.codes = torch.empty((rows, units * kernel.group), dtype=torch.int8, device=device)
+        self.factors = torch.empty((rows, units, 2), dtype=torch.float32, device=device)
+        wide, dtype = (
+            ((units, 16, 4), torch.int8) if kernel.bits < 16 else ((32 * kernel.lines,), torch.bfloat16)
+        )
+        self.words = torch.zeros(wide, dtype=dtype, device=device)  # of a single row, for gate
+
+    def round(self, x: Tensor) -> CudaInputs:
+        """Become x, float32 [R, H]. May be part of a graph."""
+        self.x, kernel = x.contiguous(), self._kernel
+        to = Codes(self.codes.data_ptr(), self.factors.data_ptr(), self.factors.shape[1])
+        kernel.products(0).quantize(self.x.data_ptr(), len(x), kernel.hidden, to)
+        if self.alone and kernel.bits < 16:
+            self.words.copy_(self.codes.view(-1, 4, 16).mT)
+        elif self.alone:
+            self.words[: kernel.hidden].copy_(self.x[0])
+        return self
 
     @cached_property
     def reference(self) -> ChannelInputs:
         """As the reference takes them."""
-        return self._reference.activations(self.x)
+        return self._kernel.reference.activations(self.x)
 
 
 class CudaChannels:
@@ -118,60 +141,72 @@ class CudaChannels:
     def __init__(self, launcher: Launcher, channels: Launcher, layout: StoreLayout) -> None:
         """`launcher` has the program of the format's up matrices, `channels` that of its channels."""
         assert isinstance(layout.format, FloeFormat)
-        self._launcher, self._channels = launcher, channels
-        self._format, self._hidden = layout.format, layout.shape.hidden
-        self._reference = ReferenceChannels(layout)
-        self.keeps = self._reference.keeps
+        self._launcher, self._channels, self.device = launcher, channels, launcher.device
+        self._up, self.bits, self.hidden = layout.format.up, layout.format.rows.bits, layout.shape.hidden
+        self.group, self.lines = self._up.group, -(-self.hidden * self.bits // 512)
+        self.reference = ReferenceChannels(layout)
+        self.keeps = self.reference.keeps
+        self._inner = Scratch(channels)
+
+    def inputs(self, rows: int) -> CudaInputs | None:
+        """Memory for a single row of x; several are taken as they are."""
+        return CudaInputs(self, rows) if rows == 1 else None
 
     def activations(self, x: Tensor) -> CudaInputs:
         """Returns the rows x float32 [R, H] in the forms that the products read."""
-        x, products, group = x.contiguous(), self._up(0), self._format.up.group
-        groups = products.units(self._hidden)
-        codes = torch.empty((len(x), groups * group), dtype=torch.int8, device=x.device)
-        factors = torch.empty((len(x), groups, 2), dtype=torch.float32, device=x.device)
-        to = Codes(codes.data_ptr(), factors.data_ptr(), groups)
-        products.quantize(x.data_ptr(), len(x), self._hidden, to)
-        return CudaInputs(x, codes, factors, self._reference)
+        return CudaInputs(self, len(x)).round(x)
 
-    def up(self, heads: Tensor, x: CudaInputs, rows: Tensor, biases: Tensor | None = None) -> Tensor:
-        """u of all channels of consecutive heads, float32 [n, channels]. rows: int64 [n]; biases: up's,
-        float32 [channels]."""
-        channels = len(heads) // self._format.head_bytes(self._hidden, 16) * 16
-        codes, factors = x.codes[rows], x.factors[rows]
-        u = torch.empty((len(rows), channels), dtype=torch.float32, device=heads.device)
-        if u.numel():
-            of_x, products = Codes(codes.data_ptr(), factors.data_ptr(), factors.shape[1]), self._up(channels)
-            products.down(*tables_of(products, heads.data_ptr(), len(rows)), of_x, u.data_ptr())
-        return u if biases is None else u + biases
+    def ups(
+        self,
+        heads: Tensor,
+        experts: Sequence[int] | Tensor,
+        x: CudaInputs,
+        rows: Tensor,
+        offsets: NDArray[np.int32],
+        channels: Sequence[int],
+    ) -> Tensor:
+        """Returns u, as DeviceChannelKernel says, by one launch; `experts`: a list, or int64 there."""
+        number, most = np.diff(offsets), max(channels)
+        products, codes, factors = self.products(most), x.codes, x.factors
+        limit = products.limit(int(number.max()))
+        of, lo, some = in_chunks(number.astype(np.int64), limit)
+        items = np.zeros(len(of), ITEM)
+        items["tile"], items["tiles"], items["rows"], items["out"] = of, 1, some, offsets[:-1][of] + lo
+        if not x.alone:
+            items["entry"], codes, factors = items["out"], codes[rows], factors[rows]
+        if isinstance(experts, Tensor):
+            there = heads.data_ptr() + experts * heads.stride(0)
+            tables = Tables(self._launcher, items)
+            tables.addresses.append(there.data_ptr())
+        else:
+            places = heads.data_ptr() + np.array(experts, np.int64) * heads.stride(0)
+            tables = Tables(self._launcher, items, places)
+        u = torch.empty((int(offsets[-1]), most), dtype=torch.float32, device=heads.device)
+        of_x = Codes(codes.data_ptr(), factors.data_ptr(), x.units)
+        products.down(tables, len(items), limit, of_x, u.data_ptr())
+        return u
 
     def channels(self, records: Tensor, u: Tensor, x: CudaInputs, rows: Tensor) -> Tensor:
         """Returns what ReferenceChannels does."""
-        return self._reference.channels(records, u, x.reference, rows)
+        return self.reference.channels(records, u, x.reference, rows)
 
     def kept(
         self, tiles: Items, records: NDArray[np.int64], which: NDArray[np.int32], x: CudaInputs, out: Tensor
     ) -> None:
         """Write what tiles give the one row of x to their lines of out, as DeviceChannelKernel says."""
-        bits, groups = self._format.rows.bits, x.factors.shape[1]
-        lines = -(-self._hidden * bits // 512)
-        if bits == 16:
-            words, factors = functional.pad(x.x.bfloat16(), (0, 32 * lines - self._hidden)), x.factors
-        else:
-            padding = 8 * lines // bits - groups
-            words = functional.pad(x.codes, (0, 64 * padding)).view(-1, 4, 16).mT.contiguous()
-            factors = functional.pad(x.factors, (0, 0, 0, padding))
         tables, threads = Tables(self._channels, tiles, records, which), KEPT_THREADS
-        inner = torch.empty(len(which), dtype=torch.float32, device=out.device)
+        (inner,) = self._inner.parts(len(which) * FLOAT)
         if wide := -(-int(tiles["number"].max()) // TOGETHER):
             self._channels.launch(
-                "gates", len(tiles) * wide, threads, *tables.addresses, words.data_ptr(), factors.data_ptr(),
-                lines, wide, inner.data_ptr(), tables=tables,
+                "gates", len(tiles) * wide, threads, *tables.addresses, x.words.data_ptr(),
+                x.factors.data_ptr(), self.lines, wide, inner, tables=tables,
             )  # fmt: skip
-        wide = -(-lines * 16 // threads)
+        wide = -(-self.lines * 16 // threads)
         self._channels.launch(
-            "downs", len(tiles) * wide, threads, *tables.addresses[:2], inner.data_ptr(), lines, self._hidden,
-            wide, out.data_ptr(), tables=tables,
+            "downs", len(tiles) * wide, threads, *tables.addresses[:2], inner, self.lines, self.hidden, wide,
+            out.data_ptr(), tables=tables,
         )  # fmt: skip
 
-    def _up(self, channels: int) -> Products:
-        return Products(self._launcher, self._format.up, (channels, self._hidden))
+    def products(self, channels: int) -> Products:
+        """Returns the kernels of up for so many channels."""
+        return Products(self._launcher, self._up, (channels, self.hidden))

@@ -66,6 +66,11 @@ def kernels_of(format: TileFormat | MatrixFormat) -> Kernels:
     return Kernels((1, 2, 4, 8), 1, each, 0, 1, QUANTIZE_THREADS, 4 * WARP, 4, 8 * WARP, each * WARP)
 
 
+def fits(format: TileFormat, hidden: int) -> bool:
+    """Tells whether the kernels take experts of this H: those of bf16 and fp8 have no part of a block."""
+    return isinstance(format, BlockFormat) or not hidden % kernels_of(format).outputs
+
+
 class Products:
     """The kernels of one format, whose program the launcher has."""
 
