@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from pipeline.arrays import IntArray
 from pipeline.policies.composed import Composed
-from pipeline.policies.parts import STAY, ApplyGate, Expert, Moves, Part, Replacement, Room
+from pipeline.policies.parts import STAY, ApplyGate, Assignment, Expert, Moves, Part, Replacement, Room
 from pipeline.policies.predictions import NextGate
 from pipeline.policies.presets import make_policy
-from pipeline.policies.view import Active, Policy, PolicyRequest, Signals, View
+from pipeline.policies.view import Active, Policy, PolicyRequest, Routing, Signals, View
 from pipeline.replay.machine import DividedText
 from pipeline.replay.steps import counts_of
 
@@ -195,6 +195,77 @@ class Sequences(RandomNext):
         return [key for _, key in sorted(named)]
 
 
+class EdgeMoe(RandomNext):
+    """EdgeMoE's (arXiv 2308.14352, as others describe it): the experts of the next layer that earlier texts
+    used most often behind the present layer's. Its bits by expert are not here."""
+
+    name: ClassVar[str] = "edge-moe"
+    help: ClassVar[str] = "experts that earlier texts used behind the present layer's"
+
+    def __init__(self, text: DividedText) -> None:
+        super().__init__(text)
+        layers, experts = text.counts.shape
+        self._behind: NDArray[np.float64] = np.zeros((layers - 1, experts, experts))
+        for step in text.steps[: text.begin]:
+            routed = [layer.router_routing.experts for layer in step.layers]
+            for before, now, then in zip(self._behind, routed, routed[1:], strict=False):
+                np.add.at(before, (now[:, :, None], then[:, None, :]), 1)
+
+    def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
+        if layer + 1 == view.shape.layers:
+            return []
+        assert view.router is not None
+        assert signals.logits is not None
+        behind = self._behind[layer] / np.maximum(self._behind[layer].sum(axis=1, keepdims=True), 1)
+        chances = view.router(signals.logits, layer).workload(view.shape.experts) @ behind
+        best = np.argsort(-chances, kind="stable")[: view.shape.top_k].tolist()
+        return [(layer + 1, e) for e in best if view.target[layer + 1, e] < view.shape.tiles]
+
+
+class Lightning(Assignment):
+    """MoE-Lightning's plan (as DALI describes it: searched before inference with a model of performance): one
+    share of the missing experts for all layers of a phase, computed on the host and the rest streamed, the
+    share with which a layer of the mean workload ends soonest. Its micro-batches need several batches."""
+
+    name: ClassVar[str] = "lightning"
+    help: ClassVar[str] = "a fixed share of the missing experts on the host, by a model of performance"
+    needs_costs = True
+
+    def __init__(self, text: DividedText) -> None:
+        del text
+        self._shares: dict[tuple[str, int], float] = {}  # by phase and rows, which are known before inference
+
+    def cut(self, layer: int, routing: Routing, view: View) -> IntArray:
+        active, tiles = routing.active, view.shape.tiles
+        cut = np.full(view.shape.experts, tiles, np.int32)
+        missing = [e for e in active.experts.tolist() if view.residency[layer, e] < tiles]
+        key = view.phase, len(routing.experts)
+        if key not in self._shares:
+            self._shares[key] = self._planned(len(routing.experts), view)
+        # the lightest go to the host, as nothing else is known of them
+        rows = dict(zip(active.experts.tolist(), active.counts.tolist(), strict=True))
+        on_host = sorted(missing, key=rows.__getitem__)[: round(self._shares[key] * len(missing))]
+        cut[on_host] = 0
+        return cut
+
+    def _planned(self, rows: int, view: View) -> float:
+        """The share of the host in a layer in which every expert is as likely."""
+        costs, shape = view.costs, view.shape
+        assert costs is not None
+        used = shape.experts * (1 - (1 - shape.top_k / shape.experts) ** rows)
+        each = max(1, round(rows * shape.top_k / used))
+        missing = used * (1 - min(1.0, view.capacity / (shape.layers * shape.experts * shape.tiles)))
+        link = costs.fetch + costs.link * shape.tiles
+        device, host = (side[each] * shape.tiles for side in (costs.device_at, costs.host_at))
+
+        def seconds(share: float) -> float:
+            there, here = missing * (1 - share), missing * share
+            computed = costs.launch + device * (used - here)
+            return max(link * there, computed, (costs.round_trip + host * here) * (here > 0))
+
+        return min([percent / 100 for percent in range(101)], key=seconds)
+
+
 PARTS: dict[str, tuple[str, Callable[[DividedText], Part]]] = {
     part.name: (role, part)
     for role, part in (
@@ -202,6 +273,8 @@ PARTS: dict[str, tuple[str, Callable[[DividedText], Part]]] = {
         ("replacement", LeastStale),
         ("prediction", RandomNext),
         ("prediction", Sequences),
+        ("prediction", EdgeMoe),
+        ("assignment", Lightning),
     )
 }
 

@@ -20,7 +20,10 @@ from pipeline.traces.synthetic import PROFILES
 PROFILE = {"mixtral": "mixtral-8x7b", "qwen3": "qwen3-30b-a3b"}
 CACHES = {"mixtral": (0.25, 0.5), "qwen3": (0.12, 0.25)}
 BOUNDS = ("on-demand+belady", "fiddler+belady")
-OTHERS = ("on-demand", "on-demand+least-stale", "fiddler", "bandwidth-split", "hybrimoe")
+OTHERS = (
+    *("on-demand", "on-demand+least-stale", "fiddler", "bandwidth-split", "hybrimoe"),
+    *("mixtral-offloading", "mixtral-offloading+edge-moe", "fiddler+lightning"),
+)
 POLICIES = ("tandem", "cache", "cache:prediction=next-gate", *OTHERS, *BOUNDS)
 COLUMNS = ("tok/s", "of the faster bound", "hits", "experts moved a layer", "device waits for the link")
 

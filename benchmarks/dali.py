@@ -1,23 +1,28 @@
-"""DALI's page: the embedded model's routing at four batches, prompts drawn for DeepSeek's shape."""
+"""DALI's page: recorded and drawn routing at three batches, prompts drawn for DeepSeek's shape."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from dataclasses import replace
+from itertools import pairwise, product
 from statistics import mean
 
 import numpy as np
 
-from benchmarks.evidence_commands import TRACES, Commands
-from benchmarks.papers import Job, Results, Text, drawn, recorded, replayed, write
+from benchmarks.baselines import policy_of
+from benchmarks.evidence_commands import Commands
+from benchmarks.inputs import alike
+from benchmarks.papers import Job, Results, Text, Words, calibrated, drawn, recorded, replayed, write
+from launch.profile import PhaseProfile
 from pipeline.policies.assignments import greedy
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import ModelShape, Routing
 from pipeline.traces.synthetic import PROFILES
 from pipeline.traces.trace import TracedStep
 
+BATCHES = (4, 16, 64)
 # HybriMoE's assignment as DALI describes it, of which the paper does not say the workload
-ROWS_ON_HOST = (2, 4, 8)
+ROWS_ON_HOST = (2, 4, 8, 16)
 THRESHOLDS = tuple(f"hybrimoe:assignment=threshold:rows={rows}" for rows in ROWS_ON_HOST)
 WHOLE = ("dali", "hybrimoe", *THRESHOLDS, "fiddler", "layerwise", "all-host")
 # Its figure 14, assignments alone, and its figure 19, where each bar has one technique more: all begin with
@@ -31,76 +36,117 @@ BARS = ("all-host", GREEDY, PREFETCH, RANDOM, KEPT, "dali", f"hybrimoe:{ALONE}",
 CACHED = ("dali", "dali:replacement=score", "dali:replacement=lru", "dali+belady")
 WINDOWS = tuple(f"dali:window={w}:swaps={u}" for w, u in ((2, 1), (2, 2), (4, 1), (4, 2), (8, 1)))
 SIZES = tuple(f"dali:prefetch={size}:pause=0" for size in (1, 2, 4))
-DEEPSEEK = ModelShape(8, 64, 4, 6)
+MIXTRAL, DEEPSEEK = ModelShape(32, 8, 4, 2), ModelShape(8, 64, 4, 6)
 SMALLER = 3 * 2048 * 1408 / (3 * 4096 * 14336)  # of an expert of DeepSeek-V2-Lite's, beside Mixtral's
 PROMPTS = (64, 256, 1024)  # rows: batches of 1, 4 and 16 prompts of 64 tokens
-PREFILL = ("dali:prediction=next-gate", "hybrimoe", *THRESHOLDS[1:], "layerwise", "all-host")
+PREFILL_ROWS = tuple(f"hybrimoe:assignment=threshold:rows={rows}" for rows in (1, 4, 16, 64))
+PREFILL = ("dali", "hybrimoe", *PREFILL_ROWS, "layerwise", "all-host")
+LONG = "drawn 16, 128 tokens"
+SOLVER, PLANNER = 0.55, 0.045  # shares of the time that the optimum's solver and the greedy plan take (6.3)
 
 
-def _jobs(costs: Costs) -> Iterator[Job]:
-    for batch in TRACES:
-        for policies, cache, kind in ((WHOLE, 0.5, "whole"), (BARS, 0.25, "bars")):
-            yield from (Job(f"batch {batch}", p, costs, cache, (("kind", kind),)) for p in policies)
-    for policy, cache in product(CACHED, (0.25, 0.5, 0.75)):
-        yield Job("batch 4", policy, costs, cache, (("kind", "caches"),))
-    yield from (Job("batch 16", policy, costs, 0.5, (("kind", "windows"),)) for policy in WINDOWS)
-    yield from (Job("batch 4", policy, costs, 0.25, (("kind", "sizes"),)) for policy in SIZES)
+def _jobs(texts: Sequence[str], costs: Costs) -> Iterator[Job]:
+    def all_of(text: str, policies: Sequence[str], cache: float, kind: str) -> Iterator[Job]:
+        return (Job(text, policy, costs, cache, (("kind", kind),)) for policy in policies)
+
+    for text in texts:
+        yield from all_of(text, WHOLE, 0.5, "whole")
+        yield from all_of(text, BARS, 0.25, "bars")
+    for name in ("embedded", "drawn"):
+        for cache in (0.25, 0.5, 0.75):
+            yield from all_of(f"{name} 4", CACHED, cache, "caches")
+        yield from all_of(f"{name} 16", (*WINDOWS, *THRESHOLDS), 0.5, "windows")
+        yield from all_of(f"{name} 4", SIZES, 0.25, "sizes")
+    yield from all_of(LONG, ("dali", *THRESHOLDS, "layerwise"), 0.5, "longer")
     small = costs.of_tiles(SMALLER, SMALLER, SMALLER)
     for rows, policy in product(PROMPTS, PREFILL):
         yield Job(f"prompt {rows}", policy, small, 0.25, (("kind", "prefill"),))
 
 
+def _texts(c: Commands) -> dict[str, Text]:
+    """Returns the texts, those of decode first, recorded ones before drawn ones."""
+    mixtral, deepseek = PROFILES["mixtral-8x7b"], PROFILES["olmoe-1b-7b"]
+
+    def of_mixtral(tokens: int, batch: int) -> Text:
+        return calibrated(drawn(MIXTRAL, mixtral, 0, tokens, batch), mixtral.accuracy)
+
+    return {
+        **{f"embedded {batch}": recorded(c.trace(batch)) for batch in BATCHES},
+        **{f"drawn {batch}": of_mixtral(32, batch) for batch in BATCHES},
+        LONG: of_mixtral(128, 16),
+        **{
+            f"prompt {rows}": calibrated(drawn(DEEPSEEK, deepseek, rows, 1, chunk=rows), deepseek.accuracy)
+            for rows in PROMPTS
+        },
+    }
+
+
 def page(c: Commands) -> str:
     """Returns DALI's page."""
-    costs = c.costs("dali")
-    texts = {f"batch {batch}": recorded(c.trace(batch)) for batch in TRACES}
-    for rows in PROMPTS:
-        texts[f"prompt {rows}"] = drawn(DEEPSEEK, PROFILES["olmoe-1b-7b"], rows, 1, chunk=rows)
-    found = replayed(texts, list(_jobs(costs)))
+    costs, texts = c.costs("dali"), _texts(c)
+    decoded = list(texts)[: 2 * len(BATCHES)]
+    found = replayed(texts, list(_jobs(decoded, costs)))
 
     def of(over: str, policy: str, kind: str, figure: str = "tok_s") -> list[float]:
         return found.ratios(over, figure, kind=kind, policy=policy)
 
+    def means(ratios: Sequence[float]) -> list[float]:
+        """Over the batches: of recorded routing and of drawn."""
+        return [mean(ratios[: len(BATCHES)]), mean(ratios[len(BATCHES) :])]
+
     by_rows = [of(name, "dali", "whole") for name in THRESHOLDS]
-    fixed = [of(name, GREEDY, "bars") for name in FIXED]
-    against = {name: of(name, PREFILL[0], "prefill", "prefill") for name in PREFILL[1:]}
-    gains = {n: [_named(texts[f"batch {batch}"], n) for batch in (4, 16, 64)] for n in (1, 2)}
+    reached = [_reached(texts[name], costs) for name in ("embedded 4", "embedded 16", "drawn 4", "drawn 16")]
+    named = {most: [_named(texts[name], most) for name in decoded] for most in (1, 2)}
+    gains = [after - raw for pairs in named.values() for raw, after in pairs[: len(BATCHES)]]
+    rising = [_rising(texts[name], costs) for name in ("embedded 4", "drawn 4")]
+    known = alike()
     ours = {
-        "rows": [mean(row) for row in by_rows],
+        "rows": [one for row in by_rows for one in means(row)],
         "best": [min(row) for row in zip(*by_rows, strict=True)],
         "queue": of("hybrimoe", "dali", "whole"),
         "layers": of("layerwise", "dali", "whole"),
         "llama": of("layerwise", "dali", "whole"),
         "fiddler": of("fiddler", "dali", "whole"),
-        "pre-host": against["all-host"],
-        "pre-layers": against["layerwise"],
-        "pre-rows": [min(pair) for pair in zip(*(against[name] for name in THRESHOLDS[1:]), strict=True)],
+        "pre-llama": of("layerwise", "dali", "prefill", "prefill"),
+        "pre-layers": of("layerwise", "dali", "prefill", "prefill"),
+        "pre-rows": [mean(of(name, "dali", "prefill", "prefill")) for name in PREFILL_ROWS],
+        "pre-queue": of("hybrimoe", "dali", "prefill", "prefill"),
         "greedy": of("all-host", GREEDY, "bars"),
-        "workload": [max(row) for row in zip(*(of("all-host", name, "bars") for name in FIXED), strict=True)],
-        "greedy-rows": [min(row) for row in zip(*fixed, strict=True)],
-        "optimum": [_reached(texts[f"batch {batch}"], costs) for batch in (4, 16)],
+        "workload": [one for name in FIXED for one in means(of("all-host", name, "bars"))],
+        "greedy-rows": [one for name in FIXED for one in means(of(name, GREEDY, "bars"))],
+        "optimum": reached,
+        "opt-plan": [share * (1 - PLANNER) / (1 - SOLVER) for share in reached],
         "prefetch": of(GREEDY, PREFETCH, "bars"),
         "random": of(RANDOM, GREEDY, "bars"),
-        "sizes": [found.ratios(name, kind="sizes", policy=SIZES[0])[0] for name in SIZES[1:]],
+        "sizes": [one for name in SIZES[1:] for one in of(name, SIZES[0], "sizes")],
         "cache": of(PREFETCH, "dali", "bars"),
         "score": of(CACHED[1], "dali", "caches"),
-        "hits": of(CACHED[1], "dali", "caches", "hits") + of(CACHED[2], "dali", "caches", "hits"),
+        "hits-score": of(CACHED[1], "dali", "caches", "hits"),
+        "hits-lru": of(CACHED[2], "dali", "caches", "hits"),
+        "rate": found.get("hits", kind="caches", policy=CACHED[1]),
         "more": _quotients(found, 0.75, 0.25),
-        "often": [found.ratios(WINDOWS[4], "hits", kind="windows", policy=WINDOWS[0])[0]],
-        "many": [found.ratios(WINDOWS[2], "hits", kind="windows", policy=WINDOWS[3])[0]],
-        "windows": [
-            found.ratios(name, kind="windows", policy=WINDOWS[2])[0] for name in WINDOWS if name != WINDOWS[2]
-        ],
-        "longer": found.ratios("layerwise", kind="whole", policy="dali", text="batch 16"),
-        "planning": found.get("planning", kind="whole", policy="dali")[1:3],
-        "residual": [after - before for pairs in gains.values() for before, after in pairs],
+        "often": of(WINDOWS[4], WINDOWS[0], "windows", "hits"),
+        "many": of(WINDOWS[2], WINDOWS[3], "windows", "hits"),
+        "windows": [one for w in WINDOWS if w != WINDOWS[2] for one in of(w, WINDOWS[2], "windows")],
+        "windows-rows": [one for name in THRESHOLDS for one in of(name, WINDOWS[2], "windows")],
+        "rising": [after / hits for groups in rising for hits, after in pairwise(groups)],
+        "full": [groups[-1] for groups in rising],
+        "longer": of("layerwise", "dali", "longer"),
+        "longer-llama": of("layerwise", "dali", "longer"),
+        "longer-rows": [of(name, "dali", "longer")[0] for name in THRESHOLDS],
+        "raw": [raw for raw, _ in named[1]],
+        "raw-two": [raw for raw, _ in named[2]],
+        "residual": gains,
+        "cosine": [mean(known.cosine)],
+        "cosine-gain": [mean(known.corrected) - mean(known.cosine)],
     }
-    words = {
-        "static": _shown(of(PREFETCH, KEPT, "bars")),
-        "belady": _shown(of("dali+belady", "dali", "caches", "hits")),
-        "hybrimoe": _shown(found.get("planning", kind="whole", policy="hybrimoe", text="batch 4")),
-        "raw": _shown([before for pairs in gains.values() for before, _ in pairs]),
-        "two_ended": _shown(of(f"hybrimoe:{ALONE}", GREEDY, "bars")),
+    words: dict[str, Words] = {
+        "static": of(PREFETCH, KEPT, "bars"),
+        "belady": of("dali+belady", "dali", "caches", "hits"),
+        "planning": [100 * one for one in found.get("planning", kind="whole", policy="dali")],
+        "hybrimoe": [100 * one for one in found.get("planning", kind="whole", policy="hybrimoe")],
+        "two-ended": of(f"hybrimoe:{ALONE}", GREEDY, "bars"),
+        "groups": "; ".join(", ".join(f"{hits:.0%}" for hits in groups) for groups in rising),
     }
     titles = "Whole systems at a cache of 50 %", "The paper's bars at 25 %", "Prompts of DeepSeek's shape"
     figures = ("whole", "tok_s"), ("bars", "tok_s"), ("prefill", "prefill")
@@ -108,7 +154,7 @@ def page(c: Commands) -> str:
         found.table(f"{title}: tok/s, and over all-host", "all-host", "text", figure=figure, kind=kind)
         for title, (kind, figure) in zip(titles, figures, strict=True)
     ]
-    tables.append(found.table("Replacements: hits", "dali", "cache", figure="hits", kind="caches"))
+    tables.append(found.table("Replacements: hits", "dali", "text", "cache", figure="hits", kind="caches"))
     return write("dali", ours, words, tables)
 
 
@@ -118,8 +164,16 @@ def _quotients(found: Results, large: float, small: float) -> list[float]:
     return [a / b for a, b in zip(*speeds, strict=True)]
 
 
-def _shown(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.2f}" for value in values)
+def _rising(text: Text, costs: Costs) -> list[float]:
+    """Returns the hits of every 8 tokens of an answer, one group after the other (its figure 18d)."""
+    header, divided, found = *text, []
+    tiles = header.shape.layers * header.shape.experts // 2 * header.shape.tiles
+    first = next(n for n in range(divided.begin, len(divided.steps)) if divided.steps[n].phase == "decode")
+    for begin in range(first, len(divided.steps) - 7, 8):
+        part = replace(divided, steps=divided.steps[: begin + 8], begin=begin)
+        outcome = part.replay(header, policy_of("dali:window=8:swaps=1", part), costs, tiles)
+        found.append(PhaseProfile(outcome.measured["decode"], header.tile_bytes).hit_rate or 0.0)
+    return found
 
 
 def _decoded(text: Text) -> list[TracedStep]:

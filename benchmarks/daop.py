@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.evidence_commands import Commands
-from benchmarks.papers import Job, drawn, recorded, replayed, similarity, write
+from benchmarks.papers import Job, Results, Words, drawn, recorded, replayed, similarity, write
 from pipeline.policies.costs import Costs, Rates, derived
 from pipeline.policies.view import ModelShape
 from pipeline.traces.synthetic import PROFILES
@@ -51,50 +51,89 @@ def _jobs() -> list[Job]:
     add("Mixtral", "table I", TABLE_1, (*BOUND, *FETCHING, *PARTS), MOST)
     add("Mixtral", "A6000", a6000("Mixtral"), PAIR, CACHES)
     add("Mixtral", "A6000", a6000("Mixtral"), (*BOUND, *FETCHING[:2]), MOST)
-    add("Phi", "A6000", a6000("Phi"), PAIR, CACHES)
     for link in LINKS[::2]:
         add("Mixtral", f"A6000, link {link}", a6000("Mixtral", link), (*PAIR, *FETCHING[:2]), MOST)
     add("Mixtral", SLOWER, a6000("Mixtral", slower=1.5), PAIR, CACHES)
     add("Mixtral", SLOWER, a6000("Mixtral", slower=1.5), FETCHING[:2], MOST)
+    add("Phi", "A6000", a6000("Phi"), PAIR, CACHES)
+    add("Phi", SLOWER, a6000("Phi", slower=1.5), PAIR, CACHES)
     return jobs
+
+
+def _ends(found: Results) -> Results:
+    """Returns rows that also have tok/s from a prompt of 256 tokens to the end of 256 and of 512 more."""
+    return Results(
+        [
+            row | {f"end {n}": n / (256 / row["prefill"] + n / row["tok_s"]) for n in (256, 512)}
+            for row in found.rows
+        ]
+    )
 
 
 def page(c: Commands) -> str:
     """Returns DAOP's page."""
     texts = {name: drawn(shape, PROFILES["mixtral-8x7b"], 256, 32) for name, shape in SHAPES.items()}
     texts["embedded"] = recorded(c.trace(1))
-    found = replayed(texts, _jobs())
+    found = _ends(replayed(texts, _jobs()))
     most: dict[str, Any] = {"cache": CACHES[-1]}
-    drawn_ones: dict[str, Any] = {"text": "Mixtral", "policy": PLACED}
-    machines = [{"machine": name} | drawn_ones for name in ("table I", "A6000", SLOWER)]
+
+    def at(machine: str, text: str = "Mixtral", policy: str = PLACED) -> dict[str, Any]:
+        return {"text": text, "machine": machine, "policy": policy}
+
+    machines = [at(name) for name in ("table I", "A6000", SLOWER)]
     links = [m for m in dict.fromkeys(row["machine"] for row in found.rows) if m.startswith("A6000")]
-    own = found.ratios("fiddler", text="embedded", policy="daop")
-    settings = [{"text": "Mixtral", "machine": link} | most for link in links]
+    alike = {
+        link: max(found.get("end 256", **at(link, policy=p), **most)[0] for p in FETCHING[:2])
+        for link in links
+    }
+
+    def fetching(of: Sequence[str]) -> list[float]:
+        return [found.ratios(p, "end 256", **at(link), **most)[0] for p in FETCHING[:2] for link in of]
+
+    def speeds(text: str, end: str, cache: float) -> list[float]:
+        return [found.get(end, **at(machine, text), cache=cache)[0] for machine in ("A6000", SLOWER)]
+
+    own = {name: found.ratios("fiddler", "end 256", text="embedded", policy=name) for name in OWN[1:]}
+    alone = {n: similarity(texts[n]) for n in ("embedded", "Mixtral")}
     ours = {
-        "mean": [mean(found.ratios("fiddler", **each)) for each in machines],
-        "largest": [found.ratios("fiddler", **each | most)[0] for each in machines],
-        "own": own,
-        "phi": [mean(found.ratios("fiddler", text="Phi", policy=PLACED))],
-        "fetching": [
-            found.ratios(name, **each, policy=PLACED)[0] for name in FETCHING[:2] for each in settings
+        "mean": [mean(found.ratios("fiddler", "end 256", **each)) for each in machines],
+        "largest": [found.ratios("fiddler", "end 512", **each | most)[0] for each in machines],
+        "own": own["daop"],
+        "phi": [mean(found.ratios("fiddler", "end 256", **at(m, "Phi"))) for m in ("A6000", SLOWER)],
+        "fetching": fetching([link for link, fastest in alike.items() if fastest < 1]),
+        "below": [
+            found.get("end 256", **at(link, policy=p), **most)[0] for p in FETCHING[:2] for link in links
         ],
-        "below": [found.get("tok_s", **each, policy=name)[0] for name in FETCHING[:2] for each in settings],
         "mii": [link * 1e9 / STREAMED for link in LINKS],
-        "mixtral": found.get("tok_s", **machines[1])[::-2],
-        "phis": found.get("tok_s", text="Phi", policy=PLACED)[::-2],
-        "similar": [similarity(texts[name].text) for name in ("embedded", "Mixtral")],
+        "mixtral-most": speeds("Mixtral", "end 512", MOST[0]),
+        "mixtral-least": speeds("Mixtral", "end 256", CACHES[0]),
+        "phi-most": speeds("Phi", "end 512", MOST[0]),
+        "phi-least": speeds("Phi", "end 256", CACHES[0]),
+        "nearer": [own_text / others for own_text, _, others in alone.values()],
         "predicted": [float(c.calibration().accuracy["raw"][1:].mean())],
     }
-    first = found.ratios("fiddler", policy="daop:first_layer=1", text="embedded")
-    words = {
-        "first": f"{min(first):.2f} to {max(first):.2f}",
-        "table": found.ratios("on-demand", **machines[0] | most)[0],
+    words: dict[str, Words] = {
+        "first": own["daop:first_layer=1"],
+        "decode": [mean(found.ratios("fiddler", **each)) for each in machines],
+        "every": fetching(links),
+        "table": found.ratios("on-demand", "end 256", **machines[0] | most)[0],
+        "similar": [one for one, _, _ in alone.values()],
+        "random": [one for _, one, _ in alone.values()],
+        "others": [one for _, _, one in alone.values()],
     }
     tables = [
-        found.table(f"{text}, {machine}: tok/s, and over Fiddler", *COLUMNS, text=text, machine=machine)
+        found.table(
+            f"{text}, {machine}: {title}, and over Fiddler",
+            *COLUMNS,
+            figure=figure,
+            text=text,
+            machine=machine,
+        )
         for text, machine in dict.fromkeys((row["text"], row["machine"]) for row in found.rows)
+        for title, figure in FIGURES
     ]
     return write("daop", ours, words, tables)
 
 
 COLUMNS = ("fiddler", "cache")
+FIGURES = ("tok/s of decode", "tok_s"), ("tok/s from prompt to end, 256 and 256", "end 256")

@@ -5,7 +5,7 @@
 
 A page replays routing with the paper's costs on two cores: that of the embedded model, which the first page
 records, and drawn one. `--engines` runs engines: `quality` scores held-out text, `accuracy` answers items,
-`emulated`, `links`, `moepic` and `floe` are paced to a paper's ratios, for half an hour.
+`emulated` and `links` are paced to a paper's ratios, for half an hour.
 F has a cache of its own, so that no other calibration is replaced; the answers of commands are kept there and
 not made again. Every command is printed on stderr.
 """
@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence_commands import COSTS, ROWS, TABLE_1, Commands, Row, label, paces, quarter, relative
-from benchmarks.floe import emulated as floe
-from benchmarks.moepic import emulated as moepic
 from protocol.program import user_folder
 
 PAPERS = ("daop", "adapmoe", "dali", "moepic", "floe")
@@ -113,8 +111,6 @@ ENGINES: dict[str, Callable[[Commands], dict[str, list[Row]]]] = {
     "accuracy": accuracy,
     "emulated": emulated,
     "links": links,
-    "moepic": moepic,
-    "floe": floe,
 }
 
 

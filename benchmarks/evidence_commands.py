@@ -40,14 +40,15 @@ def _costs(link: float, host: tuple[float, float], device: tuple[float, float], 
 # EPYC 7532, half for 16 of its 64 cores; of a GPU's memory 70 %; half of a data sheet's operations.
 COSTS = {
     "dali": _costs(25, (100, 0.61e12), (655, 35e12), 0.13e-3),  # RTX 3090
-    "adapmoe": _costs(25, (100, 0.61e12), (706, 80e12), 0.13e-3),  # RTX 4090; the host computes nothing
-    "adapmoe-slow": _costs(25, (100, 0.61e12), (706, 80e12), 8e-3),  # as slow as table 2's baseline
-    # MoEpic's RTX A6000, and with so many ms of a layer beside its experts
-    "a6000": _costs(25, (100, 0.61e12), (538, 75e12), 0.1e-3),
-    "a6000-2": _costs(25, (100, 0.61e12), (538, 75e12), 2e-3),
-    "a6000-4": _costs(25, (100, 0.61e12), (538, 75e12), 4e-3),
-    "a6000-8": _costs(25, (100, 0.61e12), (538, 75e12), 8e-3),
 }
+
+
+def rtx_4090(link: float, layer: float) -> Costs:
+    """Returns the costs of AdapMoE's GPU, whose host computes nothing, with so many GB/s of the link and
+    milliseconds of a layer beside its experts."""
+    return Costs.from_json(_costs(link, (100, 0.61e12), (706, 80e12), layer / 1e3))
+
+
 TRACES = {1: (256, 256), 4: (32, 64), 16: (32, 64), 64: (32, 128)}  # batch: tokens of prompt and answer
 # ms of DAOP's table I: an expert on the link and on the host, and a block, a layer on the device
 TABLE_1 = (39.87, 3.583, 1.24)

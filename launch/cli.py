@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from launch.command_line.options import Options, parse
 from launch.errors import LaunchError, system_reason
-from launch.terminal.background import unblock_stderr
+from launch.terminal.output import unblock_stderr
 from pipeline.errors import UsageError
 from protocol.errors import ProtocolError, RequestFailed
 from protocol.program import REPAIR

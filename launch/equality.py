@@ -7,7 +7,7 @@ is not compared.
 
 At each step a reference measures one other token, its runner-up; run again with a third token as the
 Generate's `rival` it measures that one. Where rounding flips a router's choice, log-probabilities move by
-more than the bound, and a reference has several values of its own: `stress/reference.py` runs it again with
+more than the bound, and a reference has several values of its own: `stress/load.py` runs it again with
 the same past divided otherwise into prefill and decode; in one of them the token must be within the bound.
 """
 

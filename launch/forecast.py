@@ -323,5 +323,5 @@ def calibration_of(header: Header, first: bool) -> Calibration | None:
     if calibration.decode_counts.shape != (header.shape.layers, header.shape.experts):
         raise WrongUsage(f"{path} calibrates a model of another shape than the recorded one")
     # traces hold no probe of the MLPs
-    calibration = replace(calibration, mlp_inner=None, mlp_outer=None, mlp_accuracy=None)
+    calibration = replace(calibration, mlp_inner=None, mlp_outer=None, mlp_history=None, mlp_accuracy=None)
     return calibration if first else replace(calibration, first_gate=None)

@@ -27,7 +27,7 @@ BACKGROUND_ORDERS = 64  # most background fetches under way: more would only fil
 DeviceName = Literal["auto", "cpu", "cuda"]
 # Formats of expert tiles, see shm/layout.py: those of files keep a quantized model without loss; of those in
 # shm/floe.py single channels can be left out.
-OwnName = Literal["f32", "bf16", "int8", "int4", "int4-g128"]
+OwnName = Literal["f32", "bf16", "int8", "int4", "int4-g128", "int2"]
 FileName = Literal["q4_0", "q8_0", "mxfp4", "nvfp4", "fp8", "int4-f16", "int4-f16-g32", "int4-f16-g128"]
 DenseName = Literal[OwnName, FileName]
 FloeName = Literal[
@@ -37,6 +37,7 @@ FloeName = Literal[
 FormatName = Literal[DenseName, FloeName]
 ExchangeName = Literal["shm", "zmq"]
 GraphsName = Literal["auto", "off"]
+SpeculateName = Literal["on", "off"]
 # own: bf16, and the matrices that the file has quantized as they are there.
 BackboneDType = Literal["f32", "bf16", "fp8", "int8", "int4", "own"]
 KvDType = Literal["f32", "bf16", "int8"]
@@ -146,6 +147,8 @@ class EngineConfig:
     seed: int = 0  # of the preset `random` and of requests that give none
     exchange: ExchangeName = "shm"  # of Work with the workers
     graphs: GraphsName = "auto"  # CUDA graphs of decode steps
+    # guesses of next tokens that a step computes too: on: as many as gain; or so many where there are any
+    speculate: SpeculateName | int = "on"
     keep_store: bool = False
     http: str | None = None  # HOST:PORT of the gateway, for clients over HTTP; None: there is no gateway
     http_keys: Path | None = None  # file of its API keys; None: without keys, for this machine alone

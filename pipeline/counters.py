@@ -127,7 +127,7 @@ class PhaseCounters:
     channels: ChannelCounters = field(default_factory=ChannelCounters)
     # what was computed
     steps: int = 0
-    rows: int = 0
+    rows: int = 0  # and of guesses those that came true
     host_tiles: int = 0
     resident_tiles: int = 0
     fetched_tiles: int = 0  # over the link

@@ -52,9 +52,8 @@ from shm.errors import (
 )
 from shm.layout import Bytes, format_named, part_of
 from shm.locks import build_lock, remove_unused, sweep
-from shm.manifest import StoreManifest, store_bytes
 from shm.segment import byte_size, check_space, unlink
-from shm.store import Store, StoreBuilder, own_fingerprint, store_name
+from shm.store import Store, StoreBuilder, StoreManifest, own_fingerprint, store_bytes, store_name
 
 ROLE = "loader"
 PROGRESS_SECONDS = 0.1

@@ -47,7 +47,7 @@ SMALLEST = 2.0**-120  # a group with smaller steps is all zeros
 
 
 class CodeFormat(NamedTuple):
-    """What the codes and scales of a format mean."""
+    """The meaning of a format's codes and scales."""
 
     group: int  # consecutive numbers of a row that share a scale
     values: Float32  # of the codes, before their scale: [16] or [256]

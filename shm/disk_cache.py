@@ -44,9 +44,17 @@ from shm.atomic_file import atomic_file, put_in_place
 from shm.errors import StoreDamaged, StoreInvalid
 from shm.layout import PAGE, Bytes
 from shm.locks import try_lock
-from shm.manifest import MAX_MANIFEST, READY, StoreManifest, data_offset, pack_head, read_head, store_bytes
 from shm.segment import byte_size
-from shm.store import StoreBuilder
+from shm.store import (
+    MAX_MANIFEST,
+    READY,
+    StoreBuilder,
+    StoreManifest,
+    data_offset,
+    pack_head,
+    read_head,
+    store_bytes,
+)
 
 RECORD = "about.json"
 MAX_RECORD = 1 << 16  # bytes

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from shm.blocks import FILE_FORMATS, BlockFormat, FileFormat, Int4, Int8
+from shm.blocks import FILE_FORMATS, BlockFormat, FileFormat, Int2, Int4, Int8
 from shm.errors import UnknownFormat
 from shm.expert_math import SWIGLU, ExpertMath, math_of
 from shm.floe import FLOE_FORMATS, FloeFormat
@@ -101,7 +101,7 @@ def shape_of(plain: Mapping[str, Any]) -> ExpertShape:
 
 
 DENSE: dict[str, TileFormat] = {  # no heads
-    f.name: f for f in (F32(), BF16(), FP8(), Int8(), Int4(64), Int4(128), *FILE_FORMATS)
+    f.name: f for f in (F32(), BF16(), FP8(), Int8(), Int4(64), Int4(128), Int2(64), *FILE_FORMATS)
 }
 FORMATS: dict[str, TileFormat] = DENSE | {f.name: f for f in FLOE_FORMATS}
 
@@ -171,7 +171,7 @@ class StoreLayout:
 
     @property
     def up_biases(self) -> int:
-        """Where up's biases begin behind an expert's heads, in bytes from their beginning."""
+        """The offset in bytes of up's biases behind the beginning of an expert's heads."""
         return self.head_bytes * self.shape.tiles
 
     @property

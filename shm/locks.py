@@ -103,6 +103,8 @@ def leads_to(path: Path, descriptor: int) -> bool:
         return False
 
 
+# --- stores -------------------------------------------------------------------------------------------------
+
 KEPT = stat.S_IXUSR
 KEY = re.compile(r"[0-9a-f]{16}")  # of a fingerprint, in the names of its files
 LOCK_TRIES, LOCK_PAUSE = 100, 0.02  # seconds; a segment's removal or another start's sweep takes a moment

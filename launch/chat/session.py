@@ -13,8 +13,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 
 from launch.chat.conversation import Conversation, Reply, View, change, load, save
-from launch.chat.tables import COMMANDS, engine_table, help_text, policy_list, settings_table, summary
-from launch.chat.why import why_text
+from launch.chat.why import COMMANDS, engine_table, help_text, policy_list, settings_table, summary, why_text
 from launch.errors import WrongUsage
 from launch.terminal.format import count, model_name
 from launch.terminal.interrupts import Interrupts

@@ -21,6 +21,7 @@ from launch.command_line.values import (
     at_least,
     between,
     devices,
+    guesses,
     head_address,
     http_address,
     ip_address,
@@ -120,6 +121,9 @@ HTTP_KEYS = "API keys for --http, one a line: a name and a key; needed beyond th
 ORIGINS = "pages of other sites that may send requests to --http: their origins, with commas, or *"
 NAMES = "the model's name over HTTP; others are then refused (default: its own, and every name is served)"
 TEMPERATURE = "0: greedy (default 0; in a chat and with --chat the model's)"
+SPECULATE = (
+    "guess next tokens from the text so far, and verify them in one step: no token changes (default on)"
+)
 PPL = "held-out tokens to compare approximate policies with an exact one (default 256; 0: none)"
 REPLAYED = (
     "simulate the policies on what --record wrote, without an engine; or on routing that is drawn with the"
@@ -213,6 +217,7 @@ _sizes = _section(
     Option("kv-dtype", get_args(KvDType), KV_DTYPE),
     Option("chunk N", at_least(1), "prefill tokens of one step (default: measured)"),
     Option("graphs", get_args(GraphsName), "decode steps by CUDA graphs, on a GPU"),
+    Option("speculate on|off|N", guesses, SPECULATE, takes=ENGINE),
     of_engine=True,
 )
 _engine = _section(

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+from pipeline.config import SpeculateName
 from pipeline.models.shapes import is_shape, with_whole_path
 from shm.control import MOST_DEVICES
 
@@ -32,6 +33,13 @@ def at_least(low: int) -> Callable[[str], int]:
         return value
 
     return whole
+
+
+def guesses(text: str) -> SpeculateName | int:
+    """Reads on, off, or the number of next tokens to guess."""
+    if text in ("on", "off"):
+        return "on" if text == "on" else "off"
+    return at_least(1)(text)
 
 
 def between(low: float, high: float) -> Callable[[str], float]:

@@ -21,8 +21,19 @@ from launch.connect import endpoint
 from launch.equality import Verdict, rounding_bound
 from launch.errors import WrongUsage
 from launch.stress.chaos import Chaos, Injector, runtime_of
-from launch.stress.load import SILENCE, End, Entry, Load, Outcome, count_strays, read_script, run_load
-from launch.stress.reference import Finding, alone, compare_all
+from launch.stress.load import (
+    SILENCE,
+    End,
+    Entry,
+    Finding,
+    Load,
+    Outcome,
+    alone,
+    compare_all,
+    count_strays,
+    read_script,
+    run_load,
+)
 from launch.stress.report import StressRun, report, report_parts
 from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts

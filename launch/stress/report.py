@@ -15,8 +15,7 @@ from rich.text import Text
 
 from launch.equality import Verdict
 from launch.stress.chaos import Injector
-from launch.stress.load import End, Load, Outcome
-from launch.stress.reference import Finding
+from launch.stress.load import End, Finding, Load, Outcome
 from launch.terminal.format import count
 from launch.terminal.tables import Column, Grid, Table, each
 from protocol.messages import Welcome

@@ -184,20 +184,19 @@ class Backbone:
     def batch(self, spans: Sequence[TokenSpan]) -> Batch:
         """Lay the spans' tokens out as rows, with the rotary factors and masks that all layers share."""
         tokens = [t for s in spans for t in s.tokens]
-        positions = [(range(s.kv.length, s.kv.length + len(s.tokens)), s.kv.long) for s in spans]
+        positions = [(s.positions, s.kv.long) for s in spans]
         device, rope_rows = self._precision.device, self._rope.rows(positions)
         common = self._rope, rope_rows, self._masks, device.flash
-        single = all(len(s.tokens) == 1 and s.kv.stored for s in spans)
-        if self.kernels is not None and single:
-            table = device.from_host(self.decode_table(spans, len(spans)))
+        if self.kernels is not None and all(s.decodes for s in spans):
+            table = device.from_host(self.decode_table(spans, len(tokens)))
             return self.decode_batch(table, spans[0].kv.pool, spans)
         return Batch(spans, len(tokens), device.from_host(torch.tensor(tokens).numpy()), *common)
 
     def decode_table(self, spans: Sequence[TokenSpan], rows: int) -> NDArray[np.int64]:
-        """Returns the table of spans of a single token each, as `table_of`."""
-        positions = [(range(s.kv.length, s.kv.length + 1), s.kv.long) for s in spans]
-        tokens = [s.tokens[0] for s in spans]
-        return table_of([s.kv for s in spans], tokens, self._rope.rows(positions), rows)
+        """Returns the table of spans that decode, as `table_of`."""
+        rope = self._rope.rows([(s.positions, s.kv.long) for s in spans])
+        each = [(s.kv, position) for s in spans for position in s.positions]
+        return table_of(each, [t for s in spans for t in s.tokens], rope, rows)
 
     def decode_batch(self, table: Tensor, pool: BlockPool, spans: Sequence[TokenSpan] = ()) -> Batch:
         """The rows of such a table, with blocks of this pool, on the device, which has `kernels` for them.
@@ -237,6 +236,10 @@ class Backbone:
         """Router logits float32 [R, E] of any layer for an input of experts float32 [R, H]."""
         return self._of(layer).router(x)
 
+    def router_before(self, layer: int, h: Tensor) -> Tensor:
+        """The same for the residual stream h [R, H] before the attention of an earlier layer."""
+        return self._of(layer).router_before(h)
+
     def _of(self, layer: int) -> DecoderLayer:
         """The layer with experts of this number."""
         return self._loaded[self.spec.moe_layers[layer]]
@@ -273,6 +276,10 @@ class EagerLayers:
 
     def embed(self) -> Tensor:
         return self._backbone.embed(self._batch)
+
+    def before(self, layer: int, h: Tensor, probes: Sequence[int]) -> tuple[Tensor, Sequence[FloatArray]]:
+        backbone = self._backbone
+        return h, backbone.device.to_host(*(backbone.router_before(target, h) for target in probes))
 
     def attend(self, layer: int, h: Tensor, own: bool, probes: Sequence[int]) -> Attended:
         attended = self._backbone.attend(layer, h, self._batch, routed=own)

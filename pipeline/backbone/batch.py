@@ -19,10 +19,21 @@ from workers.kernels.layer import TOKEN, Tokens
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """Consecutive new tokens of one sequence in a step."""
+    """Consecutive new tokens of one sequence in a step. The last `drafted` of them are guesses, whose KV is
+    written and does not count."""
 
     kv: SequenceKV
     tokens: Sequence[int]
+    drafted: int = 0
+
+    @property
+    def decodes(self) -> bool:
+        """Returns whether it is one token of a stored sequence, and guesses."""
+        return len(self.tokens) == 1 + self.drafted and self.kv.stored
+
+    @property
+    def positions(self) -> range:
+        return range(self.kv.length, self.kv.length + len(self.tokens))
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,8 @@ class StepInput:
     """A span, and which of its tokens need logits. No counter or observer has a step of uncounted spans."""
 
     span: TokenSpan
-    logits: Literal["none", "last", "all", "greedy"]  # greedy: of the last, the device's choice is enough
+    # last: and of the one before each guess; greedy: as last, the device's choice is enough
+    logits: Literal["none", "last", "all", "greedy"]
     counted: bool = True
 
 
@@ -42,7 +54,7 @@ Masks = dict[int | None, list[Tensor | None]]
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """Rows that are single tokens of sequences, and the device's kernels that append to these and attend to
+    """Rows of spans that decode, and the device's kernels that append to these and attend to
     them. A table on the device has their tokens, positions and blocks; one copy brings it. What reads it is
     the same for every step, so also a CUDA graph can."""
 
@@ -95,7 +107,7 @@ class Batch:
     rope_rows: list[int]  # of these tables, of the rows' positions
     find_masks: Callable[[Sequence[TokenSpan]], Masks]
     flash: bool  # as of the device
-    decode: DecodeRows | None = None  # where each span is a single token and the device has kernels for that
+    decode: DecodeRows | None = None  # where each span decodes and the device has kernels for that
 
     @cached_property
     def cos_sin(self) -> tuple[Tensor, Tensor]:
@@ -113,9 +125,9 @@ class Batch:
         return self.find_masks(self.spans)
 
     @cached_property
-    def single(self) -> bool:
-        """Returns whether each span is a single token of a stored sequence."""
-        return self.rows == len(self.spans) and self.stored
+    def decodes(self) -> bool:
+        """Returns whether each span does: kernels then take the rows one by one, each at its position."""
+        return all(span.decodes for span in self.spans)
 
     @cached_property
     def stored(self) -> bool:
@@ -125,13 +137,16 @@ class Batch:
 
     @cached_property
     def host_tokens(self) -> Tokens:
-        """The rows for the host's kernel of a layer, where each span is a single token."""
+        """The rows for the host's kernel of a layer, where each span decodes."""
         rows = np.empty(self.rows, TOKEN)
         rows["cosines"], rows["sines"] = self.rope.addresses(self.rope_rows)
-        for row, span in enumerate(self.spans):
-            rows["streams"][row], rows["states"][row] = span.kv.pool.addresses, span.kv.state_addresses
-            rows["blocks"][row] = span.kv.blocks.ctypes.data
-            rows["capacity"][row], rows["position"][row] = span.kv.capacity, span.kv.length
+        row = 0
+        for span in self.spans:
+            kv, at = span.kv, slice(row, row + len(span.tokens))
+            rows["streams"][at], rows["states"][at] = kv.pool.addresses, kv.state_addresses
+            rows["blocks"][at], rows["capacity"][at] = kv.blocks.ctypes.data, kv.capacity
+            rows["position"][at] = span.positions
+            row = at.stop
         return Tokens(rows)
 
 
@@ -142,7 +157,7 @@ def logit_rows(inputs: Sequence[StepInput]) -> tuple[list[int], list[int]]:
     start = 0
     for item in inputs:
         end = start + len(item.span.tokens)
-        first = {"none": end, "all": start}.get(item.logits, end - 1)
+        first = {"none": end, "all": start}.get(item.logits, end - 1 - item.span.drafted)
         chosen = range(first, end)
         rows.extend(chosen)
         counts.append(len(chosen))

@@ -1,6 +1,6 @@
 """One decoder layer: attention, norms, and the feed-forward blocks that every row goes through.
 
-On the host one call of C computes a layer up to its experts for steps of single tokens: there, the overhead
+On the host one call of C computes a layer up to its experts for steps that decode: there, the overhead
 of torch's small operations and of waking threads exceeds the work.
 """
 
@@ -145,7 +145,7 @@ class DecoderLayer:
         return h + self._dense(self._mlp_norm(h))
 
     def _suits_kernel(self, batch: Batch) -> bool:
-        return batch.single and (self._most is None or batch.rows <= self._most)
+        return batch.decodes and (self._most is None or batch.rows <= self._most)
 
     def _on_host(self, kernel: LayerKernel, h: Tensor, batch: Batch, routed: bool) -> AfterAttention:
         """Compute the layer in C: `h` after the attention, or after a dense block."""
@@ -169,6 +169,11 @@ class DecoderLayer:
         """Router logits float32 [R, E]."""
         assert self._router is not None
         return functional.linear(x, self._router, self._router_bias)
+
+    def router_before(self, h: Tensor) -> Tensor:
+        """Router logits float32 [R, E] for the residual stream of an earlier layer, in place of this one's
+        behind its attention."""
+        return self.router(self._mlp_norm(h))
 
     @property
     def shares(self) -> bool:

@@ -292,16 +292,17 @@ def _one_line() -> Iterator[None]:
 
 
 def table_of(
-    sequences: Sequence[SequenceKV], tokens: Sequence[int], rope: Sequence[int], rows: int
+    places: Sequence[tuple[SequenceKV, int]], tokens: Sequence[int], rope: Sequence[int], rows: int
 ) -> NDArray[np.int64]:
-    """int64 [3 + most blocks with tokens, rows], of at least as many rows as sequences; the others have none.
-    A line for each block, so that what is copied of a longer table lies together."""
-    used = [blocks_for(kv.length + 1) for kv in sequences]
+    """int64 [3 + most blocks with tokens, rows], of at least as many rows as tokens; the others have none.
+    `places`: each token's sequence and position. A line for each block, so that what is copied of a longer
+    table lies together."""
+    used = [blocks_for(position + 1) for _, position in places]
     table = np.zeros((BLOCKS + max(used), rows), np.int64)
     table[POSITIONS] = -1
-    filled = table[:, : len(sequences)]
+    filled = table[:, : len(places)]
     filled[TOKENS], filled[ROPE] = tokens, rope
-    filled[POSITIONS] = [kv.length for kv in sequences]
-    for row, (kv, blocks) in enumerate(zip(sequences, used, strict=True)):
+    filled[POSITIONS] = [position for _, position in places]
+    for row, ((kv, _), blocks) in enumerate(zip(places, used, strict=True)):
         filled[BLOCKS : BLOCKS + blocks, row] = kv.blocks[:blocks]
     return table

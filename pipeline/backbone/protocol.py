@@ -23,9 +23,14 @@ Probe = Callable[[int, Tensor], Tensor]  # a target of `Policy.probes` and x [R,
 
 
 class LayerCall(Protocol):
-    """One layer of a step, at its experts. The methods are called once each, in this order."""
+    """One layer of a step, at its experts. The methods are called once each, in this order; `before` only
+    where a policy predicts there, which asks for one of our backbones."""
 
     layer: int  # of those with routed experts
+
+    def before(self, probes: Sequence[int]) -> Sequence[FloatArray]:
+        """Return on the host what the routers of these later layers say to the residual stream before this
+        layer's attention, [R, E] each."""
 
     def attend(self, own: bool, probes: Sequence[int]) -> None:
         """Compute the layer up to its experts; with the logits of its router if `own`, and of these probes on

@@ -106,12 +106,19 @@ class StagedLayers:
         self._begin()
         return self._layers.embed()
 
+    def before(self, layer: int, h: Tensor, probes: Sequence[int]) -> tuple[Tensor, Sequence[FloatArray]]:
+        return self._layers.before(layer, self._moved(layer, h), probes)
+
     def attend(self, layer: int, h: Tensor, own: bool, probes: Sequence[int]) -> Attended:
+        return self._layers.attend(layer, self._moved(layer, h), own, probes)
+
+    def _moved(self, layer: int, h: Tensor) -> Tensor:
+        """h on the device of this layer."""
         while layer not in self._here:
             source, h = self._device, self._layers.leave(h)
             self._begin()
             h = self._layers.enter(self._device.receive(h, source))
-        return self._layers.attend(layer, h, own, probes)
+        return h
 
     def enter(self, h: Tensor) -> Tensor:
         return self._layers.enter(h)

@@ -46,6 +46,10 @@ class StepLayers(Protocol):
     def leave(self, h: Tensor) -> Tensor:
         """Return hidden states after the last layer here, for another device."""
 
+    def before(self, layer: int, h: Tensor, probes: Sequence[int]) -> tuple[Tensor, Sequence[FloatArray]]:
+        """Before a layer, where that is called, h as `attend` takes it, and on the host what the routers of
+        these later layers say to it, [R, E] each."""
+
     def attend(self, layer: int, h: Tensor, own: bool, probes: Sequence[int]) -> Attended:
         """A layer up to its experts; with the logits of its router if `own`, and of these probes on its x."""
 
@@ -80,6 +84,10 @@ class OwnStep:
             if y is not None:
                 self.h.add_(y)  # in place: a graph reads it there
 
+    def before(self, probes: Sequence[int]) -> Sequence[FloatArray]:
+        self.h, logits = self._layers.before(self.layer, self.h, probes)
+        return logits
+
     def attend(self, own: bool, probes: Sequence[int]) -> None:
         self._attended = attended = self._layers.attend(self.layer, self.h, own, probes)
         self.h, self.x = attended.h, attended.x
@@ -112,7 +120,7 @@ def answers(
     inputs: Sequence[StepInput],
 ) -> list[FloatArray]:
     """Return, from the last hidden states h float32 [R, H], the wanted logits of each input, float32 [n,
-    vocabulary], or its greedy choice [1, 4] as `Greedy` reads it. Other rows do not go through `head`, and
+    vocabulary], or its greedy choices [n, 4] as `Greedy` reads it. Other rows do not go through `head`, and
     logits whose choice is enough stay on the device."""
     wanted, counts = logit_rows(inputs)
     if not wanted:
@@ -121,17 +129,18 @@ def answers(
     logits = head(rows)
     chosen = np.repeat([item.logits == "greedy" for item in inputs], counts)
     if not chosen.any():
-        return _parts(device.to_host(logits)[0], counts)
-    choices = _parts(device.to_host(greedy(logits))[0], counts)
+        return split_rows(device.to_host(logits)[0], counts)
+    choices = split_rows(device.to_host(greedy(logits))[0], counts)
     if chosen.all():
         return choices
     (others,) = device.to_host(logits[device.from_host(np.flatnonzero(~chosen))])
     other_counts = [0 if item.logits == "greedy" else n for item, n in zip(inputs, counts, strict=True)]
-    logits_of = zip(inputs, choices, _parts(others, other_counts), strict=True)
+    logits_of = zip(inputs, choices, split_rows(others, other_counts), strict=True)
     return [choice if item.logits == "greedy" else logits for item, choice, logits in logits_of]
 
 
-def _parts(rows: FloatArray, counts: Sequence[int]) -> list[FloatArray]:
+def split_rows(rows: FloatArray, counts: Sequence[int]) -> list[FloatArray]:
+    """Returns the rows of each input, which has so many."""
     return np.split(rows, np.cumsum(counts)[:-1])
 
 

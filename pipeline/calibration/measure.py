@@ -117,6 +117,7 @@ class _Measurement:
             up="" if magnitudes is None else engine.up,
             mlp_inner=None if mlps is None else mlps.inner,
             mlp_outer=None if mlps is None else mlps.outer,
+            mlp_history=None if mlps is None else mlps.history,
             hit_rates=np.zeros((0, 0), np.float32),
             max_loss=self._ctx.max_loss,
         )
@@ -147,8 +148,9 @@ class _Measurement:
         """Read the validation part of the text: stage 3."""
         engine, division = self._ctx.engine, self._division
         mlps = None
-        if trained.mlp_inner is not None and trained.mlp_outer is not None:
-            mlps = GateMlps(trained.mlp_inner, trained.mlp_outer)
+        given = [a for a in (trained.mlp_inner, trained.mlp_outer, trained.mlp_history) if a is not None]
+        if given:
+            mlps = GateMlps(*given)
         router = engine.backbone.router_math
         validation = ValidationPass(engine.shape, router, trained.residual_logits, trained.first_gate, mlps)
         read = sum(len(window.tokens) for window in division.training)

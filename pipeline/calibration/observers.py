@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pipeline.arrays import FloatArray, IntArray, Phase
 from pipeline.calibration.trained_gates import GateMlps
 from pipeline.engine.driver import LayerDecision
-from pipeline.policies.calibration import Floats
+from pipeline.policies.calibration import Floats, Trajectory
 from pipeline.policies.gates import drop_shares
 from pipeline.policies.split import RECENCY
 from pipeline.policies.view import ModelShape, Routing
@@ -126,6 +126,7 @@ class ValidationPass(StepObserver):
         self._router, self._residual_logits, self._first_gate = router, residual_logits, first_gate
         self._mlps = mlps
         self._added: FloatArray | None = None  # by the next layer's MLP
+        self._trajectory = Trajectory(0 if mlps is None else len(mlps.inner), shape.experts)
         self.drops = DropTables(shape, PREDICTORS)
         self._hits = {name: np.zeros(shape.layers) for name in (*PREDICTORS, "mlp")}
         self._asked = {name: np.zeros(shape.layers) for name in (*PREDICTORS, "mlp")}
@@ -150,8 +151,10 @@ class ValidationPass(StepObserver):
                 self._check("mlp", layer, self._ahead + self._added, routing)
         if layer + 1 < self._shape.layers:
             self._ahead = decision.signals.probes[layer + 1].copy()
-            known = self._mlps is not None and layer < len(self._mlps.inner)
-            self._added = self._mlps.logits(layer + 1, x) if self._mlps is not None and known else None
+            self._added = None
+            self._trajectory.add(layer, *routing.pairs)
+            if self._mlps is not None and layer < len(self._mlps.inner):
+                self._added = self._mlps.logits(layer + 1, x, self._trajectory.weights)
         elif self._first_gate is not None:
             logits = x @ self._first_gate.T
             for sequence, rows in self._runs:

@@ -5,10 +5,11 @@ experts from the last layer's x of the previous token. FloE's between experts (2
 first layers an MLP names the next layer's experts. Ours corrects the next gate instead of replacing it, so
 that it is never much worse:
 
-    logits of layer t, from x of layer t - 1:    G_t x + W_out silu(W_in x)
+    logits of layer t, from x of layer t - 1:    G_t x + W_out silu(W_in x) + V r
 
-x is the input of a layer's router, G_t layer t's router. G and W_out start at zero, where all experts are
-equally likely, or the next gate decides alone; W_in starts at random. All minimise the mean of
+x is the input of a layer's router, G_t layer t's router, r the trajectory that FloE's predictor knows: the
+token's routing weights in the layers before t. G, W_out and V start at zero, where all experts are equally
+likely, or the next gate decides alone; W_in starts at random. All minimise the mean of
 KL(softmax(a layer's own logits) || softmax(the gate's)). The last rows are held out, because neighbours in a
 text are correlated: they stop the training early and choose the epoch.
 """
@@ -26,7 +27,7 @@ from torch.nn import functional
 
 from pipeline.arrays import FloatArray, Phase
 from pipeline.engine.driver import LayerDecision
-from pipeline.policies.calibration import Floats
+from pipeline.policies.calibration import Floats, Trajectory
 from pipeline.policies.view import ModelShape
 
 LAYERS = 3  # that have an MLP: 1 to 3
@@ -35,6 +36,9 @@ HELD_OUT = 0.2  # share of the rows
 BATCH = 256  # rows of a step
 GATE_RATE = 0.05  # of Adam, divided by sqrt(H): about the change of a logit in a step
 MLP_RATE, DECAY = 1e-3, 0.05  # of AdamW
+STEEP = (
+    32.0  # times as fast as the MLP, the matrix of the trajectory is trained: its inputs are few and small
+)
 EPOCHS, PATIENCE = 100, 5  # at most, and without a better divergence on the held-out rows
 
 Rows = Tensor | slice
@@ -110,29 +114,32 @@ def predicted_layers(shape: ModelShape) -> int:
 
 @dataclass(frozen=True)
 class GateMlps:
-    """MLPs of P layers: W_in [P, WIDTH, H] and W_out [P, E, WIDTH]."""
+    """MLPs of P layers: W_in [P, WIDTH, H], W_out [P, E, WIDTH] and V [P, E, P * E]."""
 
     inner: Floats
     outer: Floats
+    history: Floats
 
-    def logits(self, layer: int, x: FloatArray) -> FloatArray:
+    def logits(self, layer: int, x: FloatArray, trajectory: FloatArray) -> FloatArray:
         """Returns what is added to the next gate's logits for `layer`, from 1 on: float32 [R, E]. x [R, H]:
-        of the layer before."""
+        of the layer before; `trajectory`: as a `Trajectory` has it there."""
         hidden = x @ self.inner[layer - 1].T
         added: FloatArray = (hidden / (1 + np.exp(-hidden))) @ self.outer[layer - 1].T
+        added += trajectory @ self.history[layer - 1].T
         return added
 
 
 class GatePairs:
     """An observer that collects what the MLPs are trained on: of each predicted layer x of the layer before,
-    the next gate's logits and the layer's own."""
+    the trajectory, the next gate's logits and the layer's own."""
 
     def __init__(self, shape: ModelShape, every: int) -> None:
         """`every`: of that many rows one is kept."""
         self.layers, self._every = predicted_layers(shape), every
         self._rows = 0
         self._kept = slice(0)
-        self._pairs: list[tuple[list[FloatArray], ...]] = [([], [], []) for _ in range(self.layers)]
+        self._trajectory = Trajectory(self.layers, shape.experts)
+        self._pairs: list[tuple[list[FloatArray], ...]] = [([], [], [], []) for _ in range(self.layers)]
 
     def probes(self, layer: int) -> tuple[int, ...]:
         return (layer + 1,) if layer < self.layers else ()
@@ -145,10 +152,12 @@ class GatePairs:
         layer, signals = decision.layer, decision.signals
         if 0 < layer <= self.layers:
             assert signals.logits is not None
-            self._pairs[layer - 1][2].append(signals.logits[self._kept].copy())
+            self._pairs[layer - 1][3].append(signals.logits[self._kept].copy())
         if layer < self.layers:
-            self._pairs[layer][0].append(x[self._kept].copy())
-            self._pairs[layer][1].append(signals.probes[layer + 1][self._kept].copy())
+            self._trajectory.add(layer, *decision.gated.routing.pairs)
+            seen = x, self._trajectory.weights, signals.probes[layer + 1]
+            for part, array in zip(self._pairs[layer], seen, strict=False):
+                part.append(array[self._kept].copy())
 
     def end(self) -> None:
         """Each layer was taken when it was observed."""
@@ -158,30 +167,36 @@ class GatePairs:
         epoch."""
         trained = []
         for layer, parts in enumerate(self._pairs):
-            x, ahead, own = (np.concatenate(part) for part in parts)
+            x, trajectory, ahead, own = (np.concatenate(part) for part in parts)
             if len(x) < 2:
                 return None
-            trained.append(train_mlp(x, ahead, own, seed + layer, tick))
+            trained.append(train_mlp(x, trajectory, ahead, own, seed + layer, tick))
         if not trained:
             return None
-        inner, outer = (np.stack(part) for part in zip(*trained, strict=True))
-        return GateMlps(inner, outer)
+        return GateMlps(*(np.stack(part) for part in zip(*trained, strict=True)))
 
 
 def train_mlp(
-    x: FloatArray, ahead: FloatArray, own: FloatArray, seed: int, tick: Callable[[], None] = lambda: None
-) -> tuple[Floats, Floats]:
-    """W_in [WIDTH, H] and W_out [E, WIDTH]. x [N, H] of the layer before; `ahead` and `own` [N, E]: the next
-    gate's logits and the layer's own. W_out is zero where no epoch is better than the next gate."""
+    x: FloatArray,
+    trajectory: FloatArray,
+    ahead: FloatArray,
+    own: FloatArray,
+    seed: int,
+    tick: Callable[[], None] = lambda: None,
+) -> tuple[Floats, Floats, Floats]:
+    """W_in [WIDTH, H], W_out [E, WIDTH] and V [E, P * E]. x [N, H] of the layer before; `trajectory` [N, P *
+    E]; `ahead` and `own` [N, E]: the next gate's logits and the layer's own. W_out and V are zero where no
+    epoch is better than the next gate."""
     random = torch.Generator().manual_seed(seed)
     (inputs, scale), base = _scaled(x), torch.from_numpy(ahead)
     inner = torch.randn(WIDTH, x.shape[1], generator=random) / x.shape[1] ** 0.5
-    outer = torch.zeros(own.shape[1], WIDTH)
+    outer, history = torch.zeros(own.shape[1], WIDTH), torch.zeros(own.shape[1], trajectory.shape[1])
+    seen = torch.from_numpy(trajectory) * STEEP
 
     def logits(rows: Rows) -> Tensor:
-        return base[rows] + functional.silu(inputs[rows] @ inner.T) @ outer.T
+        known = base[rows] + seen[rows] @ history.T
+        return known + functional.silu(inputs[rows] @ inner.T) @ outer.T
 
-    best_inner, best_outer = _fitted(
-        [inner, outer], logits, torch.from_numpy(own), MLP_RATE, DECAY, random, tick
-    )
-    return (best_inner * scale).numpy(), best_outer.numpy()
+    parts = [inner, outer, history]
+    best = _fitted(parts, logits, torch.from_numpy(own), MLP_RATE, DECAY, random, tick)
+    return (best[0] * scale).numpy(), best[1].numpy(), (best[2] * STEEP).numpy()

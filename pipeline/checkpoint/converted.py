@@ -53,7 +53,7 @@ BITS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 @dataclass
 class Place:
-    """Where a checkpoint has a parameter, or those that one converter makes."""
+    """The place in a checkpoint of a parameter, or of those that one converter makes."""
 
     target: str  # the (first) parameter's name in the model
     converter: WeightConverter | None  # None: the tensor is the parameter
@@ -119,7 +119,7 @@ class Conversion:
         return {name: self._expert(place, expert, read) for name, place in places if name in names}
 
     def sources(self, layer: int, expert: int, names: Container[str]) -> list[Source]:
-        """What `expert` reads, in that order."""
+        """Returns the tensors that `expert` reads, in that order."""
         places = [place for name, place in self.experts[layer].items() if name in names]
         return [s for place in places for each in self._sources(place, expert).values() for s in each]
 
@@ -269,12 +269,12 @@ class ConvertedTensors(Mapping[str, Tensor]):
         return len(self._places)
 
     def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
-        """As `Tensors.float32`."""
+        """Implements `Tensors.float32`."""
         numbers: Float32 = self._checked(name, shape).to(torch.float32).numpy()
         return numbers
 
     def stacked(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> RawTensor | Codes:
-        """As `Tensors.stacked`."""
+        """Implements `Tensors.stacked`."""
         return together([self._one(name, shape) for name, shape in tensors])
 
     def _one(self, name: str, shape: tuple[int, ...]) -> RawTensor | Codes:
@@ -293,7 +293,7 @@ class ConvertedTensors(Mapping[str, Tensor]):
 
 
 def read_tensor(reader: TensorReader, headers: Headers, name: str, place: int | None) -> Tensor:
-    """As `Read`."""
+    """Implements `Read`."""
     matrix = reader.packed.get(name)
     if matrix is not None:
         numbers = torch.from_numpy(numbers_of(reader.packed_rows(name, 0, matrix.outputs, place)))
@@ -307,7 +307,7 @@ def read_tensor(reader: TensorReader, headers: Headers, name: str, place: int | 
 
 
 def like_tensor(headers: Headers, name: str, place: int | None) -> Tensor:
-    """What `read_tensor` gives, without memory."""
+    """Returns a tensor like that of `read_tensor`, without memory."""
     dtype, shape = headers[name]
     return torch.empty(shape if place is None else (1, *shape[1:]), dtype=DTYPES[dtype], device="meta")
 

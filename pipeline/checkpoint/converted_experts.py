@@ -108,7 +108,7 @@ class _Kept(NamedTuple):
 
 
 def _kept_rows(matrix: Tensor, sources: Sequence[Source], reader: TensorReader) -> _Kept | None:
-    """Of a matrix of numbers that say their place; None where its rows are no whole ones of one source."""
+    """Returns the rows of a matrix whose numbers say their place; None where they are not of one source."""
     first = matrix[:, 0]
     source, rows = int(first[0]) // PLACES**2, (first // PLACES % PLACES).numpy()
     whole = reader.packed[sources[source][0]]

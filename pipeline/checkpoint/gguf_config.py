@@ -61,12 +61,12 @@ class Header:
         return value[: self.layers]
 
     def has(self, name: str) -> bool:
-        """Whether some layer has this tensor."""
+        """Returns whether some layer has this tensor."""
         return any(f"blk.{layer}.{name}" in self.shapes for layer in range(self.layers))
 
     @property
     def layers(self) -> int:
-        """Of the decoder; a file may have more, which predict further tokens."""
+        """The number of layers of the decoder; a file may have more, which predict further tokens."""
         every = self.whole("block_count")
         if every > min(len(self.shapes), MAX_COUNT):
             raise ModelError(f"it has {len(self.shapes)} tensors, and claims {every} layers")

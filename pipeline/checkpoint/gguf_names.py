@@ -46,7 +46,7 @@ class Source(NamedTuple):
 
 
 def swapped(outer: int, inner: int, width: int) -> Order:
-    """Where numbers [outer, inner, width] lie in a file that has them as [inner, outer, width]."""
+    """Returns places of numbers [outer, inner, width] in a file that has them as [inner, outer, width]."""
     return np.arange(outer * inner * width).reshape(inner, outer, width).swapaxes(0, 1).reshape(-1)
 
 
@@ -105,7 +105,7 @@ CHANGED = {"llama": _rotated_pairs, "qwen35moe": _tiled_values}  # by architectu
 
 
 class Names:
-    """Where a file has the tensors of its checkpoint."""
+    """The places in a file of the tensors of its checkpoint."""
 
     def __init__(self, header: Header, spec: ModelSpec) -> None:
         self._shapes, self._spec = header.shapes, spec
@@ -182,12 +182,12 @@ class Names:
         }
 
     def _alone(self, layer: int) -> bool:
-        """Whether each expert has tensors of its own, as in the oldest files."""
+        """Returns whether each expert has tensors of its own, as in the oldest files."""
         return f"blk.{layer}.ffn_gate.0.weight" in self._shapes
 
     def unread(self, name: str) -> bool:
-        """Whether a file may have this tensor beside those of the checkpoint: one of a layer that predicts
-        further tokens, or what quantized activations would be scaled by."""
+        """Returns whether a file may have this tensor beside those of the checkpoint: one of a layer that
+        predicts further tokens, or what quantized activations would be scaled by."""
         layer = re.match(r"blk\.(\d{1,9})\.", name)
         return name.endswith(".input_scale") or (layer is not None and int(layer[1]) >= self._spec.layers)
 

@@ -141,13 +141,13 @@ class GgufReader:
         return together([self._whole(self._sources(name, shape), shape) for name, shape in tensors])
 
     def rows(self, part: TensorRows, lo: int, hi: int) -> RawTensor | Codes:
-        """As TensorReader.rows, of a tensor by its name in the file."""
+        """Returns rows as TensorReader.rows does, of a tensor by its name in the file."""
         if not 0 <= lo <= hi <= part.rows:
             raise ValueError(f"no rows {lo} to {hi} in {part}")
         return self._rows(part.name, part.first + lo, part.first + hi)
 
     def advise(self, part: TensorRows, advice: int) -> int:
-        """As TensorReader.advise."""
+        """Implements TensorReader.advise."""
         return self._reader.advise(part, advice)
 
     def __enter__(self) -> GgufReader:

@@ -60,7 +60,7 @@ class CheckpointIndex:
 
     @property
     def headers(self) -> Headers:
-        """Those of a checkpoint that is not quantized, in which quantized matrices have the dtype F32."""
+        """The headers as of a plain checkpoint, in which quantized matrices have the dtype F32."""
         plain = {name: (entry.dtype, entry.shape) for name, entry in self.tensors.items()}
         return plain | {name: ("F32", matrix.shape) for name, matrix in self.packed.items()}
 
@@ -148,7 +148,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _quantization(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the folder's settings say of quantization, None where it has none. Raises ModelError."""
+    """Returns the folder's settings of quantization, None where it has none. Raises ModelError."""
     path, text = folder / CONFIG_FILE, config.get("text_config")
     settings = config.get(QUANTIZED) or (isinstance(text, dict) and text.get(QUANTIZED)) or None
     if config.get(OLD_QUANTIZED):

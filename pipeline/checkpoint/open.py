@@ -195,13 +195,13 @@ def _is_half(index: CheckpointIndex, name: str) -> bool:
 
 
 def _kinds_of(index: CheckpointIndex, names: Iterable[str]) -> dict[str, str]:
-    """As `ModelSource.kinds`, of these tensors."""
+    """Returns `ModelSource.kinds` for these tensors."""
     half = {name: "F16" for name in names if _is_half(index, name)}
     return half | {name: index.packed[name].kind for name in names if name in index.packed}
 
 
 def _kinds(matrices: Iterable[Packed | None]) -> tuple[str, str | None]:
-    """What a user calls these matrices of experts, and the native format that keeps them all."""
+    """Returns the user's name of these matrices of experts, and the native format that keeps them all."""
     kinds = {("", None) if matrix is None else (matrix.kind, matrix.format) for matrix in matrices}
     names, formats = {name for name, _ in kinds if name}, {format for _, format in kinds if format}
     whole = all(format for _, format in kinds)

@@ -137,7 +137,7 @@ class Gptq(Integers):
 
 @dataclass(frozen=True)
 class PackedIntegers(Integers):
-    """Those of compressed-tensors, in words or, where they have 8 bits, as signed bytes."""
+    """Integers of compressed-tensors, in words or, where they have 8 bits, as signed bytes."""
 
     method = ""
 
@@ -227,7 +227,7 @@ class Fp4(Packed):
 
 @dataclass(frozen=True)
 class TransposedFp4(Fp4):
-    """Of families whose experts' matrices are [K, N] where they are not quantized."""
+    """Fp4 of families whose experts' matrices are [K, N] where they are not quantized."""
 
     transposed = True
 
@@ -313,7 +313,7 @@ def _rows(entry: TensorEntry, read: Read, lo: int, hi: int, place: int | None) -
 
 
 def _scales(entry: TensorEntry, read: Read, lo: int, hi: int) -> Float32:
-    """Those of these rows [hi - lo or 1, groups or 1], whether each row has some or all the same."""
+    """Returns the rows' factors [hi - lo or 1, groups or 1], whether each row has some or all the same."""
     one = not entry.shape or entry.shape[0] == 1
     stored = read(entry, 0, 1) if one else read(entry, lo, hi)
     return _float32(entry, stored.reshape(len(stored), entry.shape[1] if len(entry.shape) == 2 else 1))

@@ -58,7 +58,7 @@ def check_settings(path: Path, settings: Settings) -> None:
 
 
 def _check_words(settings: Settings) -> Iterator[str]:
-    """What cannot be read of AWQ or GPTQ."""
+    """Yields the settings of AWQ or GPTQ that cannot be read."""
     awq = settings["quant_method"] == "awq"
     versions = ("gemm",) if awq else ("gptq", "gptq_v2")
     version = settings.get("version" if awq else "checkpoint_format") or settings.get("format") or versions[0]

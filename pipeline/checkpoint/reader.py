@@ -102,7 +102,7 @@ class TensorReader:
         return raw_tensor(matrix)
 
     def _stored(self, entry: TensorEntry, lo: int, hi: int) -> NDArray[Any]:
-        """As `packed.Read`; a tensor without axes has one of one place."""
+        """Implements `packed.Read`; a tensor without axes has one of one place."""
         first, *others = entry.shape or (1,)
         out = np.empty((hi - lo, *others), STORED[entry.dtype])
         self._read(entry, lo * (entry.nbytes // first), out)

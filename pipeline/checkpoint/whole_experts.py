@@ -27,7 +27,7 @@ class WholeExperts:
         self._parts: dict[str, tuple[Future[Sequence[Part]], int]] = {}  # being read, or read; by name
 
     def locate(self, layer: int, expert: int) -> ExpertRows:
-        """As `LocateExpert`; begins to read it."""
+        """Implements `LocateExpert`; begins to read the expert."""
         located = self._locate(layer, expert)
         whole = self._threads.submit(self._read_expert, layer, expert)
         for n, part in enumerate(located):
@@ -35,7 +35,7 @@ class WholeExperts:
         return located
 
     def rows(self, part: TensorRows, lo: int, hi: int) -> Part:
-        """As `Rows.rows`."""
+        """Implements `Rows.rows`."""
         expert, n = self._parts[part.name]
         whole = expert.result()[n]
         if isinstance(whole, Codes):
@@ -43,7 +43,7 @@ class WholeExperts:
         return RawTensor(whole.dtype, whole.bits[lo:hi].shape, whole.bits[lo:hi])
 
     def advise(self, part: TensorRows, advice: int) -> int:
-        """As `TensorReader.advise`: a part that is not needed any more is dropped."""
+        """Implements `TensorReader.advise`: a part that is not needed any more is dropped."""
         if advice == os.POSIX_FADV_DONTNEED:
             self._parts.pop(part.name, None)
         return 4 * math.prod(part.shape)

@@ -47,6 +47,10 @@ class LayerDecision(NamedTuple, Generic[BegunCo]):
 class LayerExecutor(Protocol[Begun]):
     """Carries out one layer. The driver calls these methods in this order."""
 
+    def read_before(self, layer: int, probes: Sequence[int]) -> Signals:
+        """Compute the routers of `probes` on the residual stream before this layer's attention. Called only
+        where a policy names any, before `read`."""
+
     def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
         """Compute the routers of `probes` on this layer's x and, if `own`, the layer's own router. Tiles that
         have landed on the device meanwhile are resident from now on."""
@@ -97,6 +101,18 @@ class PolicyDriver(Generic[Begun]):
         self.placement = policy.placement(self.view)  # [L, E]
         self._masks = policy.sparsity.masks(policy.name, view.shape.layers, view.up, view.calibration)
         self._masked, self.counting = False, True  # in the present step; in the popularity
+        sparsity = policy.sparsity
+        self._left = 0.0 if sparsity.dense else sparsity.share(view.calibration)
+        self._given = view.costs
+        self._sparse: tuple[Costs, Costs] | None = None  # the latest that `priced` was given, and its answer
+
+    def priced(self, costs: Costs, phase: Phase) -> Costs:
+        """The costs of a tile in such a step, where its masks leave channels out."""
+        if not self._left or phase != "decode":
+            return costs
+        if self._sparse is None or self._sparse[0] is not costs:
+            self._sparse = costs, costs.masked(self._left, self.view.up_share)
+        return self._sparse[1]
 
     def begin_step(
         self,
@@ -106,18 +122,23 @@ class PolicyDriver(Generic[Begun]):
         costs: Costs | None = None,
     ) -> None:
         """Begin a step. `sequences`: that of each row; `live`: these and others that have begun and not
-        ended; `costs`: to plan with from now on, if they have changed."""
+        ended; `costs`: to plan with in this step, those of dense tiles."""
         self._early = None
         self._masked = phase == "decode"
         known, on = frozenset(sequences).union(live), self.prefetch.on
-        view, costs = self.view, costs or self.view.costs
-        self.view = replace(view, phase=phase, sequences=sequences, live=known, prefetching=on, costs=costs)
+        costs, kept = costs or self._given, 1 - self._left if self._masked else 1.0
+        costs = None if costs is None else self.priced(costs, phase)
+        view = replace(self.view, phase=phase, sequences=sequences, live=known, prefetching=on)
+        self.view = replace(view, costs=costs, kept=kept)
 
     def layer(self, layer: int, executor: LayerExecutor[Begun]) -> None:
         """Have a layer decided and computed. Raises PlanError where the policy breaks its contract, and the
         executor's exceptions."""
         policy, view, early = self.policy, self.view, self._early
         self._early = None
+        if before := policy.probes_before(layer, view):
+            found = executor.read_before(layer, before)
+            self._prefetch(policy.predict_before(layer, found, view), layer, executor)
         signals = executor.read(layer, policy.probes(layer, view), own=early is None)
         resident, mask = view.residency[layer], self._mask(layer)
         decision: LayerDecision[Begun]
@@ -139,10 +160,7 @@ class PolicyDriver(Generic[Begun]):
             next_layer = layer + 1, following, self._mask(layer + 1)
             begun = executor.begin_early(*next_layer) if following.early else None
             self._early = following, begun
-        targets = policy.predict(layer, signals, decision.gated, view)
-        if targets or policy.no_room:
-            self._check_prediction(targets, decision)
-            executor.prefetch(targets, policy.no_room)
+        self._prefetch(policy.predict(layer, signals, decision.gated, view), layer, executor)
         if (ahead := policy.channels_ahead(layer, signals, view)) is not None:
             executor.prefetch_channels(layer + 1, ahead, self._mask(layer + 1))
         executor.compute(decision)
@@ -178,10 +196,14 @@ class PolicyDriver(Generic[Begun]):
         """Return a layer's mask in the present step."""
         return self._masks[layer] if self._masked else DENSE
 
-    def _check_prediction(self, targets: Sequence[Target], decision: LayerDecision[Begun]) -> None:
+    def _prefetch(self, targets: Sequence[Target], layer: int, executor: LayerExecutor[Begun]) -> None:
+        """Have a prediction's targets ordered, made while this layer is computed. Raises PlanError."""
+        if not targets and not self.policy.no_room:
+            return
         for target in targets:
-            if target.layer == decision.layer and target.tiles < decision.resident[target.expert]:
+            if target.layer == layer and target.tiles < self.view.residency[layer, target.expert]:
                 raise PlanError(f"policy {self.policy.name} evicts tiles of a layer that is being computed")
+        executor.prefetch(targets, self.policy.no_room)
 
 
 def _read_only(array: NDArray[Scalar]) -> NDArray[Scalar]:

@@ -69,6 +69,7 @@ class Engine:
         self.tier: DiskTier | None = None  # of a store of which only some experts are in memory
         self.tick: Callable[[], None] = lambda: None  # at each layer: progress that the supervisor watches
         self.up = layout.format.up.name if isinstance(layout.format, FloeFormat) else ""  # as in View
+        self.up_share = layout.head_bytes / (layout.head_bytes + layout.tile_bytes)  # as in View
         # Outlasts policies; only some steps count.
         self.popularity = np.zeros((s.layers, s.experts), np.int64)
         self.only_waits = [True] * s.layers  # in the latest step: the host's share is all of a layer
@@ -116,7 +117,7 @@ class Engine:
         popularity = self.popularity if counted else self.popularity.copy()
         others = [copy.deepcopy(policy) for _ in self.stages[1:]]
         priced = costs if isinstance(costs, Sequence) else [costs] * len(self.stages)
-        common = popularity, heat, self.up, follow, self.counters.phases["decode"]
+        common = popularity, heat, self.up, self.up_share, follow, self.counters.phases["decode"]
         prepared = [
             stage.prepare(own, price, calibration, *common)
             for stage, own, price in zip(self.stages, [policy, *others], priced, strict=True)
@@ -144,10 +145,10 @@ class Engine:
             stage.poll()
 
     def step(self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int] = ()) -> list[FloatArray]:
-        """Run the tokens of `inputs` through the model, and advance their KV. `live`: the sequences that have
-        begun and not ended, without which those of `inputs` are taken to be all. Returns the wanted logits of
-        each, float32 [n, vocabulary], or its choice (`answers`). Raises StepFailed; the sequences are then
-        as they were. Raises CudaError where the device will compute no other step."""
+        """Run the tokens of `inputs` through the model, and advance their KV by all but guesses. `live`: the
+        sequences that have begun and not ended, without which those of `inputs` are taken to be all. Returns
+        the wanted logits of each, float32 [n, vocabulary], or its choices (`answers`). Raises StepFailed; the
+        sequences are then as they were. Raises CudaError where the device will compute no other step."""
         before = [(item.span.kv, item.span.kv.length, item.span.kv.capacity) for item in inputs]
         try:
             return self._step(inputs, phase, live)
@@ -176,8 +177,8 @@ class Engine:
         sequences = tuple(item.span.kv.id for item in inputs for _ in item.span.tokens)
         live = tuple(live)
         for stage in stages:
-            stage.timing.begin_step(phase)
-            stage.driver.begin_step(phase, sequences, live, stage.timing.costs)
+            stage.timing.begin_step(phase, stage.driver.priced)
+            stage.driver.begin_step(phase, sequences, live, stage.timing.dense)
             stage.driver.counting = counted
             stage.device.prepare(self.backbone.largest_product(len(sequences)))
         for observer in observers:
@@ -206,13 +207,13 @@ class Engine:
             self.tier.end_step(phase == "decode")
         counters.steps += 1
         counters.paused_steps += not self.first.driver.view.prefetching
-        counters.rows += len(sequences)
+        counters.rows += len(sequences) - sum(item.span.drafted for item in inputs)
         for stage in stages:
             if stage.driver.end_step(*counters.prefetched, stage.timing.end_step()):
                 log.info(stage.driver.prefetch.status)
         answered = step.answers(inputs)
         for item in inputs:
-            item.span.kv.advance(len(item.span.tokens))
+            item.span.kv.advance(len(item.span.tokens) - item.span.drafted)
         clock.finish("head")
         for observer in observers:
             observer.end()
@@ -244,6 +245,11 @@ class TensorExecutor:
     def shifted(self) -> LayerExecutor[Ticket]:
         """Return this executor for the stage's policy."""
         return Shifted(self, self._first) if self._first else self
+
+    def read_before(self, layer: int, probes: Sequence[int]) -> Signals:
+        logits = self.call.before(probes)
+        self.clock.mark("read")
+        return Signals(None, dict(zip(probes, logits, strict=True)))
 
     def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
         """Compute the layer up to its experts. Copies x, the router's logits and the probes' to the host

@@ -30,7 +30,7 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.decoder_layer import DecoderLayer
 from pipeline.backbone.kv_blocks import BlockPool, blocks_for
 from pipeline.backbone.kv_cache import BLOCKS
-from pipeline.backbone.step import Attended, StepLayers, greedy
+from pipeline.backbone.step import Attended, StepLayers, greedy, split_rows
 from pipeline.config import GRAPH_BYTES, GraphsName
 from pipeline.device.base import Added, Device
 from pipeline.device.cuda import CudaGraphs
@@ -94,9 +94,10 @@ class StepGraphs:
         on the device."""
         if self._off or self._gpu is None or self._backbone is None:
             return None
-        if not all(len(span.tokens) == 1 and span.kv.stored for span in spans):
+        if not all(span.decodes for span in spans):
             return None
-        rows = next((rows for rows in BUCKETS if len(spans) <= rows), None)
+        needed = sum(len(span.tokens) for span in spans)
+        rows = next((rows for rows in BUCKETS if needed <= rows), None)
         if rows is None:
             return None
         pool = self._pool = self._pool or spans[0].kv.pool
@@ -225,7 +226,7 @@ class Bucket:
 
     def begin(self, spans: Sequence[TokenSpan], probing: Probing, memory: DeviceMemory | None) -> None:
         """A step begins."""
-        self._rows, self._probing = len(spans), probing
+        self._rows, self._probing = sum(len(span.tokens) for span in spans), probing
         self._told[:HEADER_BYTES] = 0  # where a step has failed
         if memory is not self._memory:
             self._memory, self.inputs = memory, None if memory is None else memory.inputs(self._bucket_rows)
@@ -264,14 +265,31 @@ class Bucket:
         self._run(("leave",), work, self._h)
         return self._h[: self._rows]
 
-    def attend(self, layer: int, h: Tensor, own: bool, probes: Sequence[int]) -> Attended:
-        probing, probes = self._probing, tuple(probes)
-        self._number = number = own + len(probes)
+    def before(self, layer: int, h: Tensor, probes: Sequence[int]) -> tuple[Tensor, Sequence[FloatArray]]:
+        logits, logits_host = self._room(len(probes))
+
+        def work() -> None:
+            self._add_told()
+            torch.stack([self._backbone.router_before(target, self._h) for target in probes], out=logits)
+            self._gpu.read(logits, logits_host)
+
+        self._run(("before", *probes), work, self._h, logits)
+        self._gpu.wait()
+        self._told[:HEADER_BYTES] = 0  # it is added
+        return self._h[: self._rows], [one[: self._rows].copy() for one in logits_host]
+
+    def _room(self, number: int) -> tuple[Tensor, FloatArray]:
+        """Room for so many routers' logits, on the device and the host."""
         if number not in self._logits:
             shape = number, self._bucket_rows, self._backbone.spec.experts
             made = torch.zeros(shape, dtype=torch.float32, device=self._device.torch_device)
             self._logits[number] = made, self._gpu.answers(*shape)
-        logits, logits_host = self._logits[number]
+        return self._logits[number]
+
+    def attend(self, layer: int, h: Tensor, own: bool, probes: Sequence[int]) -> Attended:
+        probing, probes = self._probing, tuple(probes)
+        self._number = number = own + len(probes)
+        logits, logits_host = self._room(number)
         routers = [*[layer][:own], *probes]
         looks = (
             self._memory.looks(layer, routers, self._gpu) if self.inputs is not None and self._memory else ()
@@ -354,7 +372,7 @@ class Bucket:
 
         self._run((name,), work, result)
         self._gpu.wait()
-        return list(np.split(result_host[: self._rows].copy(), self._rows))
+        return split_rows(result_host[: self._rows].copy(), [len(item.span.tokens) for item in inputs])
 
     def _run(self, key: Hashable, work: Callable[[], None], *outputs: Tensor) -> None:
         """Do the work, by its graph where there is one."""

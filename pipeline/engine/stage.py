@@ -68,6 +68,7 @@ class EngineStage:
         popularity: Counts,
         heat: Counts | None,
         up: str,
+        up_share: float,
         follow: bool,
         counters: PhaseCounters,
     ) -> Prepared:
@@ -92,11 +93,17 @@ class EngineStage:
             staging=memory.staging,
             heat=None if heat is None else heat[rows],
             up=up,
+            up_share=up_share,
             probing=self.can_probe,
         )
         driver: PolicyDriver[Ticket] = PolicyDriver(policy, view, *counters.prefetched)
         if any(policy.probes(layer, driver.view) for layer in range(len(self.layers))):
             self.backbone.check_probes(f"policy {policy.name}")
+        if policy.probes_before(0, driver.view) and not isinstance(self.backbone, Backbone):
+            raise PolicyError(
+                f"policy {policy.name} predicts before a layer's attention, which modules of transformers do"
+                f" not show: give --set {policy.name}.prediction=next-gate"
+            )
         probing = Probing(self.backbone, self.device.torch_device, calibration)
         return Prepared(driver, timing, probing, corrections)
 
@@ -180,10 +187,18 @@ class Shifted:
     def _decision(self, of: LayerDecision[Ticket]) -> LayerDecision[Ticket]:
         return of._replace(layer=of.layer + self._first, targets=self._targets(of.targets))
 
+    def _signals(self, found: Signals) -> Signals:
+        shifted = {self._target(p, -self._first): logits for p, logits in found.probes.items()}
+        return Signals(found.logits, shifted)
+
+    def read_before(self, layer: int, probes: Sequence[int]) -> Signals:
+        first = self._first
+        return self._signals(self._inner.read_before(layer + first, [probe + first for probe in probes]))
+
     def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
         first = self._first
-        found = self._inner.read(layer + first, [self._target(probe, first) for probe in probes], own)
-        return Signals(found.logits, {self._target(p, -first): logits for p, logits in found.probes.items()})
+        wanted = [self._target(probe, first) for probe in probes]
+        return self._signals(self._inner.read(layer + first, wanted, own))
 
     def begin(self, decision: LayerDecision[Ticket]) -> None:
         self._inner.begin(self._decision(decision))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import exp, isfinite, log
 from typing import Literal, NamedTuple, get_args
@@ -24,6 +24,7 @@ from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.division import Split
 from pipeline.policies.costs import Costs, Seconds
 
+Priced = Callable[[Costs, Phase], Costs]
 Side = Literal["host", "device", "link"]
 SIDES: tuple[Side, ...] = get_args(Side)
 WEIGHT = 1 / 8  # of a step in the mean; the first steps weigh equally
@@ -169,10 +170,12 @@ class Timing:
         """The costs in force in this step."""
         return self._priced
 
-    def begin_step(self, phase: Phase) -> None:
-        """Begin a step. Shares of one that failed will not be computed."""
+    def begin_step(self, phase: Phase, priced: Priced = lambda costs, phase: costs) -> None:
+        """Begin a step, whose tiles cost what `priced` makes of dense ones' costs. Shares of one that failed
+        will not be computed."""
         self._phase = phase
-        self._priced = self._given if self.corrections is None else self.corrections.priced(phase)
+        self.dense = self._given if self.corrections is None else self.corrections.priced(phase)
+        self._priced = None if self.dense is None else priced(self.dense, phase)
         self._started = time.perf_counter()
         self._measures = self.corrections is not None and (self._steps < FIRST or not self._steps % SAMPLED)
         self._steps += 1

@@ -128,7 +128,7 @@ LOOK = 0.1  # seconds between two looks at the engine's counters
 
 
 class Health:
-    """What is known about one engine. Used by the event loop."""
+    """The latest knowledge of whether one engine computes. Used by the event loop."""
 
     def __init__(self, links: EngineLinks, period: float = PERIOD, limit: float = LIMIT) -> None:
         self._links = links

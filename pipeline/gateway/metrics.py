@@ -76,6 +76,7 @@ class _Collector:
         yield CounterMetricFamily("tandem_engine_restarts", text, self._links.restarts)
         if self._welcome is not None:
             yield from _scheduler(self._stats["scheduler"])
+            yield from _speculation(self._stats["speculation"])
             yield from _engine({phase: self._stats["engine"][phase] for phase in PHASES})
             yield from _cache(self._stats.get("cache"))
             yield from _disk(self._stats.get("disk"))
@@ -103,6 +104,18 @@ def _scheduler(scheduler: dict[str, Any]) -> Iterator[Any]:
         ("tandem_kv_evicted_blocks", "kv_evicted_blocks"),
     ):
         yield CounterMetricFamily(name, "Of all clients.", scheduler[key])
+
+
+def _speculation(guessed: dict[str, Any]) -> Iterator[Any]:
+    """Yields what was guessed of next tokens, and what the steps with guesses took beyond others."""
+    for name, text, key in (
+        ("vllm:spec_decode_num_drafts", "Steps with guessed tokens.", "steps"),
+        ("vllm:spec_decode_num_draft_tokens", "Guessed.", "drafted"),
+        ("vllm:spec_decode_num_accepted_tokens", "Of these, those that came true.", "accepted"),
+    ):
+        yield CounterMetricFamily(name, text, guessed[key])
+    text = "That steps with guesses took beyond as many without."
+    yield GaugeMetricFamily("tandem_guess_seconds", text, guessed["more_seconds"])
 
 
 def _engine(phases: dict[str, Any]) -> Iterator[Any]:

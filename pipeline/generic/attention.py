@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.config import EXPANDED_KV_BYTES
-from pipeline.generic.caches import PerSequence
-from pipeline.generic.one_token import Stored
+from pipeline.generic.caches import PerSequence, Stored
 
 EXPANDED_ROWS = 128  # new tokens from which expanding all latents costs less than multiplying by them
 KIND = "tandem_attention"  # attribute of a module: "grouped", "latent"; without one, the family's own
@@ -152,7 +151,7 @@ def latent(
 
 
 def _hides(mask: Tensor | None) -> bool:
-    """Whether a mask hides any of the tokens."""
+    """Returns whether a mask hides any of the tokens."""
     return mask is not None and bool((mask if mask.is_floating_point() else ~mask).any())
 
 

@@ -23,9 +23,8 @@ from pipeline.backbone.step import answers
 from pipeline.device.base import Added, Device
 from pipeline.errors import ModelError, PolicyError
 from pipeline.generic import attention
-from pipeline.generic.caches import LayerKept, StepCache, rows_of
+from pipeline.generic.caches import LayerKept, OneToken, StepCache, rows_of
 from pipeline.generic.modules import OwnLinear, fuse_norms
-from pipeline.generic.one_token import OneToken
 from pipeline.generic.packing import Packing
 from pipeline.generic.routers import Tap, find_router
 from pipeline.generic.skeleton import Skeleton
@@ -203,6 +202,10 @@ class GenericCall:
         self._choice = index, weights
         y = self._backbone._experts(self)
         return torch.zeros_like(x) if y is None else y
+
+    def before(self, probes: Sequence[int]) -> Sequence[FloatArray]:
+        """Refused when the policy is set: the modules show their layers' experts alone."""
+        raise NotImplementedError
 
     def attend(self, own: bool, probes: Sequence[int]) -> None:
         tap = self._tap

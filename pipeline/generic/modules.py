@@ -101,7 +101,7 @@ def fuse_norms(model: nn.Module, device: Device) -> list[nn.Module]:
 
 
 def _fused(module: nn.Module, device: Device) -> FusedNorm | None:
-    """What computes the same, if the module is an RMS norm."""
+    """Returns a module of ours that computes the same, if the module is an RMS norm."""
     if next(module.children(), None) is not None or next(module.buffers(recurse=False), None) is not None:
         return None
     parameters = list(module.parameters(recurse=False))

@@ -35,7 +35,7 @@ RANDOM_ROWS = 48  # for which routers are evaluated beside those of a forward
 
 @dataclass
 class Seen:
-    """What one layer's router was given and gave, and what reached the experts."""
+    """One layer's router's input and output, and what reached the experts."""
 
     x: Tensor  # as it was given: [R, H] or [1, R, H]
     more: tuple[tuple[Any, ...], dict[str, Any]]  # the router's other arguments
@@ -68,12 +68,12 @@ class Tap:
 
     @property
     def can_probe(self) -> bool:
-        """Whether it gives logits for another layer's input."""
+        """Returns whether it gives logits for another layer's input."""
         return self.form == "linear" or (self.form != "own" and not self._depends_on_rows)
 
     @property
     def _depends_on_rows(self) -> bool:
-        """Whether it is given more than its input for each row."""
+        """Returns whether it is given more than its input for each row."""
         more, named = self._seen.more
         tensors = [t for t in (*more, *named.values()) if isinstance(t, Tensor)]
         return any(self._seen.rows in t.shape for t in tensors)
@@ -89,7 +89,7 @@ class Tap:
         return outputs
 
     def own_logits(self, experts: Tensor, weights: Tensor) -> Tensor:
-        """Of the latest call, float32 [R, E]; `experts` and `weights` [R, k]: the module's choice."""
+        """Returns the latest call's logits [R, E]; `experts` and `weights` [R, k]: the module's choice."""
         if self.form == "linear":
             return self._linear(self.x)
         if self._logits is not None:
@@ -98,7 +98,7 @@ class Tap:
         return chosen.scatter_(1, experts.long(), weights.float().log())  # as `OwnChoices` reads it
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of the input of any layer's router [R, H] or [1, R, H]: float32 [R, E]. Raises PolicyError."""
+        """Returns the logits float32 [R, E] of any layer's input [R, H] or [1, R, H]. Raises PolicyError."""
         if self.form == "linear":
             return self._linear(x)
         if not self.can_probe:
@@ -116,7 +116,7 @@ class Tap:
         return logits.log() if self.form == "log first" else logits
 
     def _blanks(self, rows: int) -> tuple[Any, ...]:
-        """What the module would return for so many rows, without numbers: its caller passes it on."""
+        """Returns a module's result for so many rows, without numbers: its caller passes it on."""
         seen = self._seen.rows
 
         def blank(output: Any) -> Any:
@@ -145,7 +145,7 @@ class Tap:
                 yield "log first", None, logits.log().numpy()
 
     def at_random(self) -> Seen | None:
-        """What the module gives for random inputs, where what it returns is what reaches the experts."""
+        """Returns the module's results for random inputs, where these are what reaches the experts."""
         seen, outputs = self._seen, self._seen.outputs
         places = [
             next((i for i, o in enumerate(outputs) if isinstance(o, Tensor) and _equal(o, wanted)), None)
@@ -242,7 +242,7 @@ class OwnChoices(Router):
         raise PolicyError("a layer of this model chooses experts in a way of its own, which has no gradient")
 
     def _are_own(self, layer: Layer) -> NDArray[np.bool_]:
-        """Of the layer [1, 1], or of each row's [R, 1]."""
+        """Returns whether the layer [1, 1], or that of each row [R, 1], is one of `own`."""
         return np.isin(layer, list(self.own)).reshape(-1, 1)
 
     def _given(self, logits: FloatArray, experts: IntArray) -> FloatArray:
@@ -336,7 +336,7 @@ def _form(
 
 
 def _same(router: Router, logits: FloatArray, experts: IntArray, weights: FloatArray) -> bool:
-    """Whether the router makes this choice, in any order."""
+    """Returns whether the router makes this choice, in any order."""
     found = router(logits, 0)
     ours, theirs = np.argsort(found.experts, axis=1), np.argsort(experts, axis=1)
     pairs = [(found.experts, experts), (found.weights, weights)]

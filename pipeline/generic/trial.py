@@ -20,8 +20,7 @@ from pipeline.backbone.kv_cache import KVCache, SequenceKV
 from pipeline.checkpoint.decoder import RESERVED, TOKENS
 from pipeline.errors import ModelError
 from pipeline.generic import attention
-from pipeline.generic.caches import LayerKept, Rows, kept_by
-from pipeline.generic.one_token import OneToken
+from pipeline.generic.caches import LayerKept, OneToken, Rows, kept_by
 from pipeline.generic.packing import Packing
 from pipeline.generic.routers import Seen
 from pipeline.generic.skeleton import MoeLayer, Skeleton
@@ -39,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Observed:
-    """What one forward of the model as it was made has shown."""
+    """The findings of one forward of the model as it was made."""
 
     tokens: list[int]
     hidden: Tensor  # float32 [TOKENS, H], the last hidden states
@@ -50,7 +49,7 @@ class Observed:
 
 
 def output_of(x: Tensor) -> Tensor:
-    """What stands for the experts' output in trials."""
+    """Returns numbers in place of the experts' output in trials."""
     return 0.5 * x
 
 
@@ -246,7 +245,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class _Cached:
-    """What sequences of the model keep."""
+    """The shapes of what sequences of the model keep."""
 
     kv_streams: list[tuple[tuple[int, int], ...]]
     state_shapes: list[tuple[tuple[int, ...], ...]]

@@ -36,9 +36,8 @@ from pipeline.models.registry import architecture_of, model_spec
 from shm.codes import CODE_FORMATS, format_of_all
 from shm.fp8 import BLOCK
 from shm.layout import FORMATS, MatrixFormat, format_named
-from shm.manifest import StoreManifest, store_bytes
 from shm.segment import allocated_bytes, byte_size
-from shm.store import store_name
+from shm.store import StoreManifest, store_bytes, store_name
 
 COORDINATOR = {"cpu": 320_000_000, "cuda": 1_500_000_000}  # bytes; measured: 290 MB. A CUDA context is large
 WORKER = 80_000_000  # measured: 70 MB, including a wide step
@@ -224,7 +223,7 @@ def backbone_bytes(source: ModelSource, facts: ModelFacts, config: EngineConfig)
 
 
 def _head_bytes(facts: ModelFacts, config: EngineConfig) -> int:
-    """Of a head that the file has not quantized."""
+    """Returns the bytes of a head that the file has not quantized."""
     kept = FORMATS.get(config.backbone_dtype or "bf16")
     if isinstance(kept, MatrixFormat):
         return kept.matrix_bytes(facts.vocabulary, facts.hidden)

@@ -205,7 +205,7 @@ def _facts_of_spec(architecture: Architecture, spec: ModelSpec) -> ModelFacts:
 
 
 def pack(facts: ModelFacts) -> bytes:
-    """As JSON, for `_unpack`."""
+    """Returns facts as JSON, for `_unpack`."""
     fields = {name: getattr(facts, name) for name in ModelFacts.__dataclass_fields__}
     return msgspec.json.encode({"facts": fields | {"math": facts.math.plain(), "own_router": None}})
 
@@ -228,7 +228,7 @@ def _tuples(value: Any) -> Any:
 
 
 def _question(config: Config, **more: Headers) -> bytes:
-    """What the child is asked, as JSON. Raises ModelError."""
+    """Returns the question to the child, as JSON. Raises ModelError."""
     try:
         return msgspec.json.encode({"config": config} | more, order="sorted")
     except UnicodeEncodeError:  # halves of surrogate pairs, which JSON may hold as escapes

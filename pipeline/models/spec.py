@@ -91,12 +91,12 @@ class GatedDelta:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: all queries, keys and values."""
+        """The channels of the convolution: all queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the convolution's last inputs, and of the matrices."""
+        """The shapes of a state: the convolution's last inputs, and the matrices."""
         return (self.taps - 1, self.channels), (self.value_heads, self.key_dim, self.value_dim)
 
 

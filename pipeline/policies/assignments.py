@@ -23,7 +23,7 @@ import numpy as np
 
 from pipeline.arrays import IntArray
 from pipeline.policies.options import Number, Option
-from pipeline.policies.parts import Assignment
+from pipeline.policies.parts import Assignment, Parts
 from pipeline.policies.view import Routing, View
 
 Seconds = Sequence[float]
@@ -46,8 +46,9 @@ class ActiveCosts(NamedTuple):
         return self.link, self.device, self.host, self.rows, self.exchange, self.launch
 
 
-def active_costs(rows: list[int], missing: list[int], view: View) -> ActiveCosts:
-    """The costs of experts with so many rows and missing tiles; one expert or more.
+def active_costs(rows: list[int], missing: list[int], view: View, stays: bool = True) -> ActiveCosts:
+    """The costs of experts with so many rows and missing tiles; one expert or more. `stays`: what is fetched
+    is to stay, and so is moved whole; otherwise only the channels are that some row keeps.
 
     DALI's equation 9 bounds what the device holds at once. A missing tile passes through a staging slot,
     which is free again once the tile has been computed, so that any number of experts fits beside the
@@ -56,10 +57,12 @@ def active_costs(rows: list[int], missing: list[int], view: View) -> ActiveCosts
     assert costs is not None
     link = costs.link if view.staging else inf
     device, host = costs.device_at, costs.host_at
+    left = 0.0 if stays else 1 - view.kept
+    per_tile = [link * (1 - left**count) for count in rows]
     return ActiveCosts(
         rows,
         missing,
-        [costs.fetch + link * count if count else 0.0 for count in missing],
+        [costs.fetch + tile * n if n else 0.0 for n, tile in zip(missing, per_tile, strict=True)],
         [device[count] * tiles for count in rows],
         [host[count] * tiles for count in rows],
         costs.round_trip,
@@ -203,13 +206,17 @@ class ByCosts(Assignment):
 
     needs_costs = True
     divides: ClassVar[bool] = False  # experts
+    _stays = True  # what is fetched
+
+    def join(self, parts: Parts) -> None:
+        self._stays = parts.replacement.fills == "fetched"
 
     def cut(self, layer: int, routing: Routing, view: View) -> IntArray:
         active = routing.active
         cut = np.zeros(view.shape.experts, np.int32)
         if len(active.experts):
             missing = (view.shape.tiles - view.residency[layer][active.indices]).tolist()
-            costs, tiles = active_costs(active.counts.tolist(), missing, view), view.shape.tiles
+            costs, tiles = active_costs(active.counts.tolist(), missing, view, self._stays), view.shape.tiles
             cuts = self.tiles(costs, view)
             if view.costs is not None and view.costs.machines:
                 floor = view.costs.floor(sum(costs.host))

@@ -19,6 +19,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.arrays import IntArray
 from pipeline.errors import PolicyError
 from pipeline.policies.options import AUTO, Number, Value
 from protocol.program import COMMAND
@@ -52,6 +53,10 @@ class Calibration:
     up: str = ""  # the format of the up matrices that u was computed with
     mlp_inner: Floats | None = None  # [P, W, H] and [P, E, W]: MLPs that correct the next gate's prediction
     mlp_outer: Floats | None = None  # of the layers 1 to P (FloE)
+    mlp_history: Floats | None = (
+        None  # [P, E, P * E], by the token's routing weights in the layers 0 to P - 1,
+    )
+    # which are added to that (`Trajectory`)
     mlp_accuracy: Floats | None = None  # [P] share of those layers' experts that were named, as `accuracy`
     max_loss: float | None = None  # percent that an approximation may add to the perplexity, where given
     sparsity: float | None = None  # the largest within it; 0: none is
@@ -59,6 +64,7 @@ class Calibration:
     def of_layers(self, layers: range) -> Calibration:
         """These layers' part, counted from 0. None of them follows on the last one of all."""
         rows, between = slice(layers.start, layers.stop), slice(layers.start, layers.stop - 1)
+        known = layers.start * self.decode_counts.shape[1]  # of the trajectory, on other devices
 
         def cut(array: Floats | None, of: slice) -> Floats | None:
             return None if array is None else array[of]
@@ -76,6 +82,7 @@ class Calibration:
             first_gate=None,
             mlp_inner=cut(self.mlp_inner, between),
             mlp_outer=cut(self.mlp_outer, between),
+            mlp_history=None if self.mlp_history is None else self.mlp_history[between, :, known:],
             mlp_accuracy=cut(self.mlp_accuracy, between),
         )
 
@@ -86,6 +93,24 @@ class Calibration:
         if self.sensitivity is None or self.threshold is None:
             return None
         return at_limits(self.kept, drop_limits(self.sensitivity.tolist(), self.threshold))
+
+
+class Trajectory:
+    """The routing weights that the rows of a step had in the first layers, [R, P * E]; 0 in later ones: what
+    FloE's predictor knows beside the hidden state."""
+
+    def __init__(self, layers: int, experts: int) -> None:
+        """`layers`: P."""
+        self._experts, self._width = experts, layers * experts
+        self.weights: Floats
+
+    def add(self, layer: int, experts: IntArray, weights: Floats) -> None:
+        """The rows' experts and weights [R, k] of a layer; a step's come in the order of its layers."""
+        if not layer:
+            self.weights = np.zeros((len(experts), self._width), np.float32)
+        first = layer * self._experts
+        if first < self._width:
+            np.put_along_axis(self.weights, first + experts, weights, axis=1)
 
 
 def corrected(calibration: Calibration | None, layer: int) -> bool:

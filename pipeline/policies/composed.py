@@ -94,7 +94,7 @@ class Composed(Policy):
     def __init__(self, name: str, parts: Parts) -> None:
         self.name = name
         self.parts = parts
-        self.exact = parts.gate.exact
+        self.exact, self.by_row = parts.gate.exact, parts.gate.by_row
         self.needs_costs = any(part.needs_costs for part in parts)
         self.needs_calibration = any(part.needs_calibration for part in parts)
         self.keeps_heat = any(part.keeps_heat for part in parts)
@@ -152,6 +152,11 @@ class Composed(Policy):
     def probes(self, layer: int, view: View) -> tuple[int, ...]:
         if not view.prefetching or not (self._predicts or self._names_channels(view)):
             return ()
+        return () if self.parts.prediction.before else self.parts.prediction.probes(layer, view)
+
+    def probes_before(self, layer: int, view: View) -> tuple[int, ...]:
+        if not (view.prefetching and self._predicts and self.parts.prediction.before):
+            return ()
         return self.parts.prediction.probes(layer, view)
 
     def _names_channels(self, view: View) -> bool:
@@ -182,8 +187,15 @@ class Composed(Policy):
 
     def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
         self.no_room = 0
-        if not (self._predicts and view.prefetching):
+        if not (self._predicts and view.prefetching) or self.parts.prediction.before:
             return ()
+        return self._predicted(layer, signals, view)
+
+    def predict_before(self, layer: int, signals: Signals, view: View) -> tuple[Target, ...]:
+        return self._predicted(layer, signals, view)
+
+    def _predicted(self, layer: int, signals: Signals, view: View) -> tuple[Target, ...]:
+        self.no_room = 0
         wanted = self.parts.prediction.experts(
             layer, signals, view, lambda of, routing: self.parts.gate.apply_gate(of, routing, view)
         )

@@ -156,6 +156,17 @@ class Costs:
         """Seconds of one layer on the device for so many rows, without its routed experts."""
         return Seconds(self.rows, self.other)
 
+    def masked(self, left: float, up: float) -> Costs:
+        """Returns the costs of tiles of which a row leaves out such a share of the channels. `up`: of a
+        tile's bytes, which are read in any case. What crosses the link depends on the plan, and is as it
+        was."""
+        read = [up + (1 - left**rows) * (1 - up) for rows in self.rows]
+        host, device = (
+            tuple(seconds * share for seconds, share in zip(side, read, strict=True))
+            for side in (self.host, self.device)
+        )
+        return replace(self, host=host, device=device)
+
     def scaled(self, host: float, device: float, link: float) -> Costs:
         """Returns the costs with the seconds of host and exchange, device and launch, and link times
         these."""

@@ -72,7 +72,7 @@ class Daop(Policy):
         self._swap = swap
         self._early = early == "1"
         self._predict = predict == "1"
-        self.exact = not self._predict
+        self.exact = self.by_row = not self._predict
         self.runs_ahead = self._early and self._predict
         self.needs_calibration = self._placement.needs_calibration
         self._counts: dict[int, NDArray[np.int64]] = {}  # live sequence -> [L, E] rows of its prompt

@@ -64,9 +64,12 @@ class Balanced:
 class _Table:
     """Layers of one row that were divided by some costs."""
 
-    def __init__(self, costs: Costs, staging: int) -> None:
-        self.costs = costs
-        self.fixed = Fixed(costs.round_trip, costs.launch, 0.0, costs.link if staging else inf, costs.fetch)
+    def __init__(self, costs: Costs, staging: int, kept: float) -> None:
+        """`kept`: of a tile's channels, by a row."""
+        self.costs, self.tile = costs, costs.link if staging else inf
+        common = costs.round_trip, costs.launch, 0.0
+        self.fixed = Fixed(*common, self.tile, costs.fetch)
+        self.of_one = Fixed(*common, kept * self.tile, costs.fetch)  # where each expert has one row
         self.known: dict[tuple[int, int, int], Balanced] = {}
 
 
@@ -88,13 +91,18 @@ class Divider:
         if table is None or table.costs is not costs:
             if len(self._tables) == _TABLES:
                 self._tables.clear()
-            table = self._tables[id(costs)] = _Table(costs, view.staging)
+            table = self._tables[id(costs)] = _Table(costs, view.staging, view.kept)
         self._used = table
 
     @property
     def tile(self) -> float:
-        """Seconds of a tile on the link; infinite where none can be moved."""
-        return self._used.fixed.tile
+        """Seconds of a whole tile on the link; infinite where none can be moved."""
+        return self._used.tile
+
+    @property
+    def of_one(self) -> Fixed:
+        """What layers are divided by of which each expert has one row."""
+        return self._used.of_one
 
     def worthless(self, experts: int, tiles: int) -> bool:
         """True where the host computes all of so many experts of one row each, wherever their tiles are."""
@@ -117,19 +125,19 @@ class Divider:
             held = sum(here)
             groups.append(self._group(count, held, tiles * len(here) - held, len(here) - here.count(tiles)))
             members.append(places[count])
-        return self._divided(groups, members)
+        return self._divided(groups, self._used.fixed, members)
 
     def _single(self, experts: int, resident: int, missing: int, lacking: int) -> Balanced:
         """Divide experts with a row each. Few of these differ, so each is computed once."""
         key = experts, missing, lacking
         balanced = self._used.known.get(key)
         if balanced is None:
-            balanced = self._divided([self._group(1, resident, missing, lacking)])
-            self._used.known[key] = balanced
+            group = self._group(1, resident, missing, lacking)
+            balanced = self._used.known[key] = self._divided([group], self._used.of_one)
         return balanced
 
-    def _divided(self, groups: list[Group], members: Sequence[list[int]] = ()) -> Balanced:
-        floor, fixed = 0.0, self._used.fixed
+    def _divided(self, groups: list[Group], fixed: Fixed, members: Sequence[list[int]] = ()) -> Balanced:
+        floor = 0.0
         if self._used.costs.machines:
             floor = self._used.costs.floor(sum([group.host * group.tiles for group in groups]))
         return Balanced(groups, fixed, balance(groups, fixed, floor), floor, members)

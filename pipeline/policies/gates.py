@@ -33,7 +33,7 @@ class PreGate(OwnGate):
 
     name: ClassVar[str] = "pre-gated"
     help: ClassVar[str] = "Pre-gated MoE's: the layer before decides, by the layer's router on its input"
-    exact = False
+    exact = by_row = False
     pre_gated = True
 
 

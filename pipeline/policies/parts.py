@@ -107,6 +107,7 @@ class Gate(Part):
     """The part that decides which experts a token needs."""
 
     exact: bool = True
+    by_row: bool = True  # as of Policy
     pre_gated: bool = False  # True: in decode the layer before decides (`composed.py`)
 
     def __call__(self, layer: int, signals: Signals, view: View) -> Gated:
@@ -143,6 +144,7 @@ class Prediction(Part):
         """Returns what `Policy.probes` does; by default the next layer."""
         return (layer + 1,) if layer + 1 < view.shape.layers else ()
 
+    before: ClassVar[bool] = False  # True: by the residual stream before a layer's attention
     names_channels: ClassVar[bool] = False  # True: it predicts a routing and no experts, and needs no reserve
 
     def routing(self, layer: int, signals: Signals, view: View) -> Routing | None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.arrays import FloatArray
 from pipeline.policies.assignments import ActiveCosts, active_costs, two_ended
-from pipeline.policies.calibration import corrected
+from pipeline.policies.calibration import Trajectory, corrected
 from pipeline.policies.costs import Costs
 from pipeline.policies.options import PAUSE, Number
 from pipeline.policies.parts import ApplyGate, Expert, Prediction
@@ -100,11 +100,20 @@ class NextGate(Prediction):
         return _needed(following, signals.probes[following], view, apply_gate)[: view.shape.top_k]
 
 
+class BeforeAttention(NextGate):
+    """MoEpic's: the next layer's router on the residual stream h_l before this layer's attention, so that
+    fetching goes on while that is computed. What this layer's attention and experts add is not in it."""
+
+    name: ClassVar[str] = "before-attention"
+    help: ClassVar[str] = "the next layer's router on the residual stream before this layer's attention"
+    before: ClassVar[bool] = True
+
+
 class NextChannels(NextGate):
     """FloE's: the next layer's router on this layer's x names experts, and the next layer's up matrices on
     this layer's x the channels of them that its mask will probably keep. In the first layers the
-    calibration's MLP corrects the router where it predicted its held-out text better. (The paper's
-    predictor between experts also knows the trajectory of routings so far; ours does not.)"""
+    calibration's MLP corrects the router where it predicted its held-out text better, with the token's
+    routings so far."""
 
     name: ClassVar[str] = "next-channels"
     help: ClassVar[str] = "channels of the next layer's experts, by its router and up matrices on this input"
@@ -122,7 +131,16 @@ class NextChannels(NextGate):
         if logits is None:
             return None
         assert view.router is not None
-        return view.router(logits if added is None else logits + added, layer + 1)
+        history = None if view.calibration is None else view.calibration.mlp_history
+        if history is not None and layer < len(history) and signals.logits is not None:
+            if not layer:
+                self._trajectory = Trajectory(len(history), view.shape.experts)
+            self._trajectory.add(layer, *view.router(signals.logits, layer).pairs)
+        if added is not None:
+            logits = logits + added
+            if history is not None:
+                logits += self._trajectory.weights @ history[layer].T
+        return view.router(logits, layer + 1)
 
     def experts(self, layer: int, signals: Signals, view: View, apply_gate: ApplyGate) -> list[Expert]:
         return []

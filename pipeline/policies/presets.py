@@ -40,6 +40,7 @@ PARTS: dict[str, dict[str, type[Part]]] = {
     "prediction": _named(
         predictions.NoPrediction,
         predictions.NextGate,
+        predictions.BeforeAttention,
         predictions.NextChannels,
         predictions.WholeLayer,
         predictions.Residual,

@@ -228,7 +228,7 @@ class Split(Replacement):
         self.needs_costs = self.needs_calibration = theta is None
 
     def join(self, parts: Parts) -> None:
-        self._predictor = parts.prediction.predictor
+        self._predictor, self._before = parts.prediction.predictor, parts.prediction.before
 
     def notes(self, view: View) -> tuple[str, ...]:
         if view.shape.tiles > 1 or self._theta == 1:
@@ -279,7 +279,7 @@ class Split(Replacement):
         assert costs is not None
         assert calibration is not None
         experts = shape.top_k * shape.tiles * costs.device_at[1]
-        window = costs.other_at[1] + costs.launch + experts
+        window = (1 + self._before) * costs.other_at[1] + costs.launch + experts
         named = [0.0] * shape.layers
         if self._predictor is not None:
             named = calibration.accuracy[self._predictor].tolist()

@@ -72,9 +72,10 @@ class Tandem(Policy):
     device, and of the missing ones so many are fetched that both sides finish together.
 
     A fetched tile stays in the place of one that is worth less (`worth.py`), so the cache follows the text at
-    no cost. While the link has nothing to move, tiles of the experts that the next layer's router names are
-    fetched: as many as land before that layer, and none where that is none. Where a layer fetches nothing
-    either, an expert that is worth more than a resident one is moved in the background, if that pays soon."""
+    no cost; of a row whose mask leaves channels out, fetched ones do not stay. While the link has nothing to
+    move, tiles of the experts that the next layer's router names are fetched: as many as land before that
+    layer, and none where that is none. Where a layer fetches nothing either, an expert that is worth more
+    than a resident one is moved in the background, if that pays soon."""
 
     name = "tandem"
     help: ClassVar[str] = "Experts divided so that both sides finish together"
@@ -175,8 +176,8 @@ class Tandem(Policy):
         else:
             own = cuts(balanced, resident, tiles, worth.value[layer][active.indices].tolist())
             cut[active.indices] = own
-        if not (balanced.moved and view.capacity):
-            return Plan(cut)
+        if not (balanced.moved and view.capacity) or (view.kept < 1 and balanced.fixed is divider.of_one):
+            return Plan(cut)  # of what does not stay only channels are moved
         more = [wanted - held for wanted, held in zip(own, kept.tolist(), strict=True)]
         return tuple.__new__(Plan, (cut, tuple(worth.fetch(layer, experts, more))))  # in half the time
 

@@ -56,6 +56,11 @@ class Routing:
     experts: IntArray  # [R, k]
     weights: FloatArray  # [R, k]; a weight of 0 computes nothing
 
+    @property
+    def pairs(self) -> tuple[IntArray, FloatArray]:
+        """The experts and their weights."""
+        return self.experts, self.weights
+
     def workload(self, num_experts: int) -> IntArray:
         """Rows routed to each expert, int32 [E]; the active experts are those above 0."""
         used = self.experts[self.weights != 0]
@@ -184,6 +189,11 @@ class View:
     seconds: float = 0.0  # that the step before took; 0 where costs do not follow what runs
     heat: Counts | None = None  # [L, E]: as popularity, of earlier starts; the later count more
     up: str = ""  # the format of up matrices that are apart, so that channels can be left out; "" without
+    up_share: float = 0.0  # of a tile's bytes with its part of up, where that is apart
+    kept: float = (
+        1.0  # share of an expert's channels that a row keeps in this step; `costs` go by it, but for
+    )
+    # the link, as a tile that is to stay is moved whole
     probing: bool = True  # False: no router can be applied to another layer's input
 
 
@@ -196,6 +206,7 @@ class Policy(ABC):
 
     name: str
     exact: bool = True
+    by_row: bool = True  # False: what a row gets depends on the step's other rows, as an approximation
     needs_costs: bool = False
     needs_calibration: bool = False
     keeps_heat: bool = False  # it begins with the counts of earlier starts, and this one's are kept
@@ -253,6 +264,14 @@ class Policy(ABC):
     def predict(self, layer: int, signals: Signals, gated: Gated, view: View) -> tuple[Target, ...]:
         """Targets for experts that later layers will probably need. They are fetched behind the demanded
         tiles, in the order given, and counted as predictions. They must not evict tiles of this layer."""
+        return ()
+
+    def probes_before(self, layer: int, view: View) -> tuple[int, ...]:
+        """The later layers with routers to apply to the residual stream before this layer's attention."""
+        return ()
+
+    def predict_before(self, layer: int, signals: Signals, view: View) -> tuple[Target, ...]:
+        """Returns what `predict` does, by these routers, before the layer's attention is computed."""
         return ()
 
     def channels_ahead(self, layer: int, signals: Signals, view: View) -> Routing | None:

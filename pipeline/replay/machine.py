@@ -108,6 +108,7 @@ class Replay:
         self._costs = costs.for_tiles(shape.tiles)
         self._last_steps = last_steps or {}
         self._live: set[int] = set()  # sequences that have begun and not ended
+        self._logits: FloatArray | None = None  # of this layer's own router
         self._choices: dict[int, Routing] = {}  # of the logits of this layer's probes, by identity
         self._all = Counters(header.tile_bytes, shape.layers, header.tile_bytes / CHANNELS)
         self._counters = self._all.phases["decode"]
@@ -138,6 +139,7 @@ class Replay:
             calibration=calibration,
             staging=STAGING_TILES if policy.uses_device else 0,
             up=header.up,
+            up_share=self._up,
         )
         self._driver = PolicyDriver[float](policy, view)
         self._place(self._driver.placement)
@@ -202,6 +204,13 @@ class Replay:
             self._warmed = self._all.snapshot()
 
     # --- a layer, in the driver's order --------------------------------------------------------------------
+
+    def read_before(self, layer: int, probes: Sequence[int]) -> Signals:
+        """No trace has a router on a layer's residual stream: what it says to the layer before's input stands
+        for that, which lacks what that layer's experts added."""
+        found = {target: self._inputs.ahead(layer - 1, target - layer + 1) for target in probes if layer}
+        self._choices = {id(ahead[0]): ahead[1] for ahead in found.values() if ahead}
+        return Signals(None, {target: ahead[0] for target, ahead in found.items() if ahead})
 
     def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
         self._spend("attention", self._other)

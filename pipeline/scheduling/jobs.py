@@ -15,6 +15,7 @@ from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import SequenceKV
 from pipeline.fairness import ID_BYTES
+from pipeline.scheduling.drafts import Draft
 from pipeline.scheduling.prefix_tree import Tokens
 from pipeline.text.detokenizer import TextStream
 from pipeline.text.grammar import Grammar
@@ -54,6 +55,9 @@ class Job(ABC):
         self.admission = -1  # the number of its first admission, in the order of first admissions
         self.reused = 0  # prompt tokens with KV from an earlier request
         self.stops: set[int] = set()  # KV tokens at which a prefill chunk ends, for a snapshot
+        self.published = 0  # blocks that others could begin with, when that was last told
+        self.guesses: list[int] = []  # of the tokens behind the next one, for its step
+        self.guessed = self.accepted = 0  # guesses that were computed, and those that came true
         self.awaited: tuple[Job, int] | None = None  # whose prefill this one waits for, up to so many tokens
         self.preemptions = 0
         self.counters_before: dict[str, Any] = {}  # the engine's, at the first admission
@@ -94,6 +98,10 @@ class Job(ABC):
     def take_logits(self, logits: FloatArray) -> None:
         """Take the last `step_input`'s logits [n, vocabulary] or choice; may set `reason`. Raises
         PipelineError."""
+
+    def draft(self, most: int) -> tuple[list[int], list[float]]:
+        """Returns at most so many guesses for the next step, and how probable each is with those before."""
+        return [], []
 
     def resume(self) -> None:  # noqa: B027 - most never wait
         """Go on where the last step left something to wait for; may set `reason`. Raises PipelineError."""
@@ -136,6 +144,8 @@ class Job(ABC):
             "prompt_tokens": self.prompt_length,
             "kv_reused_tokens": self.reused,
             "decode_tokens": decoded,
+            "guessed_tokens": self.guessed,
+            "accepted_tokens": self.accepted,
             "queued_s": self._queued,
             "prefill_s": prefill,
             "decode_s": decode,
@@ -147,12 +157,13 @@ class Job(ABC):
         self._emit(Done(self.request, reason, error, text, {**times, **stats}))
 
     def _next_tokens(self, chunk: int) -> TokenSpan:
-        """Returns the next tokens without KV: at most `chunk` while prefilling, else one."""
+        """Returns the next tokens without KV: at most `chunk` while prefilling, else one and the guesses."""
         assert self.kv is not None
         start = self.kv.length
         stops = (stop for stop in self.stops if stop > start)
-        end = min(start + chunk, self.prefill_end, *stops) if self.prefilling else start + 1
-        return TokenSpan(self.kv, self.tokens[start:end])
+        if not self.prefilling:
+            return TokenSpan(self.kv, [self.tokens[start], *self.guesses], len(self.guesses))
+        return TokenSpan(self.kv, self.tokens[start : min(start + chunk, self.prefill_end, *stops)])
 
     def _note_answer(self) -> None:
         if self._first_answer is None:
@@ -194,12 +205,13 @@ class GenerateJob(Job):
         if text is not None:
             text.resume(message.resume)
         self._eos = eos
-        self._logits: FloatArray | None = None  # the next token's, while a mask is missing
+        self._rows: list[FloatArray] = []  # logits of the next tokens, while a mask is missing
+        self._draft: Draft | None = None
         self._end: dict[str, Any] = {}  # content for the missing Token message of an end token
 
     @property
     def ready(self) -> bool:
-        return self._logits is None
+        return not self._rows
 
     def admit(self, kv: SequenceKV, number: int, counters: dict[str, Any]) -> None:
         super().admit(kv, number, counters)
@@ -209,31 +221,57 @@ class GenerateJob(Job):
     def preempt(self) -> SequenceKV:
         if self._grammar is not None:
             self._grammar.end()
-        self._logits = None  # the tokens are prefilled again, to the same ones
+        self._rows, self.guesses = [], []  # the tokens are prefilled again, to the same ones
         return super().preempt()
 
     def step_input(self, chunk: int) -> StepInput:
         new = self._next_tokens(chunk)
-        wanted = self._wanted if self.filled + len(new.tokens) == len(self.tokens) else "none"
+        known = self.filled + len(new.tokens) - new.drafted
+        wanted = self._wanted if known == len(self.tokens) else "none"
         return StepInput(new, wanted, self.counted)
+
+    def draft(self, most: int) -> tuple[list[int], list[float]]:
+        if self._grammar is not None:  # its masks are made one behind the other
+            return [], []
+        if self._draft is None:
+            self._draft = Draft(self.tokens)
+        self._draft.follow()
+        most = min(most, self.max_kv_tokens - len(self.tokens) - 1)
+        return self._draft.tokens(most), self._draft.chances(most)
 
     def take_logits(self, logits: FloatArray) -> None:
         if len(logits) == 0:
             return  # the prompt has more chunks
         self._note_answer()
-        self._logits = logits[0]
+        self._rows = list(logits)
+        self.guessed += len(logits) - 1
         self.resume()
-        if self._logits is not None:
-            self._logits = self._logits.copy()  # the engine's next step overwrites its own
+        self._rows = [row.copy() for row in self._rows]  # the engine's next step overwrites its own
 
     def resume(self) -> None:
-        if self._logits is None and not self._complete:
+        while self.reason is None and (self._rows or self._complete):
+            self.reason = self._end_reason()  # a resumed answer may lack only its Done
+            waits = self._grammar is not None and not self._grammar.ready
+            if self.reason is not None or waits:
+                return
+            self._take_next()
+
+    def _take_next(self) -> None:
+        """Choose the next token from its row; where it is the one that was guessed, another row follows."""
+        logits, length, kv = self._rows.pop(0), len(self.tokens), self.kv
+        self._choose(logits)
+        if not self._rows:
             return
-        self.reason = self._end_reason()  # a resumed answer may lack only its Done
-        waits = self._grammar is not None and not self._grammar.ready
-        if self.reason is not None or self._logits is None or waits:
-            return
-        logits, self._logits = self._logits, None
+        guessed = self.guesses.pop(0)
+        if self.tokens[length:] == [guessed] and kv is not None and kv.length == length:
+            kv.advance(1)
+            self.accepted += 1
+            self._computed["decode"] += 1
+        else:
+            self._rows = []
+
+    def _choose(self, logits: FloatArray) -> None:
+        """Choose the next token, and send it."""
         choice: Choice | Greedy
         if self._wanted == "greedy":
             choice = Greedy.read(logits, self._vocabulary)

@@ -137,9 +137,11 @@ class PrefixCache:
 
     def publish(self, job: Job) -> None:
         """Let others begin with the filled blocks of a running request; of a recurrent model at its stops."""
-        if not job.shares or job.kv is None:
+        if (kv := job.kv) is None:
             return
-        kv = job.kv
+        job.published = kv.length // KV_BLOCK
+        if not job.shares:
+            return
         node = self._tree.insert((job.client, kv.long), job.ids[: kv.length], kv.blocks)
         if kv.length in job.stops and node is not None and self._tree.wants_states(node):
             with suppress(torch.OutOfMemoryError):

@@ -1,10 +1,10 @@
 """The scheduler: decides which requests run in each step, by continuous batching with chunked prefill.
 
 One round is a prefill chunk of one request that is still prefilling (clients take turns), then one decode
-step of all other running requests. After a chunk its client's next one waits until others' decode steps have
-taken as long: so a prompt without end leaves them half of their speed at least. A request is admitted when
-its prompt and a few more tokens fit the KV cache; the others wait in the `WaitingQueue`. A sequence grows
-while it is decoded.
+step of all other running requests, perhaps with guesses of their next tokens (`Speculation`). After a chunk
+its client's next one waits until others' decode steps have taken as long: so a prompt without end leaves them
+half of their speed at least. A request is admitted when its prompt and a few more tokens fit the KV cache;
+the others wait in the `WaitingQueue`. A sequence grows while it is decoded.
 A request begins with the longest prefix of its prompt that is computed (`PrefixCache`), and waits for another
 one that is computing more of it. When the cache is full, what no request uses is evicted first; then the
 request that was admitted last is preempted: it waits again, its tokens are prefilled again, and it continues
@@ -22,7 +22,7 @@ from typing import Any
 from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.batch import StepInput
 from pipeline.backbone.kv_cache import KVCache
-from pipeline.config import KV_BLOCK
+from pipeline.config import KV_BLOCK, SpeculateName
 from pipeline.counters import difference, fidelity
 from pipeline.engine.engine import Engine
 from pipeline.errors import DOUBTFUL, NumberInUse, OutOfDeviceMemory, PipelineError, RequestError, StepFailed
@@ -30,6 +30,7 @@ from pipeline.fairness import Debts, Held, Turns
 from pipeline.scheduling.job_factory import JobFactory
 from pipeline.scheduling.jobs import Job
 from pipeline.scheduling.prefix_cache import PrefixCache
+from pipeline.scheduling.speculation import Speculation
 from pipeline.scheduling.suspects import Suspects
 from pipeline.scheduling.waiting_queue import WaitingQueue, to_preempt
 from protocol.messages import Generate, Score
@@ -51,11 +52,13 @@ class Scheduler:
         send: Send,
         congested: Callable[[bytes], bool],
         suspects: Suspects,
+        speculate: SpeculateName | int = "off",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`chunk`: prefill tokens of a step. `send` delivers messages to clients, those of a step
         together; while a client is `congested`, because it does not read its messages, its requests pause.
-        `clock`: in seconds, by which prefill chunks and others' decode steps share the time."""
+        `speculate`: as in EngineConfig; `clock`: in seconds, by which prefill chunks and others' decode steps
+        share the time."""
         self.engine = engine
         self.kv = kv
         self.chunk = self.chunk_alone = chunk
@@ -65,6 +68,7 @@ class Scheduler:
         self._step_answers: list[tuple[bytes, object]] | None = None  # during a step's end
         self._congested = congested
         self._suspects = suspects
+        self.speculation = Speculation(engine, kv, speculate)
         self._waiting = WaitingQueue()
         self._running: list[Job] = []  # in the order of their latest admission
         self._live: dict[tuple[bytes, int], Job] = {}  # waiting and running, by client and request
@@ -124,6 +128,7 @@ class Scheduler:
                 self._step([job], "prefill")
         decoding = [job for job in ready if job.ready and not job.prefilling and job.reason is None]
         for jobs in self._suspects.apart(self._with_capacity(decoding)):
+            self._guess(jobs)
             with self._debts.paying({job.client for job in jobs}):
                 self._step(jobs, "decode")
         return bool(ready)
@@ -192,6 +197,14 @@ class Scheduler:
                 self._preempt((paused or [j for j in self._running if j.grows])[-1])
         return [job for job in jobs if job.kv is not None]
 
+    def _guess(self, jobs: list[Job]) -> None:
+        """Let the speculation guess next tokens, where there is room for them without a preemption."""
+        self.speculation.plan(jobs)
+        for job in jobs:
+            if job.guesses and job.kv is not None:
+                room = self.prefixes.grow(job.kv, job.filled + 1 + len(job.guesses))
+                job.guesses = job.guesses if room else []
+
     def _preempt(self, job: Job) -> None:
         self._running.remove(job)
         self.prefixes.end(job, job.preempt())
@@ -251,8 +264,9 @@ class Scheduler:
     ) -> None:
         """Give the jobs of a step its logits, and end those that are complete or have failed."""
         failed: dict[Job, PipelineError] = {}
+        accepted = sum(job.accepted for job in jobs)
         for job in jobs:
-            if phase == "prefill" or job.filled % KV_BLOCK == 0:
+            if phase == "prefill" or job.filled // KV_BLOCK != job.published:
                 self.prefixes.publish(job)
         for job, rows in zip(jobs, logits, strict=True):
             try:
@@ -260,8 +274,13 @@ class Scheduler:
             except PipelineError as e:  # for example, this job's logits are not finite; the others continue
                 failed[job] = e
         seconds = time.perf_counter() - started
+        if phase == "decode":
+            guesses = sum(item.span.drafted for item in inputs)
+            accepted = sum(job.accepted for job in jobs) - accepted
+            self.speculation.note(jobs, guesses, accepted, seconds)
         for job, step_input in zip(jobs, inputs, strict=True):
-            job.count_step(phase, len(step_input.span.tokens), seconds)
+            span = step_input.span
+            job.count_step(phase, len(span.tokens) - span.drafted, seconds)
             self._suspects.count_step(job)
             if job in failed:
                 self._end(job, "error", failed[job])

@@ -75,6 +75,8 @@ class EngineService:
             send=lambda messages: self._post(ToClients(messages)),
             congested=congested,
             suspects=parts.suspects,
+            # A recorded routing is of an answer's tokens alone.
+            speculate="off" if options.record is not None else options.speculate,
         )
         self._calibrations = CalibrationService(
             parts, self._policies, self._scheduler, send=self._send, drain_inbox=self._drain_inbox

@@ -76,6 +76,7 @@ class EngineStatus:
             "policy_options": self._policies.current.options,
             "emulation": self._parts.config.options.emulation,
             "scheduler": self._scheduler.stats(),
+            "speculation": self._scheduler.speculation.stats(),
             "engine": engine.counters.snapshot(),
             "counted_tokens": counted_tokens(engine.popularity, engine.shape.top_k),
             "calibrated": self._policies.calibrated,

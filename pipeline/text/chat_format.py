@@ -166,7 +166,7 @@ class TemplateKind:
 
     @property
     def think(self) -> tuple[str, str]:
-        """What is around reasoning, but in Harmony's messages."""
+        """Returns the marks around reasoning, but those of Harmony's messages."""
         return THINK if self.form is None else self.form.think
 
     @property
@@ -176,6 +176,6 @@ class TemplateKind:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What the text of an answer has to show of special tokens, so that it can be taken apart."""
+        """Returns the markers that the text of an answer has to show, so that it can be taken apart."""
         reasoning, form = self.think if self.thinks else (), self.form
         return reasoning if form is None else (*reasoning, form.open, form.close, form.end, *form.marks)

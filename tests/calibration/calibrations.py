@@ -42,6 +42,7 @@ def calibrations(draw: st.DrawFn) -> Calibration:
         up="int4" if sparse else "",
         mlp_inner=draw(arrays((mlps, 3, hidden))) if mlps else None,
         mlp_outer=draw(arrays((mlps, experts, 3))) if mlps else None,
+        mlp_history=draw(arrays((mlps, experts, mlps * experts))) if mlps else None,
         mlp_accuracy=draw(arrays((mlps,), shares)) if mlps else None,
         max_loss=draw(st.floats(0, 1e3)) if bounded else None,
         sparsity=draw(st.floats(0, 0.95)) if bounded else None,

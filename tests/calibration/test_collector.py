@@ -135,8 +135,8 @@ def test_validation_pass_equals_plain_loops(world: World, sequences: int, gated:
     first = world.random.standard_normal((shape.experts, HIDDEN)).astype(np.float32) if gated else None
     mlps = None
     if gated and shape.layers > 1:
-        inner, outer = (1, 7, HIDDEN), (1, shape.experts, 7)
-        mlps = GateMlps(*(world.random.standard_normal(s).astype(np.float32) for s in (inner, outer)))
+        sizes = (1, 7, HIDDEN), (1, shape.experts, 7), (1, shape.experts, shape.experts)
+        mlps = GateMlps(*(world.random.standard_normal(s).astype(np.float32) for s in sizes))
     checker = ValidationPass(shape, world.route, residuals, first, mlps)
     for step in steps:
         world.show(step, checker)
@@ -152,7 +152,10 @@ def test_validation_pass_equals_plain_loops(world: World, sequences: int, gated:
                     corrected = world.named(raw + residuals[layer - 1])
                     hits["residual"][layer] += [e in corrected for e in used]
                     if layer == 1 and mlps is not None:
-                        named = world.named(raw + mlps.logits(1, x[:1])[0])
+                        chosen = world.route((world.gates[0] @ x[0])[None], 0)
+                        history = np.zeros((1, shape.experts), np.float32)
+                        history[0, chosen.experts[0]] = chosen.weights[0]
+                        named = world.named(raw + mlps.logits(1, x[:1], history)[0])
                         hits["mlp"][1] += [e in named for e in used]
                 elif first is not None and place > 0:
                     named = world.named(first @ tokens[place - 1][1][-1])

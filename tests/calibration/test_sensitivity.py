@@ -27,9 +27,8 @@ from pipeline.errors import UsageError
 from pipeline.models.facts import expert_shape
 from pipeline.models.registry import model_spec
 from shm.layout import format_named
-from shm.manifest import StoreManifest
 from shm.segment import unlink
-from shm.store import Store, StoreBuilder
+from shm.store import Store, StoreBuilder, StoreManifest
 
 WITHOUT_EXPERTS = {"mlp_only_layers": [0, 3], "num_hidden_layers": 4}  # before those with, and behind them
 CASES = [

@@ -20,6 +20,7 @@ from pipeline.calibration.trained_gates import (
     train_mlp,
 )
 from pipeline.engine.driver import LayerDecision
+from pipeline.policies.calibration import Trajectory
 from pipeline.policies.view import Gated, ModelShape, Routing, Signals
 
 SHAPE = ModelShape(layers=3, experts=6, tiles=2, top_k=2)
@@ -56,17 +57,34 @@ def rows(number: int, seed: int = 0) -> tuple[FloatArray, FloatArray, FloatArray
 
 def test_what_the_next_gate_lacks_is_learnt() -> None:
     x, ahead, own = rows(1500)
-    inner, outer = train_mlp(x[:1000], ahead[:1000], own[:1000], seed=1)
+    blank = np.zeros((len(x), 4), np.float32)
+    inner, outer, history = train_mlp(x[:1000], blank[:1000], ahead[:1000], own[:1000], seed=1)
     assert (inner.shape, outer.shape) == ((WIDTH, HIDDEN), (SHAPE.experts, WIDTH))
-    mlps = GateMlps(inner[None], outer[None])
-    before, after = (named(a[1000:], own[1000:]) for a in (ahead, ahead + mlps.logits(1, x)))
+    mlps = GateMlps(inner[None], outer[None], history[None])
+    before, after = (named(a[1000:], own[1000:]) for a in (ahead, ahead + mlps.logits(1, x, blank)))
     assert before < 0.6 < 0.7 < after
+
+
+def test_what_only_the_trajectory_says_is_learnt() -> None:
+    """The next layer's experts follow from those of the first layer alone."""
+    random = np.random.default_rng(2)
+    x, ahead = (random.standard_normal((1000, width)).astype(np.float32) for width in (HIDDEN, SHAPE.experts))
+    first, width = random.integers(0, SHAPE.experts, (1000, 1)), 2 * SHAPE.experts
+    trajectory = Trajectory(2, SHAPE.experts)
+    trajectory.add(0, first.astype(np.int32), np.ones(first.shape, np.float32))
+    own = 6 * np.eye(SHAPE.experts, dtype=np.float32)[(first[:, 0] + 1) % SHAPE.experts]
+    parts = train_mlp(x[:800], trajectory.weights[:800], ahead[:800], own[:800], seed=1)
+    assert parts[2].shape == (SHAPE.experts, width)
+    added = GateMlps(*(part[None] for part in parts)).logits(1, x, trajectory.weights)
+    wrong, right = (np.mean(a.argmax(1)[800:] == own.argmax(1)[800:]) for a in (ahead, ahead + added))
+    assert wrong < 0.4 < 0.8 < right
 
 
 def test_the_next_gate_stays_where_nothing_is_better() -> None:
     x, ahead, _ = rows(300)
-    _, outer = train_mlp(x, ahead, ahead, seed=1)
+    _, outer, history = train_mlp(x, x, ahead, ahead, seed=1)
     assert not outer.any()
+    assert not history.any()
 
 
 def step(observer: Any, x: list[FloatArray], own: list[FloatArray], ahead: list[FloatArray]) -> None:
@@ -98,9 +116,9 @@ def test_pairs_are_of_neighbouring_layers_and_the_same_tokens(
 ) -> None:
     seen: list[Any] = []
 
-    def spied(*parts: Any) -> tuple[FloatArray, FloatArray]:
-        seen.append(parts[:4])
-        return np.zeros((1, 1), np.float32), np.zeros((1, 1), np.float32)
+    def spied(*parts: Any) -> list[FloatArray]:
+        seen.append(parts[:5])
+        return [np.zeros((1, 1), np.float32)] * 3
 
     monkeypatch.setattr("pipeline.calibration.trained_gates.train_mlp", spied)
     pairs, taken = GatePairs(SHAPE, every), steps(4, 5)
@@ -108,7 +126,11 @@ def test_pairs_are_of_neighbouring_layers_and_the_same_tokens(
         step(pairs, x, own, ahead)
     pairs.train(7, lambda: None)
     assert len(seen) == predicted_layers(SHAPE) == 2
-    for layer, (x, ahead, own, seed) in enumerate(seen, start=1):
+    chosen = [[router(own).experts for own in s[1]] for s in taken]
+    for layer, (x, trajectory, ahead, own, seed) in enumerate(seen, start=1):
+        before = [np.concatenate([c[at] + at * SHAPE.experts for c in chosen]) for at in range(layer)]
+        ones = [np.flatnonzero(row).tolist() for row in trajectory]
+        assert ones == np.sort(np.concatenate(before, axis=1))[::every].tolist()
         wanted = [np.concatenate([s[part][at] for s in taken])[::every] for part, at in
                   ((0, layer - 1), (2, layer), (1, layer))]  # fmt: skip
         for found, right in zip((x, ahead, own), wanted, strict=True):

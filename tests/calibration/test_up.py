@@ -13,9 +13,8 @@ import pytest
 from pipeline.calibration.observers import up_of
 from shm.expert_math import ExpertMath
 from shm.layout import ExpertShape
-from shm.manifest import StoreManifest
 from shm.segment import unlink
-from shm.store import Store, StoreBuilder
+from shm.store import Store, StoreBuilder, StoreManifest
 
 SHAPE = ExpertShape(layers=2, experts=2, hidden=72, intermediate=40, tile=16)
 UP = np.random.default_rng(0).normal(size=(2, 2, 40, 72)).astype(np.float32)

@@ -32,8 +32,7 @@ from emulated_machines import ROOT, Network, address
 
 from launch.equality import Verdict, rounding_bound
 from launch.runtime import find_engine
-from launch.stress.load import Outcome, Request, ask
-from launch.stress.reference import alone, judge
+from launch.stress.load import Outcome, Request, alone, ask, judge
 from protocol.client import Client
 from protocol.messages import Sampling
 

@@ -19,9 +19,8 @@ from pipeline.cluster.rows import RowCoder
 from pipeline.errors import UsageError
 from pipeline.models.facts import expert_shape, narrowed
 from shm.layout import ExpertShape, Part, StoreLayout, format_named
-from shm.manifest import StoreManifest
 from shm.segment import unlink
-from shm.store import Store, StoreBuilder, store_name
+from shm.store import Store, StoreBuilder, StoreManifest, store_name
 from workers.kernels.c_types import Geometry
 from workers.kernels.native import best
 

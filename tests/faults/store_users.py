@@ -21,8 +21,7 @@ from pathlib import Path
 from shm.errors import SegmentMissing, StoreInvalid
 from shm.layout import ExpertShape
 from shm.locks import StoreLease, build_lock, remove_unused, sweep
-from shm.manifest import StoreManifest
-from shm.store import Store, StoreBuilder, store_name
+from shm.store import Store, StoreBuilder, StoreManifest, store_name
 
 AT_ONCE = 4
 MOST = 5

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +15,6 @@ from waiting import until
 
 from launch.errors import WrongUsage
 from launch.runtime import EngineInfo, RuntimeDir
-from launch.stress import chaos
 from launch.stress.chaos import Chaos, Injector, runtime_of, supervisor_of
 from protocol.errors import EngineGone
 from protocol.messages import VERSION
@@ -69,27 +66,6 @@ def injector(pool: Pool, tmp_path: Path, *kinds: str, rate: float = 200.0, seed:
     return Injector(pool.stats, tmp_path, Chaos(kinds, rate, seed), supervisor=os.getpid())
 
 
-@pytest.mark.parametrize("starting", [False, True])
-async def test_processes_that_are_up_or_in_their_start_are_killed(
-    pool: Pool, tmp_path: Path, starting: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where those in their start are to be hit and there are none left, the others are."""
-    monkeypatch.setattr(chaos, "STARTING_SHARE", 1.0 if starting else 0.0)
-    pool.up = [starting, *[not starting] * 3]
-    files = os.listdir("/proc/self/fd")
-    async with injector(pool, tmp_path, "kill", seed=4) as made:
-        await until(lambda: pool.dead() == [0] * starting + [1, 2, 3] and made.missed > 5)
-    assert os.listdir("/proc/self/fd") == files
-    pids = [child.pid for child in pool.children]
-    order = [pids.index(f.pid) for f in made.faults]
-    assert sorted(order[:3]) == [1, 2, 3] != order[:3]  # at random
-    assert order[3:] == [0] * starting
-    assert {(f.kind, f.role, f.decoding) for f in made.faults} == {("kill", "worker", True)}
-    killed = [child.returncode for child in pool.children if child.returncode]
-    assert killed == [-signal.SIGKILL] * len(order)
-    assert all(0 <= time.perf_counter() - fault.at < 20 for fault in made.faults)
-
-
 @pytest.mark.parametrize("module", ["launch", "workers.expert_worker"])
 async def test_processes_that_are_not_the_engine_s_are_not_signalled(tmp_path: Path, module: str) -> None:
     """Children of the supervisor in no role, and another process's children; whatever the Stats list."""
@@ -114,13 +90,6 @@ async def test_stopped_processes_are_resumed_when_the_block_ends(pool: Pool, tmp
     with pytest.raises(RuntimeError, match="the load failed"):
         await fail()
     assert pool.stopped() == pool.dead() == []
-
-
-async def test_stopped_processes_are_killed_too(pool: Pool, tmp_path: Path) -> None:
-    async with injector(pool, tmp_path, "stop", "kill") as made:
-        await until(lambda: len(pool.dead()) == 4)
-    stopped, killed = ({f.pid for f in made.faults if f.kind == kind} for kind in ("stop", "kill"))
-    assert stopped & killed
 
 
 async def test_kinds_of_faults_follow_from_the_seed_alone(pool: Pool, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def on_disk(tmp_path_factory) -> EngineConfig:
     path = tmp_path_factory.mktemp("shape") / "config.json"
     path.write_text(json.dumps(SHAPE))
     sizes: dict[str, Any] = {"workers": 2, "chunk": 64, "max_sequences": 4, "host_memory": HALF}
-    formats: dict[str, Any] = {"format": "f32", "backbone_dtype": "f32", "context": 512}
+    formats: dict[str, Any] = {"format": "f32", "backbone_dtype": "f32", "context": 512, "speculate": "off"}
     return EngineConfig(model=Path(f"shape:{path}"), device="cpu", policy="all-host", **sizes, **formats)
 
 

@@ -15,8 +15,7 @@ from fork_server import ForkedPython
 from launch.equality import rounding_bound
 from launch.errors import WrongUsage
 from launch.stress.chaos import Chaos, Injector, wait_recovered
-from launch.stress.load import End, Entry, Load, Request, ask, count_strays, run_load
-from launch.stress.reference import compare_all
+from launch.stress.load import End, Entry, Load, Request, ask, compare_all, count_strays, run_load
 from launch.stress.report import StressRun, report
 from pipeline.config import EngineConfig
 from protocol.client import Client

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from chat_styles import CALLED, KIMI, STYLES, Style
 from chat_styles import SCHEMAS as STYLED_SCHEMAS
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipeline.gateway.answers import AFTER_TOOL, ChatRequest, End
 from pipeline.gateway.bodies import ChatBody, MessagesBody, fitting
@@ -66,12 +64,6 @@ XML = TemplateKind(thinks=True, tools=True, calls="xml")
 CALL = ("f", '{"a": 1}')
 
 
-@given(st.lists(st.integers(1, len(TEXT)), max_size=30))
-def test_parts_do_not_depend_on_how_the_text_arrives(places: list[int]) -> None:
-    wanted = [("reasoning", f"I wonder. {JSON_CALL}"), ("content", "Hello "), CALL, CALL]
-    assert read(TEXT, places, JSON) == wanted
-
-
 @pytest.mark.parametrize(
     "written",
     ["{", "[]", '{"name": "g", "arguments": {}}', '{"name": "f", "arguments": "{"}', "[" * 3000, "null"],
@@ -91,10 +83,6 @@ def test_arguments_may_be_written_as_a_string_or_left_out() -> None:
     written = ('{"name": "f", "arguments": "{\\"a\\": 1}"}', '{"name": "f"}')
     text = "".join(f"<tool_call>{call}</tool_call>" for call in written)
     assert read(text, [], JSON) == [CALL, ("f", "{}")]
-
-
-def test_reasoning_that_the_prompt_has_begun() -> None:
-    assert read("so</think>yes", [1], JSON, thinking=True) == [("reasoning", "so"), ("content", "yes")]
 
 
 def test_a_model_without_a_form_is_not_parsed() -> None:

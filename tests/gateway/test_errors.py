@@ -176,17 +176,6 @@ def test_whole_numbers_may_be_written_as_floats_and_null_is_not_given() -> None:
     assert decoded(codecs.BOM_UTF8 + json.dumps(given).encode(), ChatBody, "/v1/chat/completions") == body
 
 
-def test_errors_have_the_shape_of_each_api() -> None:
-    error = ApiError(401, "no", code="invalid_api_key")
-    assert error.body() == {
-        "error": {"message": "no", "type": "authentication_error", "param": None, "code": "invalid_api_key"}
-    }
-    assert error.body(anthropic=True) == {
-        "type": "error",
-        "error": {"type": "authentication_error", "message": "no"},
-    }
-
-
 async def test_a_refused_body_does_not_stay_in_memory(tmp_path: Path) -> None:
     """Until the next collection, which may be a hundred bodies later."""
     app = App(Service(EngineLinks("ipc:///x"), tmp_path), Access(None, "127.0.0.1"))

@@ -16,7 +16,7 @@ from expected_errors import expect_error
 from tiny_families import FAMILIES, tiny_config, tiny_model
 from torch import nn
 
-from launch.cache.entries import scan
+from launch.cache.command import scan
 from pipeline.checkpoint.decoder import decoder_of, experts_used, found_math, without_memory
 from pipeline.errors import ModelError
 from pipeline.generic.describe import describe

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.gpu import registers
 from benchmarks.gpu.registers import ARCHITECTURES
-from launch.cache.entries import scan
+from launch.cache.command import scan
 from workers.cuda import CudaError
 from workers.kernels.cuda import attention, compiler
 from workers.kernels.cuda.compiler import Program

@@ -41,8 +41,6 @@ class StandInEngine:
         self.events: list[Any] = []
         self.refused: dict[str, ProtocolError] = {}
         self.policy, self.runs = "dali", 0
-        self.read: set[Any] = set()  # prompts that are not measured
-        self.measured: set[Any] = set()
 
     async def stats(self) -> dict[str, Any]:
         return {
@@ -60,7 +58,6 @@ class StandInEngine:
 
     def generate(self, **fields: Any) -> Answer:
         self.events.append((len(fields["token_ids"]), fields["max_tokens"]))
-        self.read.add(fields["token_ids"])
         answer = Answer(0, lambda request: None)
         answer.feed(Done(0, "length"))
         return answer
@@ -73,7 +70,6 @@ class StandInEngine:
 
     async def measure(self, prompts: Any, gen_len: int) -> tuple[Run, list[Done]]:
         self.runs += 1
-        self.measured.update(prompts)
         self.events.append(([len(prompt) for prompt in prompts], gen_len))
         return Run(float(self.runs), 0.1, float(self.runs), decode()), []
 
@@ -99,26 +95,6 @@ def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         return found
 
     return bench
-
-
-async def test_each_run_follows_its_policy_and_an_unmeasured_request(bench: Any) -> None:
-    engine = StandInEngine()
-    options = ["--policy", "all-host,on-demand", "--set", "on-demand.placement=first-layers"]
-    found = await bench(engine, *options, *SHORT)
-    host, demand = ("all-host", {}, False), ("on-demand", {"placement": "first-layers"}, False)
-    run = [(64, 64), (64, 64), ([100, 100], 4)]  # as many requests, however short the measured ones are
-    turns = [host, demand, demand, host, host, demand]
-    events = [("all-host", {}, False)]  # the engine has counted enough; the prompts are not counted
-    for policy in turns:
-        events += [policy, *run]
-    assert engine.events == [*events, ("dali", {"a": "b"}, True)]  # as it was
-    first, second = found["policies"]
-    assert first["decode_tok_s"]["runs"] == [4, 5]  # not those of the warm-up, 1 and 2
-    assert second["decode_tok_s"]["runs"] == [3, 6]
-    assert (first["exact"], second["options"]) == (True, {"placement": "first-layers"})
-    assert len(engine.read) == len(engine.measured) == 2
-    assert not {ids[:64] for ids in engine.measured} & engine.read
-    assert found["config"]["warm_up_tokens"] == [64, 64]
 
 
 async def test_every_policy_is_warmed_until_the_slowest_has_settled(bench: Any) -> None:

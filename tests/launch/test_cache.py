@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from engines import run, store_of
 
-from launch.cache.command import DAY, remove, select, table
-from launch.cache.entries import Entry, scan
+from launch.cache.command import DAY, Entry, remove, scan, select, table
 from launch.cli import main
 from pipeline.assets import model_dir
 from pipeline.calibration import cost_cache

@@ -145,14 +145,6 @@ async def test_answer_as_json_and_as_text(
         assert "approximate" in err
 
 
-async def test_ids_are_shown_where_there_is_no_text(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
-    engine = StandInEngine()
-    engine.welcome = replace(WELCOME, has_tokenizer=False)
-    engine.end = Done(0, "stop", stats=dict(STATS))
-    await run_on(engine, generating, monkeypatch, "--prompt-tokens", "1,6")
-    assert capsys.readouterr().out == "5,6\n"
-
-
 @pytest.mark.parametrize(
     ("texts", "end", "error"),
     [

@@ -15,8 +15,7 @@ from hub_home import NAME, RESOLVE, Home
 from hub_server import COMMIT, HubServer, Repository
 
 from launch.errors import WrongUsage
-from launch.hub import is_hub_name, model_folder
-from launch.hub_gguf import choose, gguf_models
+from launch.hub import choose, gguf_models, is_hub_name, model_folder
 from pipeline.errors import ModelError
 from pipeline.models.shapes import is_gguf, short_name
 

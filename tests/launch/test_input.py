@@ -8,7 +8,7 @@ import pytest
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 
-from launch.chat.input import CommandCompleter, history_file, open_history
+from launch.chat.repl import CommandCompleter, history_file, open_history
 from pipeline.policies.presets import PRESETS
 
 

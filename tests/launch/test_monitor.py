@@ -91,20 +91,6 @@ async def test_messages_of_and_about_an_earlier_generation_and_malformed_ones_ch
         assert WorkerDied("worker", 0, 1, True, IDLE) in coordinator.received
 
 
-async def test_exits_before_any_work_end_the_engine_when_too_many_in_a_row(play: Play) -> None:
-    """One between which the worker has computed something begins the count anew."""
-    line = "^the worker 0 exited with code 3, 3 times in a row before it could work; the engine has been s"
-    with pytest.raises(EngineFailed, match=line):  # noqa: PT012 - from the end of the block
-        async with supervisor(FEW) as engine:
-            for generation in range(6):
-                child = await play.spawned("worker", 0, generation)
-                if generation == 2:
-                    await up(play, "worker", 0, 2)
-                    line_of(engine, "worker").tick()
-                child.process.end(3)
-            await asyncio.Future()
-
-
 async def test_crashes_of_workers_that_are_up_but_have_computed_nothing_end_the_engine(play: Play) -> None:
     """So may an import that follows the first answer; kills from outside do not count."""
     with pytest.raises(EngineFailed, match=r"^the worker 0 .* 3 times in a row"):  # noqa: PT012

@@ -11,7 +11,7 @@ import pytest
 
 from launch.terminal import progress
 from launch.terminal.log import LogHandler
-from launch.terminal.progress import ProgressCounter, ProgressDisplay
+from launch.terminal.progress import ProgressDisplay
 
 MB = 10**6
 
@@ -46,24 +46,6 @@ def test_lines_give_the_rate_of_the_stage(monkeypatch, caplog) -> None:
         "encoding, 120.0 MB of 200.0 MB, 20.0 MB/s, 4 s left",
         "encoding, 200.0 MB of 200.0 MB, 18.2 MB/s, 0 s left",
         "writing, 155.0 MB of 200.0 MB, 10.0 MB/s, 4 s left",
-    ]
-
-
-def test_lines_of_a_counter_give_items_and_failures(monkeypatch, caplog) -> None:
-    caplog.set_level(logging.INFO, logger="tandem")
-    now = time.monotonic()
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    with ProgressCounter("stress: under load", 10) as counter:
-        counter.count()
-        now += progress.LINE_INTERVAL
-        counter.count(failed=True)
-        counter.drop(3)
-        counter.start_stage("stress: each alone")
-        now += progress.LINE_INTERVAL
-        counter.count()
-    assert [record.message for record in caplog.records] == [
-        "stress: under load, 2 of 10 done, 1 bad",
-        "stress: each alone, 3 of 7 done, 1 bad",
     ]
 
 

@@ -21,10 +21,11 @@ CONNECT = ("--connect", NAME)
 COORDINATOR = "pipeline.coordinator"
 WAITING = "[tandem] the engine does not answer; waiting for it"
 ANSWERS = "[tandem] the engine answers again"
-# In float32, so that rounding shows in no token; slowly enough to be killed in the middle.
+# In float32, so that rounding shows in no token; slowly enough to be killed in the middle, also where an
+# answer repeats itself.
 ENGINE = (
     *("--name", NAME, "--format", "f32", "--backbone-dtype", "f32"),
-    *("--host-slowdown", "8", "--chunk", "32"),
+    *("--host-slowdown", "48", "--chunk", "32", "--speculate", "off"),
 )
 
 

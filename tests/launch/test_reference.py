@@ -8,8 +8,7 @@ from typing import Any, cast
 import pytest
 
 from launch.equality import Verdict
-from launch.stress.load import End, Outcome, Request
-from launch.stress.reference import Finding, alone, compare_all, judge
+from launch.stress.load import End, Finding, Outcome, Request, alone, compare_all, judge
 from protocol.answer import Answer
 from protocol.client import Client
 from protocol.errors import EngineGone

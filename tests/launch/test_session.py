@@ -6,8 +6,8 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,8 @@ from msgspec.structs import replace
 from rich.console import Console, RenderableType
 from waiting import until
 
-from launch.chat import command
 from launch.chat.conversation import KEYS, Conversation, View, change
 from launch.chat.session import Output, Session, as_typed, parse_line, parse_policy
-from launch.command_line.options import parse
 from launch.errors import AnswerLost, WrongUsage
 from launch.terminal.interrupts import Interrupts
 from protocol.answer import Answer
@@ -301,42 +299,6 @@ async def test_conversation_is_saved_into_a_new_file_and_loaded(tmp_path: Path) 
     ]
     assert (later.conversation.turns, later.conversation.system) == (chat.conversation.turns, "Be brief.")
     await later.refuses("/why", "no answer")
-
-
-@contextmanager
-def stdin_from(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with open(path) as file:
-        monkeypatch.setattr("sys.stdin", file)
-        yield
-
-
-async def test_chat_from_a_pipe_goes_on_after_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    @asynccontextmanager
-    async def client(*_: object) -> AsyncIterator[StandInEngine]:
-        yield engine
-
-    monkeypatch.setattr(command, "reconnecting_client", client)
-    for context, words, most, lines, code, answers in (
-        (1024, "--stop A --stop B --top-p 0.5", 512, "one?\n/set seed=3\ntwo?\n", 0, 2),
-        (100, "", 50, "/retry\none?\n/nothing\n\n/quit\ntwo?\n", 1, 1),
-        (100, "--max-tokens 70 --system Brief.", 70, "/system\none?", 0, 1),
-    ):
-        engine = StandInEngine(replace(WELCOME, context=context, sampling=Sampling(0.25)))
-        (tmp_path / "lines").write_text(lines)
-        with stdin_from(tmp_path / "lines", monkeypatch):
-            options = parse(["chat", *words.split(), "--connect"])
-            assert await command.chat(options, Interrupts()) == code
-        out, err = capsys.readouterr()
-        assert out == "yes.\n" * answers
-        assert err.count("launch.py: ") == 2 * code
-        assert ("Brief." in err) is ("Brief." in words)
-        sent = engine.sent[0]
-        assert sent["max_tokens"] == most
-        assert sent["sampling"].temperature == 0.25  # the model's
-        assert (sent["stop"], sent["sampling"].top_p) == ((("A", "B"), 0.5) if "A" in words else ((), 1.0))
-        assert sent["messages"][-1] == user("one?")
 
 
 async def test_model_without_a_template_cannot_chat() -> None:

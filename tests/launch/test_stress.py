@@ -16,8 +16,7 @@ from waiting import wait_until
 
 from launch.equality import Comparison, Verdict
 from launch.stress.chaos import Chaos, Injector
-from launch.stress.load import End, Load, Outcome, Request, ask
-from launch.stress.reference import Finding, compare_all
+from launch.stress.load import End, Finding, Load, Outcome, Request, ask, compare_all
 from launch.stress.report import ERRORS, StressRun, report, report_parts
 from launch.terminal.tables import print_parts
 from pipeline.config import EngineConfig

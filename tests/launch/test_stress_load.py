@@ -14,8 +14,7 @@ from launch.command_line.options import parse
 from launch.equality import Comparison, Verdict
 from launch.errors import WrongUsage
 from launch.stress import command
-from launch.stress.load import End, Entry, Load, Outcome, Request, ask, count_strays, run_load
-from launch.stress.reference import Finding
+from launch.stress.load import End, Entry, Finding, Load, Outcome, Request, ask, count_strays, run_load
 from launch.stress.report import StressRun, report, report_parts
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.tables import render
@@ -229,32 +228,6 @@ def test_report_of_a_run_that_passed() -> None:
     load = Load([[outcome]], seconds=2.0)
     run = StressRun("s", WELCOME, 0.5, load, findings, leaks_checked=True, finished=True)
     assert render(*report_parts(report(run))) == SNAPSHOT
-
-
-def test_report_counts_each_kind_by_itself() -> None:
-    def outcomes(end: End, number: int, temperature: float = 0.0) -> list[Outcome]:
-        request = Request("r", "p", None, 9, Sampling(temperature))
-        stats = {"kv_reused_tokens": 10, "preemptions": 1}
-        return [Outcome(request, 0.0, [], [], end, 1.0, error="e", stats=stats) for _ in range(number)]
-
-    ends = {End.STOP: 1, End.LENGTH: 2, End.CANCELLED: 4, End.REFUSED: 5, End.FAILED: 6, End.GONE: 7}
-    every = [outcomes(end, number) for end, number in ends.items()]
-    every += [outcomes(End.LOST, 8), outcomes(End.STOP, 9, 1.0)]
-    findings = [Finding("f", Comparison(Verdict.EQUAL))] * 3
-    findings += [Finding("f", Comparison(Verdict.MISMATCH))] * 2
-    findings += [Finding("f", Comparison(Verdict.NEAR_TIE))] * 9
-    load = Load(every, unsent=11, seconds=0.0)
-    found = report(StressRun("s", WELCOME, 0.5, load, findings, ["x"], leaks_checked=True))
-    expected = {
-        **{"completed": 12, "cancelled": 4, "refused": 5, "failures": 13, "lost": 8},
-        **{"requests": 42, "clients": 8, "unsent": 11, "compared": 14, "equal": 3, "near_ties": 9},
-        **{"mismatches": 2, "doubled": 0, "leaks": 1},
-        **{"leaks_checked": True, "finished": False, "passed": False, "tokens": 0, "tok_s": None},
-        **{"kv_reused_tokens": 420, "preemptions": 42, "near_tie_bound": 0.5, "chaos": None, "script": "s"},
-        **{"engine": "e", "model": "m", "device": "cpu", "policy": "all-host", "format": "bf16"},
-    }
-    assert {key: found[key] for key in expected} == expected
-    assert found["first_token_s"] == {"p50": None, "p95": None, "p99": None, "max": None}
 
 
 # --- the command --------------------------------------------------------------------------------------------

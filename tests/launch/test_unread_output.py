@@ -15,12 +15,10 @@ from engines import start
 from scripted_children import ScriptedProcess
 from waiting import until, wait_until
 
-from launch.processes.children import Child
-from launch.processes.output import ChildOutput
+from launch.processes.children import Child, ChildOutput
 from launch.runtime import running_engines
-from launch.terminal import background
-from launch.terminal.background import BackgroundOutput
 from launch.terminal.log import CLEAR, LogHandler
+from launch.terminal.output import BackgroundOutput
 from protocol.sockets import Identity
 from workers.lifetime import DroppingOutput
 
@@ -86,7 +84,7 @@ def test_lines_that_do_not_fit_are_counted_once_the_output_flows(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, writer = pipe
-    monkeypatch.setattr(background, "PATIENCE", 0.001)
+    monkeypatch.setattr("launch.terminal.output.PATIENCE", 0.001)
     output = BackgroundOutput(writer)
     for _ in range(5000):
         output.write(LINE)

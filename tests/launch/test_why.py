@@ -16,8 +16,7 @@ from rich.console import Console, RenderableType
 
 from launch.chat.conversation import Reply
 from launch.chat.repl import LogLines, Screen
-from launch.chat.tables import engine_table, summary
-from launch.chat.why import why_text
+from launch.chat.why import engine_table, summary, why_text
 from launch.errors import WrongUsage
 from launch.terminal.log import CLEAR
 from protocol.messages import VERSION, Done, Welcome

@@ -8,9 +8,8 @@ from typing import Any
 from pipeline.checkpoint.open import Checkpoint
 from pipeline.models.facts import expert_shape
 from shm.layout import Bytes, StoreLayout, format_named
-from shm.manifest import StoreManifest
 from shm.segment import unlink
-from shm.store import Store, StoreBuilder
+from shm.store import Store, StoreBuilder, StoreManifest
 
 
 class Enough(Exception):

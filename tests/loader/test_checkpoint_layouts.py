@@ -175,16 +175,6 @@ def test_transposed_experts_with_alternating_columns(tmp_path, format_name, dtyp
     assert most <= 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("format_name", ["bf16", "f32", "int4"])
-@pytest.mark.parametrize(("fused", "shards"), [(False, 1), (False, 3), (True, 1), (True, 2)])
-def test_dtypes_and_shards_do_not_change_the_store(tmp_path, dtype, format_name, fused, shards):
-    tiny_checkpoint.write(tmp_path, expert_tensors(MIXTRAL, fused, dtype), shards, MIXTRAL, fused)
-    assert store_bytes(Checkpoint(tmp_path), format_name) == expected(
-        MIXTRAL, layout_of(MIXTRAL, format_name)
-    )
-
-
 @pytest.mark.parametrize("format_name", ["bf16", "f32", "int8", "floe-int4"])
 def test_chunk_size_does_not_change_the_bytes(tmp_path, format_name, monkeypatch):
     monkeypatch.setattr(encode, "CHUNK_NUMBERS", 1000)  # 16 rows, or 13 channels

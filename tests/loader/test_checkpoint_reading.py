@@ -16,7 +16,6 @@ import torch
 from filled_store import filled
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_checkpoint import write as write_random
 
 import pipeline
 from pipeline.checkpoint import encode
@@ -89,7 +88,7 @@ from pathlib import Path
 from pipeline.checkpoint.open import Checkpoint
 from pipeline.models.facts import expert_shape
 from shm.layout import format_named
-from shm.manifest import StoreManifest
+from shm.store import StoreManifest
 from shm.store import StoreBuilder
 
 def own():
@@ -121,15 +120,19 @@ print(json.dumps(max(peaks) - before))
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """240 MB of experts in two layers: fused tensors of 80 and 40 MB, a single matrix of 5 MB."""
-    folder = tmp_path_factory.mktemp("large")
     config = tiny_checkpoint.config() | {
         "hidden_size": 1024,
         "intermediate_size": 2560,
         "num_local_experts": 8,
         "num_hidden_layers": 2,
     }
-    write_random(folder, config, fused=True)
-    return folder
+    tensors = {}
+    for layer in range(2):
+        at = f"model.layers.{layer}.mlp.experts"
+        tensors[f"{at}.gate_up_proj"] = torch.ones(8, 5120, 1024, dtype=torch.bfloat16)
+        tensors[f"{at}.down_proj"] = torch.ones(8, 1024, 2560, dtype=torch.bfloat16)
+    folder = tmp_path_factory.mktemp("large")
+    return tiny_checkpoint.write(folder, tensors, settings=config, fused=True)
 
 
 def in_page_cache(path: Path) -> float:

@@ -31,9 +31,8 @@ from pipeline.models.facts import Headers, expert_shape
 from pipeline.models.registry import architecture_of, model_spec
 from shm.codes import Codes
 from shm.layout import ExpertShape, format_named
-from shm.manifest import StoreManifest
 from shm.segment import unlink
-from shm.store import StoreBuilder
+from shm.store import StoreBuilder, StoreManifest
 from workers.kernels.reference import tile_numbers
 
 # Fused, each for itself, joined, transposed, interleaved; with biases; ungated; beside other parts.

@@ -14,9 +14,8 @@ from protocol.codec import decode, encode
 from protocol.messages import VERSION, Progress, Ready, Shutdown
 from protocol.sockets import bind_router, ipc_endpoint
 from shm.locks import StoreLease, build_lock
-from shm.manifest import BUILDING, pack_head
 from shm.segment import byte_size, unlink
-from shm.store import Store, store_name
+from shm.store import BUILDING, Store, pack_head, store_name
 from workers.lifetime import EXIT_PARENT_GONE
 
 

@@ -25,9 +25,8 @@ from pipeline.errors import ModelError
 from pipeline.models.facts import expert_shape
 from pipeline.models.shapes import SHAPES, shape_config, short_name, with_whole_path
 from shm.layout import FORMATS, format_named
-from shm.manifest import StoreManifest
 from shm.segment import unlink
-from shm.store import Store, StoreBuilder, store_name
+from shm.store import Store, StoreBuilder, StoreManifest, store_name
 
 TINY: dict[str, Any] = SHAPES["mixtral-8x7b"] | {
     "hidden_size": 256,

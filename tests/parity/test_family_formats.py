@@ -53,6 +53,7 @@ QUANTIZED = [  # a model, formats of experts and of the rest, workers, tile, pol
     pytest.param(WHOLE_GROUPS, ("int8", "f32"), 2, 128, "on-demand", id="int8"),
     pytest.param(WHOLE_GROUPS, ("int4", "f32"), 3, 64, "all-host", id="int4"),
     pytest.param(WHOLE_GROUPS, ("int4-g128", "f32"), 1, None, "on-demand", id="int4-g128"),
+    pytest.param(WHOLE_GROUPS, ("int2", "f32"), 1, None, "on-demand", id="int2"),
     pytest.param(WHOLE_GROUPS, ("int4", "int4"), 2, 128, "on-demand", id="all-int4"),
     pytest.param(WHOLE_GROUPS, ("int8", "int8"), 1, None, "all-host", id="all-int8", marks=pytest.mark.slow),
 ]

@@ -29,9 +29,8 @@ from pipeline.errors import ModelError
 from pipeline.memory.needs import needs
 from shm.codes import Codes
 from shm.layout import ExpertShape, format_named
-from shm.manifest import StoreManifest
 from shm.segment import unlink
-from shm.store import StoreBuilder
+from shm.store import StoreBuilder, StoreManifest
 
 NORMED: Options = {"norm_topk_prob": True}
 HALF, SHORT = {"dtype": torch.float16}, {"dtype": torch.bfloat16}

@@ -23,9 +23,8 @@ from pipeline.experts.mover import Mover, Wanted
 from pipeline.experts.peers import ExitEvents
 from pipeline.policies.view import Target
 from shm.layout import ExpertShape
-from shm.manifest import StoreManifest
 from shm.segment import unlink
-from shm.store import Store, StoreBuilder, store_name
+from shm.store import Store, StoreBuilder, StoreManifest, store_name
 from workers.copiers import Copier, EmulatedLink
 
 SLOTS = 24

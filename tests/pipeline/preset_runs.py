@@ -51,9 +51,10 @@ class Decided:
     layer: int
     active: list[int]
     cut: list[int]  # of the active experts
+    rows: list[int]  # that use them
 
 
-NOTHING = Decided("decode", 0, [], [])
+NOTHING = Decided("decode", 0, [], [], [])
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,13 @@ class Predicted:
 
 @dataclass(repr=False)
 class PresetRun:
-    """`targets` [L, E]: the experts to keep when the policy was set, after the prompts, and at the end."""
+    """`targets` [L, E]: the experts to keep when the policy was set, after the prompts, and at the end;
+    `kept`: behind each step."""
 
     decided: list[Decided] = field(default_factory=list)
     predicted: list[Predicted] = field(default_factory=list)
     targets: list[IntArray] = field(default_factory=list)
+    kept: list[IntArray] = field(default_factory=list)
     counted: dict[str, Any] = field(default_factory=dict)  # by phase
 
     @property
@@ -112,8 +115,9 @@ class PresetRuns:
 
     def __init__(self, engine: Engine, kv: KVCache, known: Calibration, texts: list[list[int]]) -> None:
         self._engine, self._kv, self._texts = engine, kv, texts
+        self.costs = COSTS
         self.calibration = known
-        self._runs: dict[str, PresetRun] = {}
+        self._runs: dict[tuple[str, Costs], PresetRun] = {}
         self._popularity: NDArray[np.int64] | None = None
         self._phase: Phase = "prefill"
         self._run = PresetRun()
@@ -140,8 +144,9 @@ class PresetRuns:
         patch.setattr(memory, "prefetch", noted)
 
     def read(self, preset: str, **options: str) -> PresetRun:
-        """Read the texts under a preset, each prompt by itself; the same run again for the same options."""
-        key = PolicyRequest(preset, options).label
+        """Read the texts under a preset, each prompt by itself; the same run again for the same options and
+        costs."""
+        key = PolicyRequest(preset, options).label, self.costs
         if key not in self._runs:
             self._runs[key] = self._read(preset, options)
         return self._runs[key]
@@ -152,7 +157,7 @@ class PresetRuns:
         if self._popularity is not None:  # each run begins with the same
             engine.popularity[:] = self._popularity
         policy = make_policy(PolicyRequest(preset, options), 0)
-        engine.set_policy(policy, COSTS, self.calibration)
+        engine.set_policy(policy, self.costs, self.calibration)
         run.targets.append(engine.first.memory.target.copy())
         before = engine.counters.snapshot()
         held = [self._kv.allocate(LENGTH) for _ in self._texts]
@@ -186,11 +191,12 @@ class PresetRuns:
                 decision.layer,
                 active.tolist(),
                 decision.cut[active].tolist(),
+                decision.gated.routing.active.counts.tolist(),
             )
         )
 
     def end(self) -> None:
-        """Nothing is left."""
+        self._run.kept.append(self._engine.first.memory.target.copy())
 
 
 @contextmanager

@@ -63,7 +63,7 @@ def test_batch_has_positions_and_masks_of_each_span(backbone: Backbone) -> None:
     kv = KVCache(backbone.spec, torch.float32, CPU, 1024)
     spans = [span(kv, 4, 1, 2), span(kv, 2, 7), span(kv, 3, 8), span(kv, 0, 5)]
     batch = backbone.batch(spans)
-    assert (batch.rows, batch.single, batch.tokens.tolist()) == (5, False, [1, 2, 7, 8, 5])
+    assert (batch.rows, batch.decodes, batch.tokens.tolist()) == (5, False, [1, 2, 7, 8, 5])
     no, yes = False, True
     two = [[no, no, yes, yes, yes, no], [no, no, no, yes, yes, yes]]
     windowed = [two, None, None, None]  # a single token needs none: it is given the last 3 of its tokens
@@ -75,7 +75,7 @@ def test_batch_has_positions_and_masks_of_each_span(backbone: Backbone) -> None:
     cos, sin = (table[:, 0].numpy() for table in batch.cos_sin)
     np.testing.assert_allclose(cos, np.concatenate((np.cos(expected),) * 2, axis=1), atol=1e-5)
     np.testing.assert_allclose(sin, np.concatenate((-np.sin(expected), np.sin(expected)), axis=1), atol=1e-5)
-    assert backbone.batch(spans[1:]).single
+    assert backbone.batch(spans[1:]).decodes
 
 
 def test_rows_that_need_logits_are_counted_for_each_input(backbone: Backbone) -> None:
@@ -177,7 +177,9 @@ def test_probes_of_an_mlp_are_what_it_adds_to_the_next_gate(backbone: Backbone) 
     hidden = x.numpy().astype(np.float64) @ inner[0].T
     wanted = (hidden / (1 + np.exp(-hidden))) @ outer[0].T
     np.testing.assert_allclose(found.logits(-1, x), wanted, rtol=1e-3, atol=1e-3)
-    np.testing.assert_allclose(GateMlps(inner, outer).logits(1, x.numpy()), wanted, rtol=1e-3, atol=1e-3)
+    history, seen = np.ones((1, 4, 4), np.float32), np.eye(3, 4, dtype=np.float32)
+    added = GateMlps(inner, outer, history).logits(1, x.numpy(), seen)
+    np.testing.assert_allclose(added, wanted + 1, rtol=1e-3, atol=1e-3)
     with pytest.raises(PlanError, match="trained gate -2 needs a calibration"):
         found.logits(-2, x)
 

@@ -3,7 +3,9 @@ masks or without any."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,8 +18,10 @@ from waiting import wait_until
 from pipeline.arrays import FloatArray
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import KVCache
+from pipeline.calibration.observers import StepObserver
 from pipeline.checkpoint.open import open_model
 from pipeline.counters import difference
+from pipeline.engine.driver import LayerDecision
 from pipeline.experts.division import Share
 from pipeline.models.facts import expert_shape
 from pipeline.policies.calibration import Calibration
@@ -25,7 +29,7 @@ from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from shm.layout import format_named
-from shm.mask import Mask
+from shm.mask import DENSE, Mask
 
 FORMAT = "floe-u8-int8"
 COSTS = Costs(rows=(1,), host=(1.0,), device=(0.1,), link=0.5, round_trip=0.1)
@@ -96,6 +100,22 @@ def test_masks_leave_out_the_same_on_both_sides(run: Run, preset: str) -> None:
         assert counted["fetched_tiles"] == 0
 
 
+@pytest.mark.parametrize("preset", ["fiddler", "dali"])
+def test_plans_go_by_kept_channels(run: Run, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they move to the device are channels, where a whole expert would take longer than its host."""
+    monkeypatch.setattr(sys.modules[__name__], "COSTS", replace(COSTS, link=1.1))
+    options = {"sparsity": "0.5", "placement": "popular"} | (
+        {"prediction": "none"} if preset == "dali" else {}
+    )
+    wanted, _ = run("floe-host", sparsity="0.5")
+    found, counted = run(preset, **options)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    assert counted["channels"]["moved"] > 0
+    dense, whole = run(preset, **options | {"sparsity": "0"})
+    assert whole["host_tiles"] > counted["host_tiles"]
+    np.testing.assert_allclose(dense, run("all-host")[0], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("fault_at", [2, 9])
 def test_prefetcher_that_exits_while_it_gathers_changes_nothing(run: Run, fault_at: int) -> None:
     wanted, _ = run("floe", sparsity="0.5")
@@ -151,3 +171,31 @@ def test_an_mlp_of_the_calibration_corrects_the_next_gate(
         run("floe", sparsity="0.5", pause="0", placement="empty", known=known)
         last = {shape.experts - 2, shape.experts - 1}
         assert all(set(experts) == last for layer, experts in named if layer == 1) == corrected
+
+
+def test_the_trajectory_of_a_token_is_part_of_its_prediction(
+    run: Run, named: list[tuple[int, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of layer 1 that expert is named that had most of the token's weight in layer 0, if the MLP says so."""
+    shape, hidden = run.engine.shape, run.engine.layout.shape.hidden
+    history = np.where(np.eye(shape.experts) > 0, 1e6, 0).astype(np.float32)[None]
+    known = plain_calibration(
+        *(shape.layers, shape.experts, hidden),
+        accuracy=0.5,
+        mlp_inner=np.zeros((1, 1, hidden), np.float32),
+        mlp_outer=np.zeros((1, shape.experts, 1), np.float32),
+        mlp_history=history,
+        mlp_accuracy=np.ones(1, np.float32),
+    )
+    used = list[list[int]]()
+
+    class First(StepObserver):
+        def layer(self, decision: LayerDecision[object], x: FloatArray) -> None:
+            if not decision.layer and decision.mask != DENSE:
+                active = decision.gated.routing.active
+                used.append([int(active.experts[active.weights.argmax()])])
+
+    monkeypatch.setattr(run.engine, "observers", [First(run.engine.shape)])
+    run("floe", sparsity="0.5", pause="0", placement="empty", known=known)
+    assert used
+    assert [experts for layer, experts in named if layer == 1] == used

@@ -226,6 +226,8 @@ def test_stats_are_of_the_first_admission_and_of_each_phase(clock: Clock) -> Non
         "prompt_tokens": 5,
         "kv_reused_tokens": 2,
         "decode_tokens": 2,
+        "guessed_tokens": 0,
+        "accepted_tokens": 0,
         "queued_s": 2.0,
         "prefill_s": 2.0,
         "decode_s": 0.5,

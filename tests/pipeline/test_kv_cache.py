@@ -183,7 +183,7 @@ def test_table_has_a_line_for_each_block_of_the_rows(cache) -> None:
     first, second = cache.allocate(65), cache.allocate(128)
     first.advance(64)
     second.advance(7)
-    table = table_of([first, second], [3, 4], [0, 7], rows=4)
+    table = table_of([(first, 64), (second, 7)], [3, 4], [0, 7], rows=4)
     assert table[:BLOCKS].tolist() == [[3, 4, 0, 0], [0, 7, 0, 0], [64, 7, -1, -1]]
     assert POSITIONS == 2
     assert table[BLOCKS:, :2].tolist() == [[0, 2], [1, 0]]

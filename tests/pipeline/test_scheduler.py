@@ -44,6 +44,7 @@ class Harness:
         decoder=None,
         ask=print,
         clock=lambda: 0.0,
+        speculate="off",
     ) -> None:
         self.sent: list[tuple[bytes, object]] = []
         self.batches: list[int] = []  # messages that were sent together
@@ -66,6 +67,7 @@ class Harness:
             send=self._send,
             congested=self.slow.__contains__,
             suspects=Suspects(cast(ControlSegment, SimpleNamespace(requests=[])), {}),
+            speculate=speculate,
             clock=clock,
         )
 

@@ -200,11 +200,16 @@ class Machine:
         self.driver.view = replace(self.driver.view, router=view.router)
         return self._decision
 
+    def read_before(self, layer: int, probes: Sequence[int]) -> Signals:
+        assert all(layer < probe < self.given.shape.layers for probe in probes)
+        self._asked, self._computed = "read_before", layer
+        return Signals(None, {probe: 0.5 * self._logits for probe in probes})
+
     def read(self, layer: int, probes: Sequence[int], own: bool) -> Signals:
         layers, rows = self.given.shape.layers, len(self._logits)
         assert all(layer < p < layers or (p, layer) == (0, layers - 1) for p in probes)
         assert len(set(probes)) == len(probes)
-        self._asked = "read"
+        self._asked, self._computed = "read", layer
         probed = {probe: self.logits(rows) + 0.5 * self._logits for probe in probes}
         return Signals(self._logits if own else None, probed)
 
@@ -241,7 +246,7 @@ class Machine:
         return f"layer {layer}"
 
     def prefetch(self, targets: Sequence[Target], no_room: int) -> None:
-        self._next("begin begin_early", "prefetch")
+        self._next("read_before begin begin_early", "prefetch")
         assert self.driver.view.prefetching
         fetched = [t for t in targets if t.tiles > self.target[t.layer, t.expert]]
         evicted = [t for t in targets if t.tiles < self.target[t.layer, t.expert]]
@@ -249,7 +254,7 @@ class Machine:
         if self.driver.policy.name != "tandem":  # which fetches and evicts single tiles
             assert all(t.tiles == self.given.shape.tiles for t in fetched)
             assert not any(t.tiles for t in evicted)
-        assert all(t.layer != self._decision.layer for t in evicted)
+        assert all(t.layer != self._computed for t in evicted)
         self.predicted += len(fetched)
         self.wanted += len(fetched) + no_room
         self.apply(targets)

@@ -31,6 +31,8 @@ VARIANTS = [
     PolicyRequest("dali", {"window": "1"}),
     PolicyRequest("dali", {"prediction": "none"}),
     PolicyRequest("bandwidth-split", {"replacement": "lru", "prediction": "next-gate"}),
+    PolicyRequest("moepic", {"prediction": "before-attention"}),
+    PolicyRequest("dali", {"replacement": "score", "prediction": "before-attention"}),
     PolicyRequest("adapmoe", {"sizes": "even", "gate": "own"}),
     PolicyRequest("adapmoe", {"placement": "first-layers"}),
     PolicyRequest("dali", {"gate": "pre-gated"}),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.chat.input import history_file
+from launch.chat.repl import history_file
 from protocol.program import user_folder
 
 

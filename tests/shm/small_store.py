@@ -12,8 +12,7 @@ import numpy as np
 import shm
 from shm.disk_cache import CacheWriter
 from shm.layout import ExpertShape
-from shm.manifest import StoreManifest
-from shm.store import Store, StoreBuilder, store_name
+from shm.store import Store, StoreBuilder, StoreManifest, store_name
 
 ROOT = Path(shm.__file__).parent.parent  # where child processes find the packages
 SHAPE = ExpertShape(layers=2, experts=3, hidden=48, intermediate=100, tile=16)

@@ -14,9 +14,8 @@ from small_store import SHAPE, build, file_of, fill, running, write_cache
 from shm import disk_cache
 from shm.disk_cache import CachedStore, CacheWriter, sweep_cache
 from shm.errors import StoreInvalid
-from shm.manifest import StoreManifest
 from shm.segment import unlink
-from shm.store import Store, StoreBuilder, store_name
+from shm.store import Store, StoreBuilder, StoreManifest, store_name
 
 
 @pytest.fixture
@@ -129,7 +128,7 @@ from pathlib import Path
 sys.path.insert(0, "tests/shm")
 from small_store import SHAPE, fill
 from shm.disk_cache import CacheWriter
-from shm.manifest import StoreManifest
+from shm.store import StoreManifest
 from shm.store import StoreBuilder, store_name
 fingerprint, folder = sys.argv[1], Path(sys.argv[2])
 manifest = StoreManifest(fingerprint, SHAPE, "bf16", "/models/tiny")

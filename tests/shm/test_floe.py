@@ -16,9 +16,8 @@ from small_store import write_cache
 from shm.disk_cache import CachedStore
 from shm.floe import FLOE_FORMATS, FloeFormat
 from shm.layout import NO_HEAD, ExpertShape, Float32
-from shm.manifest import StoreManifest
 from shm.segment import unlink
-from shm.store import Store, StoreBuilder
+from shm.store import Store, StoreBuilder, StoreManifest
 
 formats = st.sampled_from(FLOE_FORMATS)
 seeds = st.integers(0, 2**32 - 1)

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from shm.formats import F32
 from shm.layout import FORMATS, PAGE, ExpertShape, StoreLayout
-from shm.manifest import StoreManifest
 from shm.numa import interleave, kernel_mbind, node_of, spans
 from shm.segment import SHM_FOLDER
-from shm.store import Store, StoreBuilder
+from shm.store import Store, StoreBuilder, StoreManifest
 
 START = 2 * PAGE
 

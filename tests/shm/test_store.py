@@ -13,18 +13,20 @@ from small_store import SHAPE, build, file_of, fill
 
 from shm.errors import SegmentMissing, StoreInvalid
 from shm.layout import PAGE
-from shm.manifest import (
+from shm.segment import Segment
+from shm.store import (
     BUILDING,
     MAX_MANIFEST,
     READY,
     STATE_OFFSET,
+    Store,
+    StoreBuilder,
     StoreManifest,
     pack_head,
     read_head,
     store_bytes,
+    store_name,
 )
-from shm.segment import Segment
-from shm.store import Store, StoreBuilder, store_name
 
 
 def test_a_store_gives_back_what_was_built(fingerprint):

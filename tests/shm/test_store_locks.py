@@ -12,15 +12,14 @@ from small_store import SHAPE, build, file_of, running
 
 from shm.errors import SegmentMissing
 from shm.locks import StoreLease, build_folder, build_lock, remove_unused, sweep
-from shm.manifest import BUILDING, StoreManifest, pack_head
-from shm.store import STORE_SPACE, Store, store_name, store_segments
+from shm.store import BUILDING, STORE_SPACE, Store, StoreManifest, pack_head, store_name, store_segments
 
 RACER = """
 import sys, time
 from shm.errors import SegmentMissing
 from shm.layout import ExpertShape
 from shm.locks import build_lock
-from shm.manifest import StoreManifest
+from shm.store import StoreManifest
 from shm.store import Store, StoreBuilder, store_name, store_segments
 fingerprint = sys.argv[1]
 print("up", flush=True)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
+from math import inf
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,19 +74,42 @@ def test_sequences_prefetches_what_the_most_similar_earlier_text_used() -> None:
     assert decode["predicted_tiles"] == decode["useful_tiles"] > 0
 
 
+def test_edge_moe_prefetches_what_followed_the_present_experts() -> None:
+    """Of layer 1 expert 3 follows 0 of layer 0, and 4 follows 1, in turn."""
+    steps = scripted_steps(HEADER, [[[0], [3]], [[1], [4]]] * 12)
+    text, costs = DividedText(steps, 12, np.ones((2, 5), np.int64)), replace(COSTS, link=0.5)
+    decode = text.replay(HEADER, policy_of("mixtral-offloading+edge-moe", text), costs, 4).measured["decode"]
+    assert decode["useful_tiles"] == decode["predicted_tiles"] > 0
+
+
+@pytest.mark.parametrize(("link", "on_host"), [(100.0, 4), (0.1, 0)])
+def test_lightning_divides_by_a_share_that_was_planned_before(link: float, on_host: int) -> None:
+    text = text_of([[[0], [2]], [[1], [3]]])
+    policy = policy_of("fiddler+lightning:placement=empty", text)
+    outcome = text.replay(HEADER, policy, replace(COSTS, link=link), 0)
+    assert outcome.decode.host_tiles == on_host
+
+
 @pytest.mark.parametrize(
-    ("paper", "ours", "open_", "verdict"),
+    ("paper", "ours", "claimed", "verdict"),
     [
-        ((1.35,), [1.3, 1.45], False, "reproduced"),
-        ((1.35,), [1.3, 1.1], False, "in part"),
-        ((1.35,), [1.1], False, "in part"),
-        ((1.35,), [0.9], False, "**not reproduced**"),
-        ((1.35,), [1.3, 0.9], True, "undecidable"),
-        ((1.35,), [], False, "undecidable"),
-        ((1.2, 1.4), [1.1, 1.5], False, "reproduced"),
+        ((1.35,), [1.3, 1.45], {}, "reproduced"),
+        ((1.35,), [1.3, 1.1], {}, "in part"),
+        ((1.35,), [1.3, 0.9], {}, "mixed"),
+        ((1.35,), [0.9], {}, "**not reproduced**"),
+        ((1.35,), [1.3, 0.9], {"open": True}, "undecidable"),
+        ((1.35,), [0.9, 2.5], {"open": True}, "undecidable"),
+        ((1.35,), [1.1, 1.15], {"open": True}, "in part"),
+        ((1.35,), [], {}, "undecidable"),
+        ((1.2, 1.4), [1.1, 1.5], {}, "reproduced"),
+        ((1.0, inf), [1.2, 1.0], {}, "mixed"),
+        ((-inf, 1.0), [0.9, 0.3], {}, "reproduced"),
+        ((0.1,), [0.03, 0.01], {"unit": "gain"}, "in part"),
+        ((0.1,), [0.03, -0.01], {"unit": "gain"}, "mixed"),
+        ((1.0,), [0.5], {"unit": "%"}, "**not reproduced**"),
     ],
 )
 def test_verdict_follows_from_the_figures(
-    paper: tuple[float, ...], ours: list[float], open_: bool, verdict: str
+    paper: tuple[float, ...], ours: list[float], claimed: dict[str, Any], verdict: str
 ) -> None:
-    assert Claim("headline", paper, ours, "", open=open_).verdict == verdict
+    assert Claim("headline", paper, ours, "", **claimed).verdict == verdict

@@ -10,7 +10,7 @@ from replay_cases import COSTS, moved, preset, run, took
 from trace_files import drawn_steps, make_header
 
 from pipeline.policies.view import ModelShape
-from pipeline.replay.machine import RIGHTS, Replay, right_at
+from pipeline.replay.machine import CHANNELS, RIGHTS, Replay, right_at
 
 SHAPE = ModelShape(layers=2, experts=4, tiles=4, top_k=1)
 PLAIN = make_header(SHAPE)
@@ -84,3 +84,16 @@ def test_the_more_channels_are_left_out_the_fewer_predictions_are_right() -> Non
     shares = [right_at(sparsity) for sparsity in np.linspace(0, 0.9, 10)]
     assert shares == sorted(shares, reverse=True)
     assert right_at(0.95) <= right_at(0.9)
+
+
+@pytest.mark.parametrize("name", ["fiddler", "dali", "tandem"])
+def test_plans_go_by_kept_channels(name: str) -> None:
+    """A whole tile crosses the link in 5, a quarter of its channels in 1.25: less than the host takes."""
+    costs, moves = replace(COSTS, host=(4.0,), device=(0.5,)), {}
+    for sparsity in ("0", "0.75"):
+        policy = preset(name, sparsity=sparsity, **({"prediction": "none"} if name == "dali" else {}))
+        _, outcome = run(HEADER, policy, [[[0], [1]], [[2], [0]]], costs=costs, capacity=0)
+        moves[sparsity] = outcome.decode.channels.moved / CHANNELS
+        assert outcome.decode.fetched_tiles == 0 or sparsity == "0"
+    assert moves["0"] == 0
+    assert moves["0.75"] > 0

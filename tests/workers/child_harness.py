@@ -25,9 +25,8 @@ from protocol.messages import Failed, Ready, Shutdown
 from protocol.sockets import Identity, bind_router, ipc_endpoint
 from shm.control import ControlSegment
 from shm.layout import ExpertShape, Float32
-from shm.manifest import StoreManifest
 from shm.segment import unlink
-from shm.store import StoreBuilder, store_name
+from shm.store import StoreBuilder, StoreManifest, store_name
 from workers.lifetime import pack_config
 
 ROOT = Path(workers.__file__).parent.parent  # where child processes find the packages

@@ -21,7 +21,7 @@ from shm.layout import BlockFormat, Bytes, ExpertShape, Float32, StoreLayout, fo
 Float64 = NDArray[np.float64]
 UNIT = 2.0**-24  # the most that float32 changes a number by rounding it, relative to it
 TINY = 2.0**-126  # the most that it loses where numbers become too small for it
-QUANTIZED = ("int8", "int4", "int4-g128")
+QUANTIZED = ("int8", "int4", "int4-g128", "int2")
 OF_FILES = ("q4_0", "q8_0", "mxfp4", "nvfp4", "int4-f16-g32", "int4-f16", "int4-f16-g128")
 BLOCKS = (*QUANTIZED, *OF_FILES)
 KINDS = {
@@ -240,7 +240,9 @@ class Matrix:
         if format.bits == 8:
             q = rest.transpose(0, 3, 1, 2, 4)
         else:
-            q = np.stack((rest & 15, rest >> 4), axis=3).transpose(0, 4, 1, 2, 3, 5)
+            shifts = range(0, 8, format.bits)
+            q = np.stack([rest >> shift & 2**format.bits - 1 for shift in shifts], axis=3)
+            q = q.transpose(0, 4, 1, 2, 3, 5)
         q = q.reshape(*q.shape[:2], -1, format.group)  # [blocks, lane, groups, inputs]
         in_groups = (len(blocks), -1, 16)
         scale: NDArray[Any]

@@ -56,7 +56,7 @@ def works(draw: st.DrawFn) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("name", ["f32", "bf16", "fp8", "int8", "int4", "int4-g128"])
+@pytest.mark.parametrize("name", ["f32", "bf16", "fp8", "int8", "int4", "int4-g128", "int2"])
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(work=works(), kind=st.sampled_from(["swiglu", "clamped", "relu2 biases"]))
 def test_work_has_the_same_bits_as_tile_by_tile(library, threads, name, work, kind) -> None:
