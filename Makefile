@@ -51,7 +51,8 @@ survey: $(TEST_TOOLS)
 test-wheel: $(TEST_TOOLS)
 	echo "from a wheel ..." && .ci/wheel $(BIN)/python
 
-# Everything that only a GPU can show, as archives in the folder gpu-report: half an hour at most, no network.
+# Everything that only a GPU can show, as archives in the folder gpu-report: half an hour at most, and no network once the
+# tools are there (docs/kernels.md has the way without any).
 gpu: $(TEST_TOOLS)
 	exec $(BIN)/python -m benchmarks.gpu
 

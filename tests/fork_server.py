@@ -32,6 +32,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -56,6 +57,7 @@ PRELOADED = (
     *(f"launch.{name}" for name in ("calibrate", "generate", "score", "serve", "bench.replay")),
     *(f"launch.{name}.command" for name in ("chat", "stress", "bench", "doctor", "cache")),
 )
+EXIT_AT = "TESTED_EXIT_AT"  # variable: see `_exit_at_steps`
 READ_AT_START = ("PYTHON", "LC_", "LANG", "TORCH")  # variables that a forked process cannot change
 HUB = ("HF_", "huggingface_hub")  # variables that this package reads when it is imported
 SETTINGS = {  # numerical libraries read these once, so every engine process has the same
@@ -269,6 +271,8 @@ def _run(request: dict[str, Any], descriptors: list[int], connection: socket.soc
         connection.send(str(os.getpid()).encode())
         _take_over(request, descriptors, own)
         if own is None:
+            if place := os.environ.get(EXIT_AT):
+                _exit_at_steps(Path(place))
             importlib.import_module("workers.child").main()
         else:
             ForkServer(own).install()
@@ -294,6 +298,33 @@ def _run(request: dict[str, Any], descriptors: list[int], connection: socket.soc
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         os._exit(code)
+
+
+def _exit_at_steps(place: Path) -> None:
+    """Let this process kill itself before or after a step, as soon as the file `place` says so: with the
+    step's line, "module:Class:method before". The steps are the lines of the file .steps beside it. The
+    first process that reads it removes it."""
+    for step in place.with_suffix(".steps").read_text().splitlines():
+        module, owner, method = step.split(":")
+        _may_exit(getattr(importlib.import_module(module), owner), method, step, place)
+
+
+def _may_exit(owner: Any, method: str, step: str, place: Path) -> None:
+    works = getattr(owner, method)
+
+    def exits(when: str) -> None:
+        with suppress(FileNotFoundError):
+            if place.read_text() == f"{step} {when}":
+                place.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def stepping(*arguments: Any, **options: Any) -> Any:
+        exits("before")
+        answer = works(*arguments, **options)
+        exits("after")
+        return answer
+
+    setattr(owner, method, stepping)
 
 
 def _run_python() -> None:

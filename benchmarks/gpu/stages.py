@@ -35,7 +35,7 @@ def bench(shape: str) -> tuple[str, ...]:
     return launch("bench", *model.split(), *ALL.split(), *LENGTHS.split())
 
 
-ALL = "--policy all-host,on-demand,layerwise,fiddler,tandem --sweep cache=0.25,0.5,1"
+ALL = "--policy all-host,on-demand,layerwise,fiddler,tandem,cache --sweep cache=0.25,0.5,1"
 LENGTHS = "--prompt-len 64 --gen-len 32 --rounds 2 --ppl-tokens 0"
 # A build that has not made the kernels' libraries fails.
 BUILD = '"$0" setup.py build_ext --inplace && "$0" -c "$1"'
@@ -72,7 +72,7 @@ STAGES = (
     Stage("facts", "machine", ("nvidia-smi", "-q"), 10),
     Stage("facts", "links", ("nvidia-smi", "topo", "-m"), 5),
     Stage(
-        "facts", "compiler", module("benchmarks.gpu.registers", "--format", "int4"), 40, gpu=False, table=True
+        "facts", "compiler", module("benchmarks.gpu.registers", "--format", "int4"), 35, gpu=False, table=True
     ),
     Stage("primitives", "kernels", module("benchmarks.gpu.kernels", "--out", FIGURES), 110, table=True),
     *(

@@ -107,10 +107,12 @@ class StagedLayers:
         return self._layers.embed()
 
     def before(self, layer: int, h: Tensor, probes: Sequence[int]) -> tuple[Tensor, Sequence[FloatArray]]:
-        return self._layers.before(layer, self._moved(layer, h), probes)
+        h = self._moved(layer, h)  # first, since it may begin the next stage's layers
+        return self._layers.before(layer, h, probes)
 
     def attend(self, layer: int, h: Tensor, own: bool, probes: Sequence[int]) -> Attended:
-        return self._layers.attend(layer, self._moved(layer, h), own, probes)
+        h = self._moved(layer, h)
+        return self._layers.attend(layer, h, own, probes)
 
     def _moved(self, layer: int, h: Tensor) -> Tensor:
         """h on the device of this layer."""
