@@ -15,6 +15,7 @@ from launch.connect import reconnecting_client
 from launch.errors import AnswerLost, WrongUsage
 from launch.terminal.format import count
 from launch.terminal.interrupts import Interrupts, Lines
+from launch.terminal.log import notice
 from launch.terminal.output import print_json, show
 from pipeline.assets import model_dir
 from protocol.answer import Answer
@@ -33,6 +34,7 @@ async def generate(options: Options, interrupts: Interrupts) -> int:
     async with reconnecting_client(options, interrupts) as client:
         recommended = client.welcome.sampling if "chat" in options.written else Sampling()
         answer = client.generate(**_prompt(options, text, client), **answer_settings(options, recommended))
+        answer.on_waiting = lambda why: notice(f"waiting for {why}")
         tokens: list[Token] = []
         as_json = "json" in options.written
         try:

@@ -52,11 +52,13 @@ from shm.errors import (
 )
 from shm.layout import Bytes, format_named, part_of
 from shm.locks import build_lock, remove_unused, sweep
-from shm.segment import byte_size, check_space, unlink
+from shm.segment import byte_size, check_space, free_space, unlink
 from shm.store import Store, StoreBuilder, StoreManifest, own_fingerprint, store_bytes, store_name
 
 ROLE = "loader"
 PROGRESS_SECONDS = 0.1
+# Of what is free, beside a budget that may shrink: the segments of who uses the store.
+LEFT_SHARE, LEFT_BYTES = 16, 1 << 24
 DELIVERY_MS = 10_000  # for the last message: a store in memory is attached before the socket is connected
 log = logging.getLogger(ROLE)
 
@@ -120,6 +122,7 @@ class Loading:
         self.cache_folder = Path(config["cache_dir"])
         self.in_file = self.manifest  # of the file in the disk cache
         self.budget: int | None = config.get("host_memory")  # bytes of experts in memory, of a partial store
+        self.least: int | None = None  # bytes to which the budget may shrink; None: not at all
         if self.budget is not None:
             path = store_path(self.cache_folder, self.fingerprint)
             self.fingerprint = own_fingerprint(self.fingerprint, Path(config["runtime"]))
@@ -210,11 +213,25 @@ class Loading:
         for name in sweep():
             log.warning(f"removed the unused store {name}")
         partial = self.budget is not None
+        if self.budget is not None and self.least is not None:
+            self.budget = self._shrunk(self.budget, self.least)
         check_space(self.size if self.budget is None else self.budget, self.reserve)
         allocating = self.control.stage("allocating", self.size)
         builder = StoreBuilder.create(self.name, self.manifest, allocating, self.nodes, partial)
         self.notes = builder.notes
         return builder
+
+    def _shrunk(self, budget: int, least: int) -> int:
+        """Returns what of a budget is free now. Raises NotEnoughMemory for less than `least`."""
+        free = free_space(self.reserve)
+        free = max(0, free - free // LEFT_SHARE - LEFT_BYTES)
+        if min(budget, least) > free:
+            raise NotEnoughMemory(
+                f"experts read from disk need {byte_size(least)} of memory, and {byte_size(free)} are free"
+            )
+        if free < budget:
+            log.warning(f"of the {byte_size(budget)} meant for experts {byte_size(free)} are free")
+        return min(budget, free)
 
     def _from_cache(self) -> bool:
         """Fill the store from the disk cache; False where it has no valid file."""

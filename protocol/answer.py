@@ -11,7 +11,7 @@ from msgspec import structs
 
 from protocol.connection import ConnectOptions, Link
 from protocol.errors import ProtocolError, RequestFailed
-from protocol.messages import Done, Error, Queued, Score, Scores, Token, Welcome
+from protocol.messages import Done, Error, Queued, Score, Scores, Token, Waiting, Welcome
 
 SCORES_HWM = 4  # blocks of Scores that may wait to be read
 
@@ -40,6 +40,8 @@ class Answer:
         self.done: Done | None = None  # set on arrival, even if tokens before it are still unread
         self.on_queued: Callable[[int], None] | None = None
         """Called in the event loop with the request's position while it is queued: 1 is the next."""
+        self.on_waiting: Callable[[str], None] | None = None
+        """Called in the event loop with the machine that this waits for, and why; a token ends that."""
         self._cancel = cancel
         self._tokens: list[Token] = []
         self._failure: ProtocolError | None = None
@@ -86,12 +88,16 @@ class Answer:
     def _over(self) -> bool:
         return self.done is not None or self._failure is not None
 
-    def feed(self, message: Queued | Token | Done | ProtocolError) -> None:
+    def feed(self, message: Queued | Waiting | Token | Done | ProtocolError) -> None:
         """Gives the client's receiver the next message of this request, or the error that ended it."""
         match message:
             case Queued():
                 if self.on_queued is not None:
                     asyncio.get_running_loop().call_soon(self.on_queued, message.position)
+                return
+            case Waiting():
+                if self.on_waiting is not None:
+                    asyncio.get_running_loop().call_soon(self.on_waiting, message.why)
                 return
             case Token():
                 self._tokens.append(message)

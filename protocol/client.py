@@ -49,6 +49,7 @@ from protocol.messages import (
     Token,
     Tokenize,
     Tokenized,
+    Waiting,
     Welcome,
 )
 
@@ -260,7 +261,9 @@ class Client:
                 if self.on_policy is not None:
                     # The event loop reports an error in a callback; it must not end this receiver.
                     asyncio.get_running_loop().call_soon(self.on_policy, message)
-            case Token(request=request) | Queued(request=request) if pending := self._answers.get(request):
+            case Token(request=request) | Queued(request=request) | Waiting(request=request) if (
+                pending := self._answers.get(request)
+            ):
                 pending.answer.feed(message)
             case Done(request=request) if pending := self._answers.pop(request, None):
                 pending.answer.feed(message)
@@ -287,7 +290,7 @@ class Client:
                 self._replies[request].resolve(RequestFailed(text, usage=True))
             case Done(request=request) | Calibrated(request=request) if request in self._cancelled:
                 self._cancelled.remove(request)
-            case Token() | Done() | Queued() | Calibrated():
+            case Token() | Done() | Queued() | Waiting() | Calibrated():
                 self.strays += 1
 
     def _on_lost(self, lost: ProtocolError) -> None:

@@ -39,7 +39,7 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True):
 
 Kind = TypeVar("Kind", bound=type[Record])
 TAGS: dict[int, type[Record]] = {}
-VERSION = 13
+VERSION = 14
 MAX_TOKENS = 128  # of an answer, where a request does not say
 CALIBRATION_TOKENS = 8192  # the same of a calibration
 SAY_HELLO = "say Hello first"  # the text of the Error that answers a peer without a Welcome
@@ -136,7 +136,7 @@ class Welcome(Record, frozen=True):
 class Generate(Record, frozen=True):
     """Request an answer. Exactly one of `prompt`, `token_ids`, `messages` is given.
 
-    The coordinator answers any number of Queued and Token and then exactly one Done with the same `request`.
+    The coordinator answers any number of Queued, Waiting and Token, then one Done with the same `request`.
     `request` is the client's own number, unique among its unfinished requests. With `reuse` only those tokens
     are computed that follow the longest prefix in common with the client's other requests, running or ended;
     without it all are, and nothing of it is kept. The end of a client's connection frees what was kept.
@@ -183,6 +183,15 @@ class Queued(Record, frozen=True):
 
     request: Int
     position: Int  # 1: the next to be admitted
+
+
+@message(23)
+class Waiting(Record, frozen=True):
+    """The step of a request waits for another machine, and `why`. Sent when it has waited for some seconds,
+    and now and then; the next Token says that it goes on."""
+
+    request: Int
+    why: str
 
 
 @message(4)

@@ -261,6 +261,11 @@ def total_memory() -> int:
     return total if limit is None else min(total, limit)
 
 
+def free_space(reserve: int) -> int:
+    """Bytes that /dev/shm and the available memory less `reserve` bytes both have; at least 0."""
+    return max(0, min(free_shm_bytes(), available_memory() - reserve))
+
+
 def check_space(needed: int, reserve: int) -> None:
     """Raise NotEnoughMemory, one line that names what to change, unless `needed` bytes fit both /dev/shm and
     the available memory less `reserve` bytes for everything else."""

@@ -28,6 +28,7 @@ from ray.exceptions import ActorDiedError, AuthenticationError, GetTimeoutError,
 
 from launch.cluster.machine import Echo, HostActor, call_echo, look
 from launch.cluster.node import LABEL, RESOURCE, VERSIONS
+from launch.cluster.plan import StandIns
 
 NODES_LIMIT = 5.0  # seconds
 LOOK_LIMIT = 60.0  # seconds for all machines; Ray starts a Python on each
@@ -187,6 +188,7 @@ class Placing:
     def _adopt(self) -> None:
         """Have a spare machine load what a lost one alone held, or serve it from disk."""
         lost_since: dict[str, float] = {}
+        stand_ins = StandIns({name: spare["machines"] for name, spare in self._spares.items()})
         while True:
             time.sleep(LOOK_SECONDS)
             try:
@@ -198,12 +200,11 @@ class Placing:
                 if name in there or self._answers_at(name):
                     lost_since[name] = now
                 elif now - since > ADOPT_SECONDS:
-                    spare = next((each for each in self._spares[name]["machines"] if each in there), None)
-                    if spare is not None:
-                        self._begin(
-                            f"{spare} for {name}", spare, self._adopted(name, spare, there[spare]["address"])
-                        )
-                        del self._spares[name]
+                    title = f"{stand_ins.now.get(name)} for {name}"
+                    failed = any(host["state"] == "failed" for host in self._said.get(title, {}).values())
+                    if (spare := stand_ins.begin(name, there, failed)) is not None:
+                        configs = self._adopted(name, spare, there[spare]["address"])
+                        self._begin(f"{spare} for {name}", spare, configs)
 
     def _answers_at(self, name: str) -> bool:
         """Returns whether something answers where a machine's hosts listen: Ray may be wrong about it."""

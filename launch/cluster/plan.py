@@ -8,7 +8,7 @@ replicas are copies of whole lanes, on the machines with most room to spare."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -122,3 +122,23 @@ def plan(tiles: int, tile_bytes: int, rooms: Sequence[Room], replicas: int) -> D
     parts = replicate(lanes, own, tile_bytes, memory, replicas)
     bounds = (0, *accumulate(lanes))
     return Division(bounds, tuple(map(tuple, parts)), tile_bytes)
+
+
+class StandIns:
+    """Who stands in for lost machines: of each the best of its spares, as long as that does not fail."""
+
+    def __init__(self, spares: Mapping[str, Sequence[str]]) -> None:
+        """`spares`: of each machine those that could, the best first."""
+        self._left = {name: list(machines) for name, machines in spares.items()}
+        self.now: dict[str, str] = {}  # by lost machine, the latest that began
+
+    def begin(self, name: str, there: Container[str], failed: bool) -> str | None:
+        """Returns the machine that begins to stand in for a lost one; None where another does, or none that
+        has not tried is `there`. `failed`: the one of now does not."""
+        if name in self.now and not failed:
+            return None
+        chosen = next((each for each in self._left[name] if each in there), None)
+        if chosen is not None:
+            self._left[name].remove(chosen)
+            self.now[name] = chosen
+        return chosen

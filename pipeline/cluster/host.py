@@ -46,6 +46,7 @@ from pipeline.experts.peers import COPY_BELOW, ChildServerSocket, ExitEvents
 from pipeline.experts.pool import HostPool, computing
 from pipeline.fairness import SparseLog
 from pipeline.loader import Loading
+from pipeline.memory.needs import LAYERS_IN_MEMORY
 from pipeline.models.facts import facts_of
 from protocol.codec import decode, encode
 from protocol.errors import MalformedMessage, ProtocolError
@@ -206,7 +207,7 @@ class ExpertHost:
         pool.wait_ready(WORKER_LIMIT)
         if reading is not None:
             reading.wait_ready(1, WORKER_LIMIT)
-            budget, line = config.disk_memory or 0, control.line(READER, 0)
+            budget, line = loading.budget or 0, control.line(READER, 0)
             self._tier = pool.tier = DiskTier(
                 store, budget, facts_of(loading.source.config).top_k, reading, line
             )
@@ -371,6 +372,7 @@ class _LoadingThread(threading.Thread):
         }
         try:
             loading = Loading(told, self)
+            loading.least = LAYERS_IN_MEMORY * loading.manifest.layout.layer_stride
             if loading.manifest.layout.head_bytes:
                 raise ValueError(f"experts in {config.format} are for one machine alone")
             self.lease = self._leased(loading)

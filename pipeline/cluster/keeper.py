@@ -54,7 +54,8 @@ class HostConfig:
     ports: tuple[int, int] = (0, 0)  # the first and the last that it may take; 0: any that is free
     lease: float = 60.0  # seconds that it lives after its coordinator's last message
     reserve_bytes: int = 2 << 30  # of memory that its store must leave free
-    disk_memory: int | None = None  # bytes of experts in memory, the others stay on disk; None: all of them
+    # Bytes of experts in memory, or of these what is free; the others stay on disk. None: all are in memory.
+    disk_memory: int | None = None
     host_slowdown: float = 1.0  # emulation, as in EngineConfig
     log_level: str = "INFO"
 
@@ -132,6 +133,8 @@ class HostKeeper:
             self._start_at = time.monotonic() + pause
             launch(self.config)
             now = self._wait_place(START_LIMIT)
+        if now is None and (said := place.read(self.config.name)) is not None and said.state == "failed":
+            now = said
         if now is None or now == latest:
             return None
         self._latest = now

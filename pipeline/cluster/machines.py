@@ -204,6 +204,7 @@ class Machines:
         self._next = 1  # seq
         self._looked_at = 0.0
         self._log = SparseLog(log)
+        self.on_wait: Callable[[str], None] = lambda why: None  # told what a question waits for
         self._change(given.machines)
 
     def stats(self) -> list[dict[str, Any]]:
@@ -262,10 +263,12 @@ class Machines:
             if (now := time.monotonic()) > say_at and not question.complete:
                 say_at = now + SAY_AGAIN_SECONDS
                 missing = [lane for lane in question.pieces if lane not in question.answers]
-                log.warning(f"waiting for {self._why(missing)}")
+                why = self._why(missing)
+                log.warning(f"waiting for {why}")
+                self.on_wait(why)
                 if now - began > WAIT_LIMIT:
                     self.abandon(question)
-                    raise ShardFailed(f"for {WAIT_LIMIT:.0f} s there was no answer: {self._why(missing)}")
+                    raise ShardFailed(f"for {WAIT_LIMIT:.0f} s there was no answer: {why}")
         if question.last is not None:
             question.last.waited += time.monotonic() - began
         return question.answers

@@ -33,7 +33,7 @@ from pipeline.scheduling.prefix_cache import PrefixCache
 from pipeline.scheduling.speculation import Speculation
 from pipeline.scheduling.suspects import Suspects
 from pipeline.scheduling.waiting_queue import WaitingQueue, to_preempt
-from protocol.messages import Generate, Score
+from protocol.messages import Generate, Score, Waiting
 
 Send = Callable[[list[tuple[bytes, object]]], None]  # messages and their clients
 
@@ -59,11 +59,9 @@ class Scheduler:
         together; while a client is `congested`, because it does not read its messages, its requests pause.
         `speculate`: as in EngineConfig; `clock`: in seconds, by which prefill chunks and others' decode steps
         share the time."""
-        self.engine = engine
-        self.kv = kv
+        self.engine, self.kv = engine, kv
         self.chunk = self.chunk_alone = chunk
-        self._jobs = jobs
-        self._max_sequences = max_sequences
+        self._jobs, self._max_sequences = jobs, max_sequences
         self._send = send
         self._step_answers: list[tuple[bytes, object]] | None = None  # during a step's end
         self._congested = congested
@@ -77,8 +75,7 @@ class Scheduler:
         self._prefill_turns = Turns()
         self._debts = Debts(clock)  # for prefill chunks, paid by others' decode steps
         self._held = Held()  # by waiting and running requests
-        self._preemptions = 0
-        self._ended = 0  # requests
+        self._preemptions = self._ended = 0  # requests
 
     @property
     def idle(self) -> bool:
@@ -98,8 +95,7 @@ class Scheduler:
 
     def cancel(self, client: bytes, request: int) -> None:
         """End a client's request."""
-        job = self._live.get((client, request))
-        if job is not None:
+        if (job := self._live.get((client, request))) is not None:
             self._end(job, "cancelled")
 
     def forget(self, client: bytes) -> None:
@@ -114,6 +110,10 @@ class Scheduler:
         """End every request as cancelled: the engine shuts down."""
         for job in list(self._live.values()):
             self._end(job, "cancelled")
+
+    def tell_waiting(self, why: str) -> None:
+        """Tell the clients of running requests what the present step waits for."""
+        self._send([(job.client, Waiting(job.request, why)) for job in self._running])
 
     def round(self) -> bool:
         """Admit, run a prefill chunk and a decode step. False where all requests wait for their clients."""

@@ -78,6 +78,8 @@ class EngineService:
             # A recorded routing is of an answer's tokens alone.
             speculate="off" if options.record is not None else options.speculate,
         )
+        if parts.machines is not None:
+            parts.machines.on_wait = self._scheduler.tell_waiting
         self._calibrations = CalibrationService(
             parts, self._policies, self._scheduler, send=self._send, drain_inbox=self._drain_inbox
         )
@@ -124,8 +126,7 @@ class EngineService:
             if wait:
                 time.sleep(wait)
             return True
-        item = self._inbox.get(wait)
-        until = time.perf_counter() + seconds
+        item, until = self._inbox.get(wait), time.perf_counter() + seconds
         while item is not None:
             self._parts.tick()
             began = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from asyncio import Queue
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,6 +44,12 @@ async def test_tokens_of_three_machines_are_those_of_one(three_tiles: Path, form
             os.kill(pid, signal.SIGKILL)
             again = machine(restart(keepers[0], pid))
             await several.set_machines((again, machines.machines[1]))
+            assert (await asked.result()).tokens == expected[:40]
+            os.kill(pid := pid_of(keepers[1]), signal.SIGKILL)
+            asked, heard = client.generate(token_ids=[5, 6, 0], max_tokens=40, ignore_eos=True), Queue[str]()
+            asked.on_waiting = heard.put_nowait
+            assert f"lane 2 of the experts: {keepers[1].config.name}" in await heard.get()
+            await several.set_machines((again, machine(restart(keepers[1], pid))))
             assert (await asked.result()).tokens == expected[:40]
             stats = await client.stats()
     assert [known["state"] for known in stats["machines"]] == ["ready", "ready"]

@@ -113,6 +113,23 @@ def test_a_part_that_no_memory_has_room_for_is_served_from_disk(three_tiles: Pat
             assert known.stats()[1]["works"], "one that has all of it in memory is asked first"
 
 
+def test_a_stand_in_takes_what_of_its_budget_is_free(three_tiles: Path, alone: Head) -> None:
+    config = replace(host_config(three_tiles, 1, 2, name="host-of-much"), disk_memory=1 << 50)
+    with hosts(config) as (keeper,), head(three_tiles, machine(keeper.place())) as several:
+        assert several.sums(0) == alone.sums(0)
+    keeper = HostKeeper(replace(config, reserve_bytes=1 << 50))
+    try:
+        with suppress(PeerLost):  # where it fails before it is looked at
+            keeper.start()
+        said = place.read(config.name)
+        while said is None or said.state != "failed":
+            with suppress(PeerLost):
+                said = keeper.check() or said
+        assert "0 B are free" in said.error
+    finally:
+        keeper.stop()
+
+
 def test_a_silent_host_is_not_waited_for(three_tiles: Path, pair: list[HostKeeper], alone: Head) -> None:
     with head(three_tiles, *(machine(k.place()) for k in pair)) as several:
         assert several.sums(1) == alone.sums(1)

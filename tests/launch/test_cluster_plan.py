@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.cluster.cluster import Cluster
-from launch.cluster.plan import Division, Room, coarse, divide, plan
+from launch.cluster.plan import Division, Room, StandIns, coarse, divide, plan
 from launch.cluster.share import Share, lost
 from pipeline.config import EngineConfig, MachineList
 
@@ -96,3 +96,11 @@ def test_equal_machines_hold_equal_parts_though_they_are_measured_unequal() -> N
     division = plan(12, 1, rooms, 0)
     assert division is not None
     assert division.bounds == (0, 4, 8, 12)
+
+
+def test_the_next_spare_stands_in_where_one_fails() -> None:
+    stand_ins = StandIns({"c": ["b", "d"]})
+    assert stand_ins.begin("c", {"d"}, failed=False) == "d"
+    assert stand_ins.begin("c", {"b", "d"}, failed=False) is None, "it stands in"
+    assert stand_ins.begin("c", {"b", "d"}, failed=True) == "b"
+    assert stand_ins.begin("c", {"b", "d"}, failed=True) is None, "each tries again by itself"

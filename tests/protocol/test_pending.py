@@ -22,6 +22,7 @@ from protocol.messages import (
     Stats,
     StatsReply,
     Token,
+    Waiting,
 )
 
 TOKEN, DONE = Token(9, 0, 7, "x"), Done(9, "length")
@@ -41,6 +42,7 @@ async def deliver(server, client, *messages):
         (TOKEN, 1),
         (DONE, 1),
         (Queued(9, 1), 1),
+        (Waiting(9, "b"), 1),
         (Calibrated(9, "/f", {}), 1),
         (Calibrating(9, "reading", 1, 2), 0),
         (StatsReply(9, {}), 0),
