@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from counting_gpu import CountingDevice, counting_device
-from families import ATTENDING, Case, save
+from families import ATTENDING, save, whole
 from mover_parts import encoded_store
 from thread_engine import CONTEXT, PROMPT, engine_in_threads
 
@@ -100,7 +100,7 @@ def test_a_layer_launches_few_kernels_and_waits_once(engine) -> None:
 @pytest.mark.parametrize("flash", [False, True])
 def test_backbones_stay_on_the_device(family: str, flash: bool, tmp_path: Path) -> None:
     """Prefill, and decode of several sequences, in every family."""
-    save(Case(family, "plain"), tmp_path)
+    save(whole(family), tmp_path)
     source = open_model(tmp_path)
     spec = model_spec(source.config)
     with counting_device(flash=flash) as (device, _), torch.inference_mode():
