@@ -23,12 +23,14 @@ from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
 from pipeline.engine.engine import Engine
+from pipeline.errors import UsageError
 from pipeline.models.facts import expert_shape
 from pipeline.models.registry import model_spec
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from shm.layout import format_named
+from workers.kernels.native import load
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
@@ -94,6 +96,12 @@ def test_a_layer_launches_few_kernels_and_waits_once(engine) -> None:
             if not floe:
                 assert layer["from host"] <= 1, preset  # the step's own: tables travel with launches
                 assert layer["allocations"] <= 3, preset  # of attention, and of the sum
+
+
+def test_kernels_of_other_bits_than_the_hosts_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr("pipeline.device.cuda_kernels.best", lambda: load("portable"))
+    with counting_device() as (device, _), pytest.raises(UsageError, match="no fused additions"):
+        device.check_kernels()
 
 
 @pytest.mark.parametrize("family", ATTENDING)
