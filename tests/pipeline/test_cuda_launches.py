@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from counting_gpu import CountingDevice, counting_device
-from families import ATTENDING, Case, save
+from families import ATTENDING, save, whole
 from mover_parts import encoded_store
 from thread_engine import CONTEXT, PROMPT, engine_in_threads
 
@@ -23,12 +23,14 @@ from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
 from pipeline.engine.engine import Engine
+from pipeline.errors import UsageError
 from pipeline.models.facts import expert_shape
 from pipeline.models.registry import model_spec
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from shm.layout import format_named
+from workers.kernels.native import load
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
@@ -96,11 +98,17 @@ def test_a_layer_launches_few_kernels_and_waits_once(engine) -> None:
                 assert layer["allocations"] <= 3, preset  # of attention, and of the sum
 
 
+def test_kernels_of_other_bits_than_the_hosts_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr("pipeline.device.cuda_kernels.best", lambda: load("portable"))
+    with counting_device() as (device, _), pytest.raises(UsageError, match="no fused additions"):
+        device.check_kernels()
+
+
 @pytest.mark.parametrize("family", ATTENDING)
 @pytest.mark.parametrize("flash", [False, True])
 def test_backbones_stay_on_the_device(family: str, flash: bool, tmp_path: Path) -> None:
     """Prefill, and decode of several sequences, in every family."""
-    save(Case(family, "plain"), tmp_path)
+    save(whole(family), tmp_path)
     source = open_model(tmp_path)
     spec = model_spec(source.config)
     with counting_device(flash=flash) as (device, _), torch.inference_mode():

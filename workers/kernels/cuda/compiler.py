@@ -14,7 +14,7 @@ import logging
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from protocol.errors import NotPrivate
 from protocol.files import check_private, make_folders, read_small
 from shm.atomic_file import atomic_file, warn_unkept
 from shm.blocks import BlockFormat
-from shm.expert_math import SWIGLU, ExpertMath, numbers_of
+from shm.expert_math import SWIGLU, ExpertMath, Glu, Relu2
 from shm.formats import BF16, MatrixFormat, TileFormat
 from shm.fp8 import FP8
 from workers.cuda import CudaError
@@ -57,16 +57,16 @@ class Program:
         """Tiles of a format; None without kernels for it."""
         if isinstance(format, BlockFormat):
             return cls.of_blocks(format, math)
-        if isinstance(format, FP8):
-            return cls("plain.cu", (("FP8", 1), *_constants(math)))
-        return cls("plain.cu", _constants(math)) if isinstance(format, BF16) else None
+        if isinstance(format, FP8 | BF16):
+            return cls("plain.cu", (("FP8", int(isinstance(format, FP8))), *_constants(math)))
+        return None
 
     @classmethod
     def of_matrices(cls, format: MatrixFormat) -> Program:
         """Matrices of the backbone."""
         if isinstance(format, BlockFormat):
             return cls.of_blocks(format)
-        return cls("plain.cu", (("FP8", 1), ("UNGATED", 1), ("LINEAR", 1)))
+        return cls("plain.cu", (("FP8", 1), *_constants(ExpertMath(Relu2()), linear=True)))
 
     @classmethod
     def of_channels(cls, bits: int, math: ExpertMath) -> Program:
@@ -84,11 +84,12 @@ class Program:
         return tuple(f"-D{name}={value}" for name, value in self.constants)
 
 
-def _constants(math: ExpertMath) -> tuple[tuple[str, int], ...]:
+def _constants(math: ExpertMath, linear: bool = False) -> tuple[tuple[str, int], ...]:
     """What `expert_math.cuh` must know: numbers as the bits of float32."""
-    flags = (("BIASED", 1),) * math.bias + (("UNGATED", 1),) * (not math.gated)
-    bits = {name: np.float32(number).view(np.uint32) for name, number in numbers_of(math.activation).items()}
-    return flags + tuple((name.upper(), int(number)) for name, number in bits.items())
+    flags = ("BIASED", int(math.bias)), ("UNGATED", int(not math.gated)), ("LINEAR", int(linear))
+    numbers = asdict(math.activation if isinstance(math.activation, Glu) else Glu())
+    bits = {name.upper(): int(np.float32(number).view(np.uint32)) for name, number in numbers.items()}
+    return *flags, *bits.items()
 
 
 @cache

@@ -1,40 +1,9 @@
 /* What experts compute between their matrices (shm/expert_math.py), with the host's bits (workers/kernels/c/vectors.h).
- * The kind is a constant of the compilation: BIASED 1 where tiles have biases; UNGATED 1 for max(up, 0)^2, or with LINEAR 1
- * for up itself, else the numbers of the formula, each as the bits of a float32, where they are not SwiGLU's. */
+ * The kind is in constants of the compilation: BIASED 1 where tiles have biases; UNGATED 1 for max(up, 0)^2, or with LINEAR 1
+ * for up itself; the numbers of the formula, each as the bits of a float32. */
 #pragma once
 
 #include "numbers.cuh"
-
-#ifndef BIASED
-#define BIASED 0
-#endif
-#ifndef UNGATED
-#define UNGATED 0
-#endif
-#ifndef LINEAR
-#define LINEAR 0
-#endif
-#ifndef ALPHA
-#define ALPHA 0x3F800000 /* 1 */
-#endif
-#ifndef CUBIC
-#define CUBIC 0
-#endif
-#ifndef GATE_MAX
-#define GATE_MAX 0x7F800000 /* infinite */
-#endif
-#ifndef UP_LIMIT
-#define UP_LIMIT 0x7F800000
-#endif
-#ifndef OFFSET
-#define OFFSET 0
-#endif
-#ifndef GATE_SOFTCAP
-#define GATE_SOFTCAP 0
-#endif
-#ifndef UP_SOFTCAP
-#define UP_SOFTCAP 0
-#endif
 
 enum { WIDE_MATRICES = UNGATED ? 1 : 2 }; /* of a tile, before down */
 enum {

@@ -7,9 +7,6 @@
 #include "expert_math.cuh"
 #include "items.cuh"
 
-#ifndef FP8
-#define FP8 0
-#endif
 #if FP8
 typedef uint8_t stored; /* a weight: E4M3, with a scale for each block of SCALED x SCALED */
 typedef float code;     /* a number of x or of inner activations */
