@@ -184,8 +184,9 @@ class Echo:
     """Answers at a tcp port for a while: first the bytes of a message as they come, each message with one
     byte."""
 
-    def __init__(self, address: str) -> None:
-        self._listener = socket.create_server((address, 0))
+    def __init__(self, address: str, ports: tuple[int, int] = (0, 0)) -> None:
+        """`ports`: the first and the last that it may take; 0: any. Raises OSError."""
+        self._listener = _listener(address, *ports)
         threading.Thread(target=self._serve, daemon=True).start()
 
     def port(self) -> int:
@@ -205,6 +206,14 @@ class Echo:
                     if size > ECHO_BYTES or len(incoming.read(size)) < size:
                         return
                     peer.sendall(b"x")
+
+
+def _listener(address: str, first: int, last: int) -> socket.socket:
+    """Returns a socket that listens at the first free port of these."""
+    for port in range(first, last):
+        with suppress(OSError):
+            return socket.create_server((address, port))
+    return socket.create_server((address, last))
 
 
 def call_echo(address: str, port: int) -> tuple[float, float]:
