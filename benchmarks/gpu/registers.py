@@ -73,8 +73,8 @@ def program(name: str) -> Program:
     if name in CHANNELS:
         return Program.of_channels(CHANNELS[name], SWIGLU)
     if name == "fp8-matrix":
-        return Program.of_matrices(FP8(), fused=True)
-    found = Program.of_sums() if name == "sums" else Program.of_format(format_named(name), fused=True)
+        return Program.of_matrices(FP8())
+    found = Program.of_sums() if name == "sums" else Program.of_format(format_named(name))
     assert found is not None
     return found
 

@@ -78,7 +78,9 @@ class KernelDevice(Device):
         return self._launchers[program]
 
     def check_kernels(self) -> None:
-        """Raise UsageError where no kernels can be compiled for this GPU."""
+        """Raise UsageError where no kernels can be compiled for this GPU, or the host's have other bits."""
+        if best().variant == "portable":
+            raise UsageError("--device cuda: the CPU has no fused additions (AVX2 and FMA); use --device cpu")
         self.launcher(Program.of_sums())
 
     @cached_property
@@ -94,7 +96,7 @@ class KernelDevice(Device):
 
     def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:
         in_torch = TorchKernel(layout, self.from_host)
-        program = Program.of_format(layout.format, best().variant != "portable", layout.shape.math)
+        program = Program.of_format(layout.format, layout.shape.math)
         if program is None:
             return in_torch
         experts = CudaExperts(self.launcher(program), layout)
@@ -102,13 +104,12 @@ class KernelDevice(Device):
 
     def channel_kernel(self, layout: StoreLayout) -> DeviceChannelKernel:
         assert isinstance(layout.format, FloeFormat)
-        program = Program.of_matrices(layout.format.up, best().variant != "portable")
+        program = Program.of_matrices(layout.format.up)
         channels = Program.of_channels(layout.format.rows.bits, layout.shape.math)
         return CudaChannels(self.launcher(program), self.launcher(channels), layout)
 
     def quantized_matrix(self, format: MatrixFormat, data: Bytes, shape: tuple[int, int]) -> CudaMatrix:
-        program = Program.of_matrices(format, best().variant != "portable")
-        return CudaMatrix(self.launcher(program), format, data, shape)
+        return CudaMatrix(self.launcher(Program.of_matrices(format)), format, data, shape)
 
     def decode_attention(
         self, streams: Sequence[tuple[int, int]], dtype: torch.dtype, context: int

@@ -43,6 +43,15 @@ ANSWER = """A **list** of `n`:
 
 
 @pytest.fixture(scope="module")
+def served() -> Iterator[object]:
+    """Without guesses, so that each token is a step."""
+    from gateway_engine import serve
+
+    with serve("--speculate", "off") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as running:
         opened = running.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))

@@ -230,6 +230,14 @@ DEVICE void __syncthreads() { emulation::arrive(emulation::whole); }
 template <class T> static T __shfl_xor_sync(uint32_t, T value, int other) {
     return emulation::exchanged(value, threadIdx.x ^ (unsigned)other);
 }
+DEVICE void __syncwarp() { emulation::exchanged(0, 0); }
+[[maybe_unused]] static bool last_of(int32_t *arrived, int number) {
+    bool first = threadIdx.x % 32 == 0;
+    __syncwarp();
+    bool last = emulation::exchanged(first ? ++*arrived : 0, 0) == number;
+    if (first && last) *arrived = 0;
+    return last;
+}
 DEVICE float __uint_as_float(uint32_t bits) {
     float number;
     memcpy(&number, &bits, 4);

@@ -32,7 +32,8 @@ OPTIONS = (
 
 
 class EmulatedLauncher:
-    """A `Launcher` whose device is the host. `launched`: how often each kernel."""
+    """A `Launcher` whose device is the host. `launched`: how often each kernel; `blocks`: of its
+    last launch."""
 
     device = torch.device("cpu")
 
@@ -42,11 +43,13 @@ class EmulatedLauncher:
         self._launch.restype = None
         self._arguments = Arguments()
         self.launched: Counter[str] = Counter()
+        self.blocks: dict[str, int] = {}
 
     def launch(
         self, kernel: str, blocks: int, threads: int, *arguments: int, tables: Tables | None = None
     ) -> None:
         self.launched[kernel] += 1
+        self.blocks[kernel] = blocks
         self._launch(kernel.encode(), blocks, threads, self._arguments.fill(arguments, tables))
 
     def upload(self, data: NDArray[np.uint8]) -> Tensor:

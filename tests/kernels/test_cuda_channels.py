@@ -34,7 +34,7 @@ from workers.kernels.reference import ReferenceChannels
 def channels_of(layout: StoreLayout) -> CudaChannels:
     form = layout.format
     assert isinstance(form, FloeFormat)
-    programs = Program.of_blocks(form.up, fused=True), Program.of_channels(form.rows.bits, layout.shape.math)
+    programs = Program.of_blocks(form.up), Program.of_channels(form.rows.bits, layout.shape.math)
     return CudaChannels(*(EmulatedLauncher(library(one)) for one in programs), layout)
 
 

@@ -24,19 +24,12 @@ from workers.kernels.cuda.matrix import CudaMatrix
 from workers.kernels.matrix import HostMatrix
 
 # Each is compiled for itself, which takes a second.
-FORMATS = (
-    *((name, sums) for name in QUANTIZED for sums in ("fused", "portable")),
-    *((name, "fused") for name in ("q4_0", "q8_0", "mxfp4", "nvfp4")),
-)
-ALL_FORMATS = tuple(
-    pytest.param(name, sums, marks=[pytest.mark.slow] * ((name, sums) not in FORMATS))
-    for sums in ("fused", "portable")
-    for name in BLOCKS
-)
+FORMATS = (*QUANTIZED, "q4_0", "q8_0", "mxfp4", "nvfp4")
+ALL_FORMATS = tuple(pytest.param(name, marks=[pytest.mark.slow] * (name not in FORMATS)) for name in BLOCKS)
 
 
-def launcher(format: BlockFormat, name: str, math: ExpertMath = SWIGLU) -> EmulatedLauncher:
-    return EmulatedLauncher(library(Program.of_blocks(format, name == "fused", math)))
+def launcher(format: BlockFormat, math: ExpertMath = SWIGLU) -> EmulatedLauncher:
+    return EmulatedLauncher(library(Program.of_blocks(format, math)))
 
 
 def emulated(
@@ -58,24 +51,23 @@ def emulated(
     kind=st.sampled_from(ROWS),
     seed=st.integers(0, 2**32 - 1),
 )
-@example(("int4", "fused"), 257, 2, 3, 64, 3, "random", "normal", "normal", 1)
-@example(("int4", "portable"), 70, 2, 2, 40, 3, "random", "normal", "normal", 1)
-@example(("int4-g128", "fused"), 129, 1, 2, 33, 2, "random", "normal", "spikes", 2)
-@example(("int8", "fused"), 130, 1, 2, 9, 2, "random", "mixed", "normal", 3)
-@example(("q8_0", "fused"), 70, 2, 2, 40, 3, "random", "mixed", "normal", 4)
-@example(("mxfp4", "fused"), 95, 2, 3, 64, 3, "random", "mixed", "normal", 5)
-@example(("nvfp4", "fused"), 47, 2, 3, 64, 3, "random", "mixed", "normal", 6)
+@example("int4", 257, 2, 3, 64, 3, "random", "normal", "normal", 1)
+@example("int4", 70, 2, 2, 40, 3, "random", "normal", "normal", 1)
+@example("int4-g128", 129, 1, 2, 33, 2, "random", "normal", "spikes", 2)
+@example("int8", 130, 1, 2, 9, 2, "random", "mixed", "normal", 3)
+@example("q8_0", 70, 2, 2, 40, 3, "random", "mixed", "normal", 4)
+@example("mxfp4", 95, 2, 3, 64, 3, "random", "mixed", "normal", 5)
+@example("nvfp4", 47, 2, 3, 64, 3, "random", "mixed", "normal", 6)
 def test_layers(format, hidden, groups, tiles, number, experts, codes, head, kind, seed) -> None:
-    format, name = format
     layer = made(format, hidden, groups, tiles, number, experts, codes, head, kind, seed=seed)
     if not layer.items:
         return
     random = np.random.default_rng(seed + 1)
-    library, computed = host(name), [cut for _, cut in layer.items]
+    library, computed = host("fused"), [cut for _, cut in layer.items]
     resident = [int(random.integers(0, cut + 1)) for cut in computed]
     if random.random() < 0.2:  # the prefetcher is down: not all tiles land
         computed = [int(random.integers(few, cut + 1)) for few, cut in zip(resident, computed, strict=True)]
-    found = emulated(launcher(layer.format, name), layer, resident, computed, seed)
+    found = emulated(launcher(layer.format), layer, resident, computed, seed)
     same(found, on_host(library, layer, computed))
 
 
@@ -95,20 +87,34 @@ def test_every_kind_of_experts(kind: str, format: str) -> None:
         layer = made(format, 130, 2, 2, number, 1, *made_of, seed=number, math=KINDS[kind])
         every = np.arange(number, dtype=np.int32)
         layer = replace(layer, items=((0, 2),), rows=(every,), weights=(np.ones(number, np.float32),))
-        found = emulated(launcher(layer.format, "fused", KINDS[kind]), layer, [2], [2], number)
+        found = emulated(launcher(layer.format, KINDS[kind]), layer, [2], [2], number)
         same(found, on_host(host("fused"), layer, [2]))
 
 
-@pytest.mark.parametrize(("format", "sums"), ALL_FORMATS)
-def test_every_number_of_rows(format: str, sums: str) -> None:
+@pytest.mark.parametrize("format", ALL_FORMATS)
+def test_every_number_of_rows(format: str) -> None:
     """And a row's bits do not depend on the others."""
-    library = host(sums)
+    library = host("fused")
     for number in (1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 32, 33, 63, 64):
         layer = made(format, 192, 1, 2, number, 1, "random", "normal", "normal", seed=number)
         every = np.arange(number, dtype=np.int32)
         layer = Layer(layer.layout, layer.data, layer.x, ((0, 2),), (every,), (np.ones(number, np.float32),))
-        found = emulated(launcher(layer.format, sums), layer, [2], [2], number)
+        found = emulated(launcher(layer.format), layer, [2], [2], number)
         same(found, on_host(library, layer, [2]))
+
+
+@pytest.mark.parametrize("format", ["int4", "int4-g128"])
+def test_a_row_of_many_small_experts_fills_a_gpu(format: str) -> None:
+    """By a block of threads for each of its units at least, whatever a group of the format."""
+    layer = made(
+        format, 2048, 768 // format_named(format).granularity, 1, 1, 8, "random", "normal", "normal", seed=1
+    )
+    rows = (np.zeros(1, np.int32),) * 8
+    items = tuple((expert, 1) for expert in range(8))
+    layer = replace(layer, items=items, rows=rows, weights=(np.ones(1, np.float32),) * 8)
+    gpu = launcher(layer.format)
+    same(emulated(gpu, layer, [1] * 8, [1] * 8, 1), on_host(host("fused"), layer, [1] * 8))
+    assert gpu.blocks["gate_up_1"] >= 132
 
 
 def test_tiles_that_land_beside_experts_of_many_rows() -> None:
@@ -118,7 +124,7 @@ def test_tiles_that_land_beside_experts_of_many_rows() -> None:
     weights = tuple(np.full(len(some), 0.5, np.float32) for some in rows)
     layer = Layer(layer.layout, layer.data, layer.x, ((0, 3), (1, 3), (2, 3)), rows, weights)
     for resident in ([0, 0, 0], [3, 1, 2], [3, 3, 0]):
-        found = emulated(launcher(layer.format, "fused"), layer, resident, [3] * 3, 1)
+        found = emulated(launcher(layer.format), layer, resident, [3] * 3, 1)
         same(found, on_host(host("fused"), layer, [3] * 3))
 
 
@@ -130,12 +136,12 @@ def test_the_smallest_numbers_have_the_codes_of_the_host() -> None:
     x = np.concatenate([random.integers(-top, top + 1, (4, 128)) for top in (1, 63, 64, 130, 190, 300)])
     x = (x * 2.0**-149).astype(np.float32)
     matrix = HostMatrix(host("fused"), None, form, (32, 128), data)
-    found = CudaMatrix(launcher(form, "fused"), form, data, (32, 128)).product(torch.from_numpy(x))
+    found = CudaMatrix(launcher(form), form, data, (32, 128)).product(torch.from_numpy(x))
     same(found.numpy(), matrix.product(x))
     assert found.any()
 
 
-MATRICES = (*(format_named(name) for name, sums in FORMATS if sums == "fused"), Int2(64))
+MATRICES = (*map(format_named, FORMATS), Int2(64))
 
 
 @quick(25)
@@ -157,7 +163,7 @@ def test_matrices(form, outputs, inputs, rows, seed) -> None:
     form.encode_matrix(random.standard_normal((outputs, inputs)).astype(np.float32), data)
     x = random.standard_normal((rows, inputs)).astype(np.float32)
     on_host = HostMatrix(library, None, form, (outputs, inputs), data)
-    matrix = CudaMatrix(launcher(form, "fused"), form, data, (outputs, inputs))
+    matrix = CudaMatrix(launcher(form), form, data, (outputs, inputs))
     assert matrix.bytes == len(data)
     for part in (x, x[:1], x):
         same(matrix.product(torch.from_numpy(part)).numpy(), on_host.product(part))

@@ -26,7 +26,7 @@ from workers.kernels.matrix import quantized
 
 def computed(layout: StoreLayout, data: Bytes, x: Float32, rows: NDArray[np.int32], parts: int) -> Float32:
     """The expert's output for x[rows]; its tiles are added in so many calls."""
-    program = Program.of_format(layout.format, fused=True, math=layout.shape.math)
+    program = Program.of_format(layout.format, layout.shape.math)
     assert program is not None
     launcher = EmulatedLauncher(library(program))
     experts = CudaExperts(launcher, layout)
@@ -92,7 +92,7 @@ def test_matrices_of_the_backbone_in_fp8(outputs: int, inputs: int, rows: int) -
     random, format = np.random.default_rng(rows), FP8()
     w, x = (random.standard_normal(size).astype(np.float32) for size in ((outputs, inputs), (rows, inputs)))
     data = quantized(format, w)
-    launcher = EmulatedLauncher(library(Program.of_matrices(format, fused=True)))
+    launcher = EmulatedLauncher(library(Program.of_matrices(format)))
     matrix = CudaMatrix(launcher, format, data, (outputs, inputs))
     found = matrix.product(torch.from_numpy(x)).numpy()
     exact = x.astype(np.float64) @ decode_matrix(format, data, outputs, inputs).astype(np.float64).T

@@ -47,26 +47,25 @@ class Program:
     constants: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def of_blocks(cls, format: BlockFormat, fused: bool, math: ExpertMath = SWIGLU) -> Program:
-        """Tiles and matrices of a quantized format. `fused`: with the bits of the host's variants whose
-        additions are fused; else with those of `portable`."""
+    def of_blocks(cls, format: BlockFormat, math: ExpertMath = SWIGLU) -> Program:
+        """Tiles and matrices of a quantized format."""
         kind = (("BITS", format.bits), ("GROUP", format.group), ("SCALES", int(format.scales)))
-        return cls("tiles.cu", (*kind, ("FUSED", int(fused)), *_constants(math)))
+        return cls("tiles.cu", (*kind, *_constants(math)))
 
     @classmethod
-    def of_format(cls, format: TileFormat, fused: bool, math: ExpertMath = SWIGLU) -> Program | None:
+    def of_format(cls, format: TileFormat, math: ExpertMath = SWIGLU) -> Program | None:
         """Tiles of a format; None without kernels for it."""
         if isinstance(format, BlockFormat):
-            return cls.of_blocks(format, fused, math)
+            return cls.of_blocks(format, math)
         if isinstance(format, FP8):
             return cls("plain.cu", (("FP8", 1), *_constants(math)))
         return cls("plain.cu", _constants(math)) if isinstance(format, BF16) else None
 
     @classmethod
-    def of_matrices(cls, format: MatrixFormat, fused: bool) -> Program:
+    def of_matrices(cls, format: MatrixFormat) -> Program:
         """Matrices of the backbone."""
         if isinstance(format, BlockFormat):
-            return cls.of_blocks(format, fused)
+            return cls.of_blocks(format)
         return cls("plain.cu", (("FP8", 1), ("UNGATED", 1), ("LINEAR", 1)))
 
     @classmethod

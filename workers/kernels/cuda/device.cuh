@@ -73,11 +73,24 @@ DEVICE uint32_t chosen_bytes(uint32_t low, uint32_t high, uint32_t choice) {
     return bytes;
 }
 
-/* Memory of the host that processes write between two launches: no cache answers for it. */
+/* Memory that others write, processes between two launches or blocks of threads of this one: no cache answers for it. */
 DEVICE float read_host(const float *from) {
     float number;
     asm volatile("ld.global.cv.f32 %0, [%1];" : "=f"(number) : "l"(from));
     return number;
+}
+
+/* Tells a warp whether it is the last of so many, of different blocks of threads, to come here: it then sees what all of
+ * them have written. The number of those that have come is 0 before and afterwards. */
+DEVICE bool last_of(int32_t *arrived, int number) {
+    int before = 0;
+    __threadfence();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) before = atomicAdd(arrived, 1);
+    if (__shfl_sync(ALL_LANES, before, 0) != number - 1) return false;
+    __threadfence();
+    if (threadIdx.x % 32 == 0) *arrived = 0;
+    return true;
 }
 
 /* d += A B for a warp: A int8 [16, 32] and B int8 [32, 8] in fragments as PTX defines them for mma.m16n8k32. */

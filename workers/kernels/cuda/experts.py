@@ -151,8 +151,11 @@ class LayerOnDevice:
         self._computed = [0] * len(places.cuts)  # tiles of each item
         hidden, channels = products.hidden, products.channels
         self._scratch = scratch
-        inner, factors, self._out = scratch.parts(
-            *products.sizes(places.entries, channels), places.outputs * hidden * FLOAT
+        self._of_row = products.apart and places.most == 1
+        inner, factors, self._out, self._numbers = scratch.parts(
+            *products.sizes(places.entries, channels),
+            places.outputs * hidden * FLOAT,
+            places.entries * channels * FLOAT if self._of_row else 0,
         )
         self._inner = Codes(inner, factors, products.units(channels))
 
@@ -169,7 +172,10 @@ class LayerOnDevice:
         addresses = np.array([data.data_ptr() for _, _, data in tiles], np.int64)
         limit = products.limit(places.most)
         tables = Tables(products.launcher, inner, addresses, places.rows)
-        products.gate_up(tables, len(inner), limit, self._inputs.codes, self._inner)
+        if self._of_row:
+            products.gate_up_of_row(tables, len(inner), self._inputs.codes, self._inner, self._numbers)
+        else:
+            products.gate_up(tables, len(inner), limit, self._inputs.codes, self._inner)
         if down is not inner:
             tables = Tables(products.launcher, down, addresses)
         products.down(tables, len(down), limit, self._inner, self._out)

@@ -1,6 +1,6 @@
 /* Activations as int8 codes by groups, and what one group of a block adds to its outputs: workers/kernels/c/kernels.h
  * has the formula. The format is a constant of the compilation: BITS (2, 4 or 8), GROUP (inputs that share a scale: 16 to
- * 128), SCALES (below), and FUSED (1: the bits of the host's variants with fused additions; 0: those of `portable`). */
+ * 128) and SCALES (below). Additions are fused, as in the host's variants but `portable`. */
 #pragma once
 
 #include "numbers.cuh"
@@ -56,6 +56,12 @@ DEVICE void quantize_group(const float *x, int64_t count, int8_t *codes, factors
     if (lane == 0) to->step = step, to->sum = (float)sum;
 }
 
+/* What a group adds to an output: the product of both. */
+struct term {
+    float centred, factor;
+};
+DEVICE float added(term one, float y) { return __fmaf_rn(one.centred, one.factor, y); }
+
 /* Scale and zero of output i of a block's record, for one of its groups. They are widened where they are used, so
  * that nothing has to wait for a load before. */
 struct scaling {
@@ -81,15 +87,10 @@ struct scaling {
     /* The code that means 0, where codes are not taken without their offset. */
     METHOD float zero() const { return E2M1 ? 12.0f : HEAD == 64 ? widened(zero_bits) : 8.0f; }
 
-    /* y + what a group with this integer product adds. */
-    METHOD float added(int32_t dot, factors of, float y) const {
+    /* Of a group with this integer product. */
+    METHOD term term_of(int32_t dot, factors of) const {
         float factor = __fmul_rn(scale(), of.step);
-        if (FUSED) {
-            float centred = BITS < 8 ? __fmaf_rn(-zero(), of.sum, (float)dot) : (float)dot;
-            return __fmaf_rn(centred, factor, y);
-        }
-        float centred = BITS < 8 ? __fsub_rn((float)dot, __fmul_rn(zero(), of.sum)) : (float)dot;
-        return __fadd_rn(y, __fmul_rn(centred, factor));
+        return {BITS < 8 ? __fmaf_rn(-zero(), of.sum, (float)dot) : (float)dot, factor};
     }
 };
 

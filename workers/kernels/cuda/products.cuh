@@ -13,6 +13,9 @@
 
 enum { UNIT_ROWS = 8 }; /* of one instruction */
 enum { STEPS = GROUP < 32 ? 1 : GROUP / 32 }; /* instructions of a group */
+enum { ROW_AHEAD = E2M1 ? 4 : WORDS <= 16 ? 32 / WORDS : 2 }; /* records under way; more would not fit */
+enum { SPLIT = 4, ROUND = SPLIT * ROW_AHEAD };                /* warps that share the records of one row; records of a round */
+enum { ROUND_TERMS = ROUND * TOGETHER * 2 * LANES };          /* that a round gives */
 
 /* Fragments of A of a block's record. */
 struct fragments {
@@ -79,8 +82,9 @@ template <int UNITS> struct activations {
         }
     }
 
-    /* Adds a record of two blocks to y[m][n][0..4), not yet in_units: of block m and of rows from UNIT_ROWS * n on. */
-    METHOD void add_records(const fragments *of_a, int number, float (*y)[UNITS][4]) const {
+    /* Multiplies a record of two blocks. use(m, n, c, k, term) gets what its group k adds to y[m][n][c], as of
+     * multiply_blocks. */
+    template <class Use> METHOD void multiply(const fragments *of_a, int number, Use use) const {
         const int t = threadIdx.x % 4;
 #pragma unroll
         for (int n = 0; n < UNITS; n++) {
@@ -100,17 +104,16 @@ template <int UNITS> struct activations {
                 for (int c = 0; c < 4; c++) {
                     factors here = {of_row[c % 2].x, of_row[c % 2].y};
 #pragma unroll
-                    for (int m = 0; m < 2; m++)
-                        y[m][n][c] = of_a[m].scales[k][c / 2].added(dots[m][c], here, y[m][n][c]);
+                    for (int m = 0; m < 2; m++) use(m, n, c, k, of_a[m].scales[k][c / 2].term_of(dots[m][c], here));
                 }
             }
         }
     }
 
-    /* y, as of add_records, of all records. AHEAD of them are under way or multiplied; those behind the last one are loaded
+    /* y[m][n][0..4), not yet in_units, of block m and of rows from UNIT_ROWS * n on, of all records. AHEAD of them are under way or multiplied; those behind the last one are loaded
      * from it, so that no branch waits for a load. */
     METHOD void multiply_blocks(const uint8_t *const *blocks, int records, float (*y)[UNITS][4]) const {
-        const int AHEAD = UNITS > 1 ? 1 : E2M1 ? 4 : WORDS <= 16 ? 32 / WORDS : 2; /* more would not fit */
+        const int AHEAD = UNITS > 1 ? 1 : ROW_AHEAD;
         const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
 #pragma unroll
         for (int m = 0; m < 2; m++)
@@ -123,12 +126,13 @@ template <int UNITS> struct activations {
         for (int a = 0; a < AHEAD; a++)
 #pragma unroll
             for (int m = 0; m < 2; m++) next[a][m].load(blocks[m] + (a < records ? a : records - 1) * RECORD, g, t);
+        const auto add = [&](int m, int n, int c, int, term one) { y[m][n][c] = added(one, y[m][n][c]); };
         int first = 0;
         for (; first + AHEAD <= records; first += AHEAD) {
 #pragma unroll
             for (int a = 0; a < AHEAD; a++) {
                 const int then = first + AHEAD + a;
-                add_records(next[a], first + a, y);
+                multiply(next[a], first + a, add);
 #pragma unroll
                 for (int m = 0; m < 2; m++)
                     next[a][m].load(blocks[m] + (then < records ? then : records - 1) * RECORD, g, t);
@@ -136,6 +140,47 @@ template <int UNITS> struct activations {
         }
 #pragma unroll
         for (int a = 0; a < AHEAD - 1; a++)
-            if (first + a < records) add_records(next[a], first + a, y);
+            if (first + a < records) multiply(next[a], first + a, add);
     }
 };
+
+/* The first warp's lane i gets the sum of output i of two blocks that follow one another, for a single row: SPLIT warps
+ * share the records and leave their terms in memory of the block, two rounds of them; the first warp adds them up in the
+ * order of the records. */
+DEVICE float shared_product(const uint8_t *const *blocks, int records, const activations<1> &of_row, term *terms) {
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, last = records - 1;
+    fragments next[ROW_AHEAD][2];
+#pragma unroll
+    for (int a = 0; a < ROW_AHEAD; a++)
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            const int number = a * SPLIT + warp;
+            next[a][m].load(blocks[m] + (number < last ? number : last) * RECORD, g, t);
+        }
+    float y = 0.0f;
+    for (int first = 0; first < records; first += ROUND) {
+        term *of_round = terms + first / ROUND % 2 * ROUND_TERMS;
+        term own[ROW_AHEAD][TOGETHER][2][2];
+#pragma unroll
+        for (int a = 0; a < ROW_AHEAD; a++) {
+            const int number = first + a * SPLIT + warp, then = number + ROUND;
+            of_row.multiply(next[a], number < last ? number : last, [&](int m, int, int c, int k, term one) {
+                if (c % 2 == 0) own[a][k][m][c / 2] = one;
+            });
+#pragma unroll
+            for (int m = 0; m < 2; m++) next[a][m].load(blocks[m] + (then < last ? then : last) * RECORD, g, t);
+        }
+        if (t == 0) /* all at once, so that no branch waits for a load */
+#pragma unroll
+            for (int i = 0; i < ROW_AHEAD * TOGETHER * 4; i++) {
+                const int a = i / 4 / TOGETHER, k = i / 4 % TOGETHER, m = i / 2 % 2, half = i % 2;
+                of_round[(((a * SPLIT + warp) * TOGETHER + k) * 2 + m) * LANES + g + half * 8] = own[a][k][m][half];
+            }
+        __syncthreads();
+        if (warp > 0) continue;
+#pragma unroll
+        for (int i = 0; i < ROUND * TOGETHER; i++)
+            if (first + i / TOGETHER < records) y = added(of_round[i * 2 * LANES + lane], y);
+    }
+    return y;
+}

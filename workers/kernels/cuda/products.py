@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from shm.blocks import LANES, BlockFormat
@@ -15,6 +16,7 @@ from workers.kernels.cuda.launcher import Launcher, Tables
 
 WARP, FLOAT = 32, 4
 QUANTIZE_THREADS = 128
+ROW_THREADS = 128  # of gate_up_1 of a quantized format
 FACTORS = 8  # bytes of a group's step and sum
 
 ITEM = np.dtype([(name, np.int32) for name in "tile tiles rows entry step row out add".split()])
@@ -84,6 +86,9 @@ class Products:
         self.launcher, self._kernels = launcher, kernels_of(format)
         self.limits = self._kernels.limits
         self.hidden, self.channels = shape
+        self.apart = isinstance(format, BlockFormat)  # one row has a kernel of gate and up of its own
+        # Zeros before and after each launch: how many blocks of threads of a record's channels have ended.
+        self._arrived = torch.zeros(0, dtype=torch.int32)
         size = self.channels * self.hidden
         self._biases, self._scales, scale_bytes = biases, factors, FLOAT
         if isinstance(format, BlockFormat):
@@ -122,6 +127,18 @@ class Products:
             f"gate_up_{limit}", number * wide, self._kernels.inner_threads,
             *tables.addresses, x.codes, x.factors, x.units, inner.units, wide, self._biases, self._scales,
             inner.codes, inner.factors, tables=tables,
+        )  # fmt: skip
+
+    def gate_up_of_row(self, tables: Tables, number: int, x: Codes, inner: Codes, numbers: int) -> None:
+        """The same where `apart`, of items of one row; numbers: address of float32 [entries, channels]."""
+        if len(self._arrived) < number * inner.units:
+            place = self.launcher.device
+            self._arrived = torch.zeros(number * inner.units, dtype=torch.int32, device=place)
+        wide = inner.units * self._kernels.numbers // LANES
+        self.launcher.launch(
+            "gate_up_1", number * wide, ROW_THREADS,
+            *tables.addresses, x.codes, x.factors, x.units, inner.units, wide, self._biases, self._scales,
+            inner.codes, inner.factors, numbers, self._arrived.data_ptr(), tables=tables,
         )  # fmt: skip
 
     def down(self, tables: Tables, number: int, limit: int, inner: Codes, out: int) -> None:

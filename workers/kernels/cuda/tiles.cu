@@ -2,6 +2,7 @@
  *
  *     quantize   x -> codes
  *     gate_up_N  codes -> inner activations (expert_math.cuh), as codes, of items with at most N rows
+ *     gate_up_1  the same of items of one row, by more blocks of threads
  *     down_N     inner -> outputs of tiles
  *
  * Rows do not mix, and sums have one order: a row's bits are those of the host's kernels, whatever is computed beside it
@@ -15,6 +16,7 @@ typedef int8_t code;
 enum { QUANTIZE_THREADS = 128 };
 enum { INNER_WARPS = INPUTS / LANES }; /* of gate and up: each takes the same 16 channels of both */
 enum { INNER_THREADS = INNER_WARPS * WARP };
+enum { SPLIT_THREADS = SPLIT * WARP };
 enum { DOWN_WARPS = 4, DOWN_THREADS = DOWN_WARPS * WARP }; /* each takes two blocks of outputs */
 
 /* x float32 [.., inputs] -> codes [.., groups * GROUP] and factors [.., groups]; `number` of groups. One warp each. */
@@ -55,6 +57,34 @@ template <int UNITS> DEVICE void inner_of(INNER_ARGUMENTS) {
             int64_t at = (it.entry + r) * inner_units + part * TOGETHER + k;
             quantize_group(numbers + r * INPUTS + k * GROUP, GROUP, inner + at * GROUP, of_inner + at);
         }
+}
+
+/* LANES channels of one item, of `wide` times as many. Their numbers go to float32 [.., wide * LANES]; which of the blocks
+ * of threads of a record's channels comes last rounds them. */
+KERNEL(SPLIT_THREADS, gate_up_1, INNER_ARGUMENTS, float *numbers, int32_t *arrived, TABLES) {
+    SHARED(term, terms, 2 * ROUND_TERMS);
+    const item it = table(here, items)[blockIdx.x / wide];
+    const uint8_t *tile = table(here, tiles)[it.tile];
+    const int64_t part = blockIdx.x % wide, record = part / INNER_WARPS, before_up = WIDE_MATRICES - 1;
+    const int64_t bytes = units / TOGETHER * RECORD, channel = part * LANES + threadIdx.x % LANES;
+    const uint8_t *blocks[2] = {tile + part * bytes, tile + (part + before_up * wide) * bytes};
+    activations<1> of_row;
+    of_row.find(x, of_x, units, 1, [&](int) { return (int64_t)table(here, rows)[it.row]; });
+    float y = shared_product(blocks, (int)(units / TOGETHER), of_row, terms);
+    if (threadIdx.x >= WARP) return; /* the whole warp */
+    float up = in_units(__shfl_xor_sync(ALL_LANES, y, LANES), unit_of(tile, scales + before_up * (int64_t)sizeof(float)));
+    float *of_row_numbers = numbers + it.entry * wide * LANES;
+    if (threadIdx.x < LANES)
+        of_row_numbers[channel] =
+            activated_channel(tile, biases, wide * LANES, channel, in_units(y, unit_of(tile, scales)), up);
+    if (!last_of(arrived + blockIdx.x / INNER_WARPS, INNER_WARPS)) return;
+    float *gathered = (float *)terms;
+    for (int i = threadIdx.x; i < INPUTS; i += WARP) gathered[i] = read_host(of_row_numbers + record * INPUTS + i);
+    __syncwarp();
+    for (int k = 0; k < TOGETHER; k++) {
+        int64_t at = it.entry * inner_units + record * TOGETHER + k;
+        quantize_group(gathered + k * GROUP, GROUP, inner + at * GROUP, of_inner + at);
+    }
 }
 
 template <int UNITS> DEVICE void down_of(DOWN_ARGUMENTS) {
