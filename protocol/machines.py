@@ -133,7 +133,8 @@ def host_router(
     except zmq.ZMQError as e:
         socket.close(linger=0)
         which = "any port" if ports == (0, 0) else f"any of the ports {ports[0]} to {ports[1]} (--host-ports)"
-        raise ProtocolError(f"an expert host cannot listen at {address}, {which}: {e.strerror}") from e
+        why = zmq.strerror(e.errno or 0)
+        raise ProtocolError(f"an expert host cannot listen at {address}, {which}: {why}") from e
     return socket
 
 

@@ -55,13 +55,15 @@ class Cluster:
             ) from None
         return list(await self._ask("nodes", NODES_LIMIT))
 
-    async def look(self, model: Path | None, again: bool) -> dict[str, dict[str, Any]]:
-        """Returns what its machines have, by name, as `liaison`'s look; `again`: with the way to each, all of
-        it measured again. Raises LaunchError, WrongUsage."""
+    async def look(
+        self, model: Path | None, again: bool, ports: tuple[int, int] = (0, 0)
+    ) -> dict[str, dict[str, Any]]:
+        """Returns what its machines have, by name, as `liaison`'s look; `again`: with the way to each, at one
+        of these ports (0: any), all of it measured again. Raises LaunchError, WrongUsage."""
         await self.nodes()
         if self.node is None:
             raise WrongUsage(f"this machine is not in the cluster: run {COMMAND} cluster join {self.address}")
-        told = {"model": None if model is None else str(model), "again": again}
+        told = {"model": None if model is None else str(model), "again": again, "ports": ports}
         return dict(await self._ask("look", LOOK_LIMIT, **told))
 
     @asynccontextmanager

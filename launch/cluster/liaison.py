@@ -135,7 +135,7 @@ def _look(config: dict[str, Any]) -> dict[str, Any]:
         try:
             machine |= ray.get(asked[name], timeout=max(0.1, until - time.monotonic()))
             if config["again"] and not machine["here"]:
-                machine |= _way(machine)
+                machine |= _way(machine, config["ports"])
         except GetTimeoutError:
             machine["failure"] = f"no word for {LOOK_LIMIT:.0f} s, perhaps for a firewall in between"
         except RayError as e:
@@ -143,8 +143,8 @@ def _look(config: dict[str, Any]) -> dict[str, Any]:
     return machines
 
 
-def _way(machine: dict[str, Any]) -> dict[str, Any]:
-    echo = ray.remote(Echo).options(**_options(machine)).remote(machine["address"])
+def _way(machine: dict[str, Any], ports: list[int]) -> dict[str, Any]:
+    echo = ray.remote(Echo).options(**_options(machine)).remote(machine["address"], ports)
     try:
         trip, rate = call_echo(machine["address"], ray.get(echo.port.remote(), timeout=LOOK_LIMIT))
         return {"trip": trip, "link": rate}

@@ -8,12 +8,15 @@ Ray's head. An actor that is started again adopts it."""
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import re
+import secrets
 import signal
 import socket
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -26,6 +29,7 @@ import numpy as np
 from launch.processes.cores import Cores
 from pipeline.assets import model_dir
 from pipeline.cluster.keeper import HostConfig, HostKeeper
+from pipeline.cluster.place import LOG, folder_of
 from pipeline.errors import PipelineError
 from pipeline.models.shapes import is_shape
 from protocol.files import read_small
@@ -45,6 +49,8 @@ PER_CORE, SHARE = (
 SECONDS = 0.3  # of measuring
 RATES, MAX_RATES = "read-rates.json", 1 << 16  # file of what was measured, and its bytes at most
 CHECK_SECONDS = 0.1  # between looks at the host
+LINES, LINE_LENGTH = 20, 300  # of a host's log that are passed on at once, and characters of each
+LOG_BYTES = 1 << 16  # of it that are read at once
 WATCH_SECONDS = 5.0  # that a call waits for a change
 ECHO_SECONDS = 20.0  # that the echo serves
 ECHO_BYTES = 1 << 20  # of one message, at most
@@ -117,6 +123,36 @@ def read_rate(cores: int) -> float:
     return total / (time.perf_counter() - began)
 
 
+class LogLines:
+    """The latest lines of a host's log, each with its number; also those of a host before, whose log is
+    removed when the next one starts."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: the host's."""
+        self._path, self._prefix = folder_of(name) / LOG, f"[{name}] "
+        self._inode = self._at = self._count = 0  # of the file, bytes of it that were read, and lines of all
+        self._last = ""
+        self.latest: deque[tuple[int, str]] = deque(maxlen=LINES)
+
+    def read(self) -> bool:
+        """Read on; returns whether there are new lines. Of equal ones in a row the first counts."""
+        before = self._count
+        with suppress(OSError), open(self._path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode:
+                self._inode, self._at = status.st_ino, 0
+            self._at = max(self._at, status.st_size - LOG_BYTES)
+            file.seek(self._at)
+            data = file.read(LOG_BYTES)
+            self._at += data.rfind(b"\n") + 1
+            for line in data[: data.rfind(b"\n") + 1].decode("utf-8", "replace").splitlines():
+                text = line.removeprefix(self._prefix)[:LINE_LENGTH]
+                if text.strip() and text != self._last:
+                    self._count, self._last = self._count + 1, text
+                    self.latest.append((self._count, text))
+        return self._count > before
+
+
 class HostActor:
     """Keeps the expert hosts of one machine. Its calls come from several threads."""
 
@@ -127,6 +163,7 @@ class HostActor:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         self._changed = threading.Condition()
         self._now: dict[str, dict[str, Any]] = {}  # of each host, by name
+        self._began = secrets.token_hex(4)  # tells this actor's numbers of lines from another's
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=self._keep, args=(host_config(one),)) for one in configs]
         for thread in self._threads:
@@ -134,7 +171,8 @@ class HostActor:
             thread.start()
 
     def watch(self, known: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Returns what the hosts say, by name; waits a moment as long as that is what is known."""
+        """Returns what the hosts say, by name, with the latest `lines` of their logs; waits a moment as long
+        as that is what is known."""
         with self._changed:
             self._changed.wait_for(lambda: self._now != known, WATCH_SECONDS)
             return dict(self._now)
@@ -147,25 +185,30 @@ class HostActor:
 
     def _keep(self, config: HostConfig) -> None:
         keeper, running, pause = HostKeeper(config), False, CHECK_SECONDS
+        log, said = LogLines(config.name), dict[str, Any]()
         while not self._stopping.is_set():
+            if log.read() and said:  # before another host takes the place of one that has died
+                self._say(config, said, log)
             try:
                 if not running:
-                    self._say(config, asdict(keeper.start()))
+                    self._say(config, said := asdict(keeper.start()), log)
                     running = True
                 elif (place := keeper.check()) is not None:
-                    self._say(config, asdict(place))
+                    self._say(config, said := asdict(place), log)
                     running = place.state != "ended"
                 pause = CHECK_SECONDS
             except (PipelineError, OSError) as e:
-                self._say(config, {"state": "failed", "error": str(e)})
+                log.read()
+                self._say(config, said := {"state": "failed", "error": str(e)}, log)
                 running, pause = False, min(30.0, 2 * max(pause, 1.0))
             self._stopping.wait(pause)
         with suppress(PipelineError, OSError):
             keeper.stop()
 
-    def _say(self, config: HostConfig, place: dict[str, Any]) -> None:
+    def _say(self, config: HostConfig, place: dict[str, Any], log: LogLines) -> None:
+        lines = {"of": self._began, "latest": [list(line) for line in log.latest]}
         with self._changed:
-            self._now[config.name] = place
+            self._now[config.name] = place | {"lines": lines}
             self._changed.notify_all()
 
 
@@ -184,8 +227,9 @@ class Echo:
     """Answers at a tcp port for a while: first the bytes of a message as they come, each message with one
     byte."""
 
-    def __init__(self, address: str) -> None:
-        self._listener = socket.create_server((address, 0))
+    def __init__(self, address: str, ports: tuple[int, int] = (0, 0)) -> None:
+        """`ports`: the first and the last that it may take; 0: any. Raises OSError."""
+        self._listener = _listener(address, *ports)
         threading.Thread(target=self._serve, daemon=True).start()
 
     def port(self) -> int:
@@ -205,6 +249,14 @@ class Echo:
                     if size > ECHO_BYTES or len(incoming.read(size)) < size:
                         return
                     peer.sendall(b"x")
+
+
+def _listener(address: str, first: int, last: int) -> socket.socket:
+    """Returns a socket that listens at the first free port of these."""
+    for port in range(first, last):
+        with suppress(OSError):
+            return socket.create_server((address, port))
+    return socket.create_server((address, last))
 
 
 def call_echo(address: str, port: int) -> tuple[float, float]:

@@ -52,6 +52,7 @@ class _Placing:
         self._hosts = share.hosts(engine)
         self._machines: dict[str, Machine] = {}  # by the host's name
         self._why = dict.fromkeys(self._hosts, "not heard of yet")  # a machine has no expert host
+        self._lines: dict[str, tuple[str, int]] = {}  # by host, whose line was last logged, and which
         self._states: dict[str, str] = {}  # what was last logged, by machine
 
     async def run(self) -> None:
@@ -119,6 +120,7 @@ class _Placing:
         self._log("", "")
         for machine, hosts in said["hosts"].items():
             for name, host in hosts.items():
+                self._pass_on(machine, name, **host["lines"])
                 if host["state"] in ("loading", "ready"):
                     self._machines[name] = Machine(
                         machine, host["endpoint"], host["key"], self._order(machine, host["lanes"])
@@ -137,6 +139,14 @@ class _Placing:
             )
         for key in [k for k in self._states if k.startswith("ray ") and k[4:] not in said["down"]]:
             self._log(key, "")
+
+    def _pass_on(self, machine: str, name: str, of: str, latest: list[tuple[int, str]]) -> None:
+        """Log lines of a host's log that were not logged yet. `of`: the actor that has numbered them."""
+        before, last = self._lines.get(name, (of, 0))
+        for number, text in latest:
+            if before != of or number > last:
+                notice(f"[{machine}] {text}")
+                self._lines[name] = of, number
 
     def _order(self, machine: str, lanes: list[int]) -> tuple[int, ...]:
         """Returns the lanes of a machine's host in the order of the plan; a host for a lost machine has its

@@ -27,7 +27,8 @@ async def show_cluster(options: Options) -> int:
         check_engine(options.config())
     there = Cluster.of(options, options.written["cluster"])
     notice("looking at the machines, and measuring: a moment")
-    looks = await there.look(options.written.get("model"), again=True)
+    ports = options.written.get("host_ports", (0, 0))
+    looks = await there.look(options.written.get("model"), again=True, ports=ports)
     wrong = [*differing(looks).values(), *(look["way"] for look in looks.values() if "way" in look)]
     shared, refusal = None, ""
     if "model" in options.written and not wrong:

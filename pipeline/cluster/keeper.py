@@ -164,9 +164,10 @@ class HostKeeper:
             return now if now is not None and now.setting == self.config.setting else None
 
         now = _until(said, limit)
-        if now is None or now.state == "failed":
-            why = f"it said nothing for {limit:.0f} s" if now is None else now.error
-            raise PeerLost(f"the expert host {self.config.name} has not started: {why}")
+        if now is None:
+            raise PeerLost(f"the expert host {self.config.name} has said nothing for {limit:.0f} s")
+        if now.state == "failed":
+            raise PeerLost(now.error)
         return now
 
 

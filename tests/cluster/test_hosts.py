@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from cluster_heads import BOUNDS, Head, expert_bytes, head, host_config, hosts, machine, pid_of, restart
 
+from launch.cluster.machine import HostActor
 from pipeline.cluster import place
 from pipeline.cluster.keeper import HostKeeper, new_keys
 from pipeline.config import Machine
 from pipeline.errors import PeerLost
 from workers.kernels.native import best
+from workers.lifetime import PR_SET_PDEATHSIG
 
 EVERY = tuple(range(len(BOUNDS) - 1))
 
@@ -163,7 +167,7 @@ def test_a_host_takes_a_port_of_those_that_it_may(three_tiles: Path) -> None:
         with hosts(config) as (keeper,):
             assert port < int(machine(keeper.place()).endpoint.rpartition(":")[2]) <= port + 20
         with (
-            pytest.raises(PeerLost, match=rf"any of the ports {port} to {port} \(--host-ports\): .*in use"),
+            pytest.raises(PeerLost, match=rf"^an expert host .* {port} \(--host-ports\): [\w ]* in use$"),
             hosts(replace(config, ports=(port, port))),
         ):
             pass
@@ -228,6 +232,29 @@ def test_a_host_ends_after_its_lease(three_tiles: Path, alone: Head) -> None:
         ended = keeper.check()
         assert ended is not None
         assert ended.state == "ended"
+
+
+def test_the_actor_passes_on_what_a_host_has_logged(three_tiles: Path) -> None:
+    config = host_config(three_tiles, 1, name="host-of-an-actor").plain()
+    del config["cores"]
+    actor, known = HostActor([config | {"workers": 1}]), dict[str, Any]()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)  # this process is none of Ray's
+
+    def watch_until(done: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        nonlocal known
+        while not known or not done(*known.values()):
+            known = actor.watch(known)
+        return dict(known["host-of-an-actor"])
+
+    try:
+        pid = watch_until(lambda host: host["state"] == "ready")["pid"]
+        psutil.Process(pid).children()[0].kill()
+        os.kill(watch_until(lambda host: "exited with -9" in str(host["lines"]))["pid"], signal.SIGKILL)
+        host = watch_until(lambda host: host["state"] == "ready" and host["pid"] != pid)
+        lines = [text for _, text in host["lines"]["latest"]]
+        assert "worker 0 exited with -9; it is being restarted" in lines, "also of a host before"
+    finally:
+        actor.stop()
 
 
 def test_a_host_that_cannot_load_says_why(tmp_path: Path) -> None:

@@ -83,3 +83,11 @@ def test_way_to_a_machine_is_measured() -> None:
     trip, rate = call_echo("127.0.0.1", Echo("127.0.0.1").port())
     assert trip > 0
     assert rate > 0
+
+
+def test_way_is_measured_at_a_port_that_a_host_may_take() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        first = taken.getsockname()[1]
+        assert first < Echo("127.0.0.1", (first, first + 20)).port() <= first + 20
+        with pytest.raises(OSError, match="in use"):
+            Echo("127.0.0.1", (first, first))

@@ -141,6 +141,7 @@ def several(head: str, model: Path, kill: Callable[[Tokens, list[int]], Awaitabl
         engine.process.terminate()
         code, _, errors = engine.end(LIMIT)
         assert code == 0, errors
+        assert "[b] lanes" in errors, "the other machine's log is here too"
     # At the latest after its lease, where nobody was left that could end it.
     assert wait_until(lambda: only(HOST) is None, LIMIT), "the hosts end with their engine"
 
