@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import ATTENDING, PLAIN, save, whole
+from families import ATTENDING, PLAIN, Case, save
 from step_runs import compare, through
 
 from pipeline.backbone.backbone import Backbone, EagerLayers
@@ -36,7 +36,7 @@ def device() -> Device:
 
 
 def model(folder: Path, family: str, dtype: str, device: Device) -> Backbone:
-    save(whole(family), folder)
+    save(Case(family, "plain"), folder)
     source = open_model(folder)
     return Backbone(source, model_spec(source.config), Precision(dtype, device), CONTEXT)
 

@@ -120,11 +120,6 @@ class Case:
         return f"{self.family}-{self.name}"
 
 
-def whole(family: str) -> Case:
-    """Its plain case; a latent has whole vectors, as attention's kernels of a GPU read them in bf16."""
-    return Case(family, "plain", {"kv_lora_rank": 24} if "kv_lora_rank" in PLAIN[family] else {})
-
-
 def build(case: Case) -> nn.Module:
     """The model in float32, with the same weights every time: numbers that the case's dtype has."""
     model = empty(case.family, case.config)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from counting_gpu import CountingDevice, counting_device
-from families import ATTENDING, save, whole
+from families import ATTENDING, Case, save
 from mover_parts import encoded_store
 from thread_engine import CONTEXT, PROMPT, engine_in_threads
 
@@ -108,7 +108,7 @@ def test_kernels_of_other_bits_than_the_hosts_are_refused(monkeypatch) -> None:
 @pytest.mark.parametrize("flash", [False, True])
 def test_backbones_stay_on_the_device(family: str, flash: bool, tmp_path: Path) -> None:
     """Prefill, and decode of several sequences, in every family."""
-    save(whole(family), tmp_path)
+    save(Case(family, "plain"), tmp_path)
     source = open_model(tmp_path)
     spec = model_spec(source.config)
     with counting_device(flash=flash) as (device, _), torch.inference_mode():
