@@ -48,6 +48,7 @@ LONGEST = (
     "parity/test_families.py",
     "parity/test_parity.py",
     "launch/test_engine_lifecycle.py",
+    "launch/test_cluster_ray.py",
     "cluster/test_cluster_engine.py",
     "cluster/test_hosts.py",
     "faults/test_coordinator_restart.py",

@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("protocol", "shm", "workers", "pipeline", "launch", "benchmarks")
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
 PATH = re.compile(r"`((?:launch|pipeline|workers|shm|protocol|tests|benchmarks|docs)/[\w./-]*)`")
+ANCHOR = re.compile(r"\]\(((?![a-z]+:)[^)#\s]*)#([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#:]+)\)|(?:src|srcset)=\"([^\":]+)\"")
 COMMAND = re.compile(r"^(?:\$ )?python launch\.py(.*?)(?: {2,}.*)?$", re.MULTILINE)
 
@@ -25,6 +27,14 @@ def test_named_files_and_links_exist(page: Path) -> None:
         page.parent / (link or picture) for link, picture in LINK.findall(text)
     }
     assert not [str(path.relative_to(ROOT)) for path in named if not path.exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_headings_lead_to_one(page: Path) -> None:
+    for name, anchor in ANCHOR.findall(page.read_text()):
+        headings = HEADING.findall((page.parent / name if name else page).read_text())
+        slugs = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        assert anchor in slugs, f"{name}#{anchor}"
 
 
 def test_docstrings_name_files_that_exist() -> None:
