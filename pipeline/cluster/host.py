@@ -209,7 +209,7 @@ class ExpertHost:
             reading.wait_ready(1, WORKER_LIMIT)
             budget, line = loading.budget or 0, control.line(READER, 0)
             self._tier = pool.tier = DiskTier(
-                store, budget, facts_of(loading.source.config).top_k, reading, line
+                store, budget, facts_of(loading.source.config).top_k, shape.layers, reading, line
             )
         self._coder = RowCoder(store.layout)
         self._lanes = HeldLanes(pool, config.lanes.part)

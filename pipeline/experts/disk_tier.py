@@ -81,18 +81,19 @@ class DiskTier:
         store: Store,
         budget: int,
         top_k: int,
+        layers: int,
         socket: ChildServerSocket,
         line: ControlLine,
     ) -> None:
         """`store`: attached writable; whatever is in its memory is forgotten. `budget`: bytes of experts in
-        memory; `line`: the reader's."""
+        memory; `layers`: that a step computes; `line`: the reader's."""
         shape = store.layout.shape
         self.capacity = budget // store.layout.expert_pages  # experts
         self.figures, self.file = Figures(), store.manifest.file
         self.probing = False  # the model's routers can be applied ahead
         self._store, self._socket, self._line = store, socket, line
-        self._layers, self._experts, self._top_k = shape.layers, shape.experts, top_k
-        self._state = np.zeros((shape.layers, shape.experts), np.int8)
+        self._layers, self._experts, self._top_k = layers, shape.experts, top_k
+        self._state = np.zeros((layers, shape.experts), np.int8)
         self._use = ExpertUse(np.full(self._state.shape, top_k / shape.experts))
         self._unused = np.zeros(self._state.shape, bool)  # read ahead, and not used since
         self._held = 0  # experts that are READING or RESIDENT

@@ -99,8 +99,13 @@ class Job(ABC):
         """Take the last `step_input`'s logits [n, vocabulary] or choice; may set `reason`. Raises
         PipelineError."""
 
+    def room(self, most: int) -> int:
+        """Returns how many guesses, at most so many, its next step may have."""
+        return 0
+
     def draft(self, most: int) -> tuple[list[int], list[float]]:
-        """Returns at most so many guesses for the next step, and how probable each is with those before."""
+        """Returns at most so many guesses for the next step, as the text repeats itself, and how probable
+        each is with those before."""
         return [], []
 
     def resume(self) -> None:  # noqa: B027 - most never wait
@@ -230,13 +235,18 @@ class GenerateJob(Job):
         wanted = self._wanted if known == len(self.tokens) else "none"
         return StepInput(new, wanted, self.counted)
 
-    def draft(self, most: int) -> tuple[list[int], list[float]]:
+    def room(self, most: int) -> int:
         if self._grammar is not None:  # its masks are made one behind the other
+            return 0
+        return min(most, self.max_kv_tokens - len(self.tokens) - 1)
+
+    def draft(self, most: int) -> tuple[list[int], list[float]]:
+        if self._grammar is not None:
             return [], []
         if self._draft is None:
             self._draft = Draft(self.tokens)
         self._draft.follow()
-        most = min(most, self.max_kv_tokens - len(self.tokens) - 1)
+        most = self.room(most)
         return self._draft.tokens(most), self._draft.chances(most)
 
     def take_logits(self, logits: FloatArray) -> None:

@@ -77,6 +77,7 @@ class EngineService:
             suspects=parts.suspects,
             # A recorded routing is of an answer's tokens alone.
             speculate="off" if options.record is not None else options.speculate,
+            drafter=parts.drafter,
         )
         if parts.machines is not None:
             parts.machines.on_wait = self._scheduler.tell_waiting
