@@ -1,11 +1,12 @@
-"""Which experts of a partial store are in memory (`shm/store.py`): the only one that decides it.
+"""Which experts of a partial store are in memory (`shm/store.py`), and in which of its frames: the only one
+that decides it.
 
     ABSENT -> READING -> RESIDENT -> ABSENT       by an order to the reader, its report, an eviction
 
-A worker must never read a hole. So a Work is sent only when its experts are RESIDENT, and an expert of the
-layer that is being computed is not evicted: no Work of an earlier layer is without its answer then, but for
-those that a failed step has abandoned, whose answers are dropped. An expert that is READING is not evicted
-either. What memory holds beyond that changes no token: a read writes what belongs to its place.
+A worker must never read a frame that has another expert. So a Work is sent only when its experts are
+RESIDENT, and an expert of the layer that is being computed is not evicted: no Work of an earlier layer is
+without its answer then, but for those that a failed step has abandoned, whose answers are dropped. A frame
+that is being read to is not given to another expert, and a reader that has exited writes nothing more.
 
 **What is evicted** is what will be needed last (`disk_use.py`).
 
@@ -33,8 +34,6 @@ from pipeline.policies.view import Routing
 from protocol.messages import ExpertRead, ReadExpert, Ready, WorkerDied
 from shm.control import ControlLine
 from shm.descriptor import HEADER, ITEMS, LAYER, Descriptor, head_of
-from shm.huge import give_back
-from shm.segment import allocated_bytes
 from shm.store import Store
 
 ABSENT, READING, RESIDENT = range(3)
@@ -79,15 +78,13 @@ class DiskTier:
     def __init__(
         self,
         store: Store,
-        budget: int,
         top_k: int,
         socket: ChildServerSocket,
         line: ControlLine,
     ) -> None:
-        """`store`: attached writable; whatever is in its memory is forgotten. `budget`: bytes of experts in
-        memory; `line`: the reader's."""
+        """`store`: with frames; whatever is in them is forgotten. `line`: the reader's."""
         shape = store.layout.shape
-        self.capacity = budget // store.layout.expert_pages  # experts
+        self.capacity = store.held.shape.experts
         self.figures, self.file = Figures(), store.manifest.file
         self.probing = False  # the model's routers can be applied ahead
         self._store, self._socket, self._line = store, socket, line
@@ -95,17 +92,17 @@ class DiskTier:
         self._state = np.zeros((shape.layers, shape.experts), np.int8)
         self._use = ExpertUse(np.full(self._state.shape, top_k / shape.experts))
         self._unused = np.zeros(self._state.shape, bool)  # read ahead, and not used since
-        self._held = 0  # experts that are READING or RESIDENT
+        self._free = list(range(self.capacity))  # frames without an expert that is READING or RESIDENT
+        self._frame_of = store.frame_of = np.full(self._state.shape, -1, np.int32)
         self._layer, self._needed = 0, frozenset[int]()  # what is being computed
         self._ahead: tuple[int, list[int]] = 0, []  # experts of a later layer
         self._orders: dict[tuple[int, int], Order] = {}
         self._numbered: dict[int, Order] = {}  # the same
         self._failed: dict[tuple[int, int], str] = {}
-        self._next = self._tidied = 0
+        self._next = 0
         self._heard = 0.0  # monotonic seconds: the reader's latest message, or the first order after none
         self._victims: Iterator[tuple[int, int]] = iter(())
         self._watch, self._meter = ProgressWatch(), PrefetchMeter()
-        give_back(store.every_page)
 
     # --- the engine --------------------------------------------------------------------------------------
 
@@ -162,24 +159,18 @@ class DiskTier:
         if decoded:
             self._meter.step(self.figures.predicted, self.figures.useful)
 
-    def tidy(self) -> None:
-        """Nothing is computed: handle messages, and free what a worker has made of holes for a Work that was
-        abandoned."""
-        self.update(0)
-        if self._orders or self._tidied == self.figures.read:
-            return
-        self._tidied = self.figures.read
-        kept = (self._held + 1) * self._store.layout.expert_pages + len(self._store.segment.array) // 512
-        if allocated_bytes(self._store.segment.name) > kept:
-            for layer, expert in np.argwhere(self._state == ABSENT).tolist():
-                self._give_back(layer, expert)
-
     # --- the pool ----------------------------------------------------------------------------------------
 
-    def has(self, descriptor: Descriptor) -> bool:
-        """Whether a Work's experts are in memory."""
+    def placed(self, descriptor: Descriptor) -> Descriptor | None:
+        """Return a Work with the frames of its experts; None where not all of them are in memory."""
         layer, experts = _experts_of(descriptor)
-        return bool((self._state[layer, experts] == RESIDENT).all())
+        if (self._state[layer, experts] != RESIDENT).any():
+            return None
+        placed = descriptor.copy()
+        _, numbers = _experts_of(placed)
+        numbers[:] = self._frame_of[layer, experts]
+        head_of(placed)[LAYER] = 0
+        return placed
 
     def wait(self, descriptors: Iterable[Descriptor]) -> None:
         """Wait a moment for experts of these Works. Raises DiskFailed where one cannot be read."""
@@ -245,28 +236,25 @@ class DiskTier:
         self._orders[layer, expert] = self._numbered[order.id] = order
         self._next += 1
         self._state[layer, expert] = READING
-        self._held += 1
+        self._frame_of[layer, expert] = self._free.pop()
         if len(self._orders) == 1:
             self._heard = time.monotonic()
         self._send(order)
 
     def _send(self, order: Order) -> None:
-        self._socket.send(0, ReadExpert(order.id, order.layer, order.expert, order.urgency))
+        frame = int(self._frame_of[order.layer, order.expert])
+        self._socket.send(0, ReadExpert(order.id, order.layer, order.expert, frame, order.urgency))
 
     def _make_room(self, experts: int) -> bool:
         """Evict until so many more experts find room; False where none can be evicted any more."""
-        while self._held + experts > self.capacity:
+        while len(self._free) < experts:
             key = next(self._victims, None)
             if key is None:
                 self._victims = self._choose_victims()
                 if (key := next(self._victims, None)) is None:
                     return False
-            layer, expert = key
-            self._state[layer, expert] = ABSENT
-            self._unused[layer, expert] = False
-            self._held -= 1
+            self._drop(key)
             self.figures.evicted += 1
-            self._give_back(layer, expert)
         return True
 
     def _choose_victims(self) -> Iterator[tuple[int, int]]:
@@ -284,9 +272,12 @@ class DiskTier:
             if flat[place] >= 0 and self._state[layer, expert] == RESIDENT and not ahead:
                 yield layer, expert
 
-    def _give_back(self, layer: int, expert: int) -> None:
-        for _, pages in self._store.pages(layer, expert):
-            give_back(pages)
+    def _drop(self, key: tuple[int, int]) -> None:
+        """An expert is not in memory any more, and nothing is read to its frame."""
+        self._state[key] = ABSENT
+        self._unused[key] = False
+        self._free.append(int(self._frame_of[key]))
+        self._frame_of[key] = -1
 
     # --- the reader's messages ---------------------------------------------------------------------------
 
@@ -315,11 +306,8 @@ class DiskTier:
         key = order.layer, order.expert
         self._end(order)
         self._failed[key] = why
-        self._state[key] = ABSENT
-        self._unused[key] = False
-        self._held -= 1
+        self._drop(key)
         self.figures.failed += 1
-        self._give_back(*key)
 
 
 def _experts_of(descriptor: Descriptor) -> tuple[int, IntArray]:

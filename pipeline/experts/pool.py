@@ -335,9 +335,12 @@ class HostPool:
     def _place(self, task: Task, beside: int | None = None) -> None:
         """Have a task computed: here where no worker need be woken for it; later where an expert of it is on
         disk."""
-        if self.tier is not None and not self.tier.has(task.descriptor):
-            task.ticket.held.append(task)
-        elif not self.workers or (task.preferred == beside and self.cores.cores[beside] == 1):
+        if self.tier is not None:
+            if (placed := self.tier.placed(task.descriptor)) is None:
+                task.ticket.held.append(task)
+                return
+            task.descriptor = placed
+        if not self.workers or (task.preferred == beside and self.cores.cores[beside] == 1):
             task.ticket.own.append(task)
         else:
             self._assign(task)
