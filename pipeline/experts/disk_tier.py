@@ -8,6 +8,10 @@ RESIDENT, and an expert of the layer that is being computed is not evicted: no W
 without its answer then, but for those that a failed step has abandoned, whose answers are dropped. A frame
 that is being read to is not given to another expert, and a reader that has exited writes nothing more.
 
+**Copies on a device** are made from experts in memory: those that the layer needs are kept as its others, and
+one that a prefetch process may be reading is not evicted. An expert all of whose tiles the device has and
+computes is not needed here, and is evicted before all others: so what memory and device hold adds up.
+
 **What is evicted** is what will be needed last (`disk_use.py`).
 
 **Ahead of need** the experts are read that the next layer's router names for this layer's input; in a step
@@ -18,16 +22,20 @@ are needed, and pause while too few of them are used (`PrefetchMeter`).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from heapq import nsmallest
+from itertools import chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.arrays import IntArray
 from pipeline.counters import PrefetchMeter
 from pipeline.errors import DiskFailed
 from pipeline.experts.disk_use import ExpertUse
+from pipeline.experts.mover import Key, Mover, Stored
 from pipeline.experts.peers import ChildServerSocket, ProgressWatch
 from pipeline.policies.predictions import by_probability
 from pipeline.policies.view import Routing
@@ -44,6 +52,9 @@ STALL_LIMIT = 30.0  # seconds without a piece after which a reader with orders i
 LIMIT = 120.0  # seconds without a message of any reader, after which a request fails
 WAIT_MS = 50
 VICTIMS = 32  # that are chosen together
+WANTED = 16  # at most, that are read for a device at the same time
+NEVER = 1e9  # steps
+NONE: IntArray = np.zeros(0, np.int32)
 
 
 @dataclass(eq=False)
@@ -72,7 +83,7 @@ class Figures:
     waited: float = 0.0  # seconds in which a layer waited for the disk and nothing else
 
 
-class DiskTier:
+class DiskTier(Stored):
     """Used by the engine's thread alone, but for its figures."""
 
     def __init__(
@@ -92,9 +103,16 @@ class DiskTier:
         self._state = np.zeros((shape.layers, shape.experts), np.int8)
         self._use = ExpertUse(np.full(self._state.shape, top_k / shape.experts))
         self._unused = np.zeros(self._state.shape, bool)  # read ahead, and not used since
+        self._used_here = np.zeros(self._state.shape, bool)  # in the latest step that used them
         self._free = list(range(self.capacity))  # frames without an expert that is READING or RESIDENT
         self._frame_of = store.frame_of = np.full(self._state.shape, -1, np.int32)
+        self.movers: list[Mover] = []  # to devices that have tiles of some experts
+        self.beside: Callable[[], object] = lambda: (
+            None
+        )  # called while a device waits: its host share goes on
+        self._wanted: dict[Mover, list[Key]] = {}  # that they wait for, in the background
         self._layer, self._needed = 0, frozenset[int]()  # what is being computed
+        self._early: list[Key] = []  # of the next layer, which is being computed too
         self._ahead: tuple[int, list[int]] = 0, []  # experts of a later layer
         self._orders: dict[tuple[int, int], Order] = {}
         self._numbered: dict[int, Order] = {}  # the same
@@ -106,10 +124,15 @@ class DiskTier:
 
     # --- the engine --------------------------------------------------------------------------------------
 
-    def need(self, layer: int, experts: IntArray) -> None:
+    def need(self, layer: int, experts: IntArray, elsewhere: IntArray = NONE) -> None:
         """This layer is computed next, with these experts (ascending): order those that are missing. The
-        experts of the layer before may be evicted from now on."""
+        experts of the layer before may be evicted from now on. `elsewhere`: those that a device has and
+        computes."""
+        self.update(0)
         named = experts.tolist()
+        self._used_here[layer, experts] = True
+        self._used_here[layer, elsewhere] = False
+        self._early.clear()
         self._layer, self._needed = layer, frozenset(named)
         self._use.book(layer, experts)
         self._failed.clear()
@@ -123,13 +146,21 @@ class DiskTier:
         for expert in missing:
             self._demand(layer, expert)
 
-    def bring(self, layer: int, expert: int) -> None:
-        """Wait until an expert is in memory; it is until another is needed. No Work is being computed. Raises
-        DiskFailed."""
-        self.need(layer, np.array([expert]))
-        while self._state[layer, expert] != RESIDENT:
-            self._check(layer, expert)
-            self._wait()
+    def need_early(self, layer: int, experts: IntArray) -> None:
+        """As `need`, of the next layer, while the present one is computed."""
+        self._early = [(layer, expert) for expert in experts.tolist()]
+        for key in self._early:
+            if self._state[key] != RESIDENT:
+                self._demand(*key)
+
+    def bring(self, layer: int, *experts: int) -> None:
+        """Wait until experts are in memory; they are until others are needed. No Work is being computed.
+        Raises DiskFailed."""
+        self.need(layer, np.array(experts))
+        for expert in experts:
+            while self._state[layer, expert] != RESIDENT:
+                self._check(layer, expert)
+                self._wait()
 
     @property
     def predicts(self) -> bool:
@@ -145,12 +176,13 @@ class DiskTier:
             ahead = np.flatnonzero(self._state[following] == ABSENT).tolist()
         elif routing is not None:
             ahead = [e for e in by_probability(routing) if self._state[following, e] == ABSENT]
+        if ahead and self.movers:
+            whole = self._on_device()[following]
+            ahead = [expert for expert in ahead if not whole[expert]]
         self._ahead = following, ahead
         for expert in ahead:
-            # Demands of a whole layer must find room: what is read can make none.
-            if len(self._orders) >= self.capacity - self._experts or not self._make_room(1):
+            if not self._read_ahead(following, expert, PREDICTED):
                 break
-            self._order(following, expert, PREDICTED)
             self._unused[following, expert] = True
             self.figures.predicted += 1
         self._make_room(self._top_k)
@@ -158,6 +190,41 @@ class DiskTier:
     def end_step(self, decoded: bool) -> None:
         if decoded:
             self._meter.step(self.figures.predicted, self.figures.useful)
+
+    # --- the movers --------------------------------------------------------------------------------------
+
+    def has(self, layer: int, expert: int) -> bool:
+        return bool(self._state[layer, expert] == RESIDENT)
+
+    def await_one(self, layer: int, experts: Iterable[int]) -> None:
+        began = time.perf_counter()
+        for expert in experts:
+            self._check(layer, expert)
+        self._wait()
+        self.beside()
+        self.figures.waited += time.perf_counter() - began
+
+    def of(self, mover: Mover, keys: set[Key], first: Iterable[Key]) -> set[Key]:
+        self.update(0)
+        there = {key for key in keys if self._state[key] == RESIDENT}
+        absent = keys - there - self._failed.keys()
+        chosen = [key for key in first if key in absent][:WANTED]
+        chosen += nsmallest(WANTED - len(chosen), absent.difference(chosen))
+        self._wanted[mover] = [*chosen, *there]
+        for key in chosen:
+            if self._state[key] == ABSENT and not self._read_ahead(*key, PREDICTED):
+                break
+        self._wanted[mover] = chosen  # until the next call; the others are ordered next, which keeps them
+        return there
+
+    def reads(self, mover: Mover) -> bool:
+        return any(self._state[key] == READING for key in self._wanted.get(mover, ()))
+
+    def _on_device(self) -> NDArray[np.bool_]:
+        """The experts of which a device has all tiles, [L, E]."""
+        every = [mover.cache.residency == mover.cache.tiles for mover in self.movers]
+        whole: NDArray[np.bool_] = np.logical_or.reduce(every)
+        return whole
 
     # --- the pool ----------------------------------------------------------------------------------------
 
@@ -224,12 +291,24 @@ class DiskTier:
     def _demand(self, layer: int, expert: int) -> None:
         order = self._orders.get((layer, expert))
         if order is None:
-            while not self._make_room(1):  # all else is being read, for a step that has failed
-                self._wait()
+            while not self._make_room(1):  # all else is being read, or copied
+                self._wanted.clear()
+                for mover in self.movers:
+                    mover.link.update(0)
+                if not self._make_room(1):
+                    self._wait()
             self._order(layer, expert, DEMANDED)
         elif order.urgency != DEMANDED:
             order.urgency = DEMANDED
             self._send(order)
+
+    def _read_ahead(self, layer: int, expert: int, urgency: int) -> bool:
+        """Order an expert that is not needed yet; False where there is no room."""
+        # Demands of a whole layer must find room: what is read can make none.
+        if len(self._orders) >= self.capacity - self._experts or not self._make_room(1):
+            return False
+        self._order(layer, expert, urgency)
+        return True
 
     def _order(self, layer: int, expert: int, urgency: int) -> None:
         order = Order(self._next, layer, expert, urgency)
@@ -260,17 +339,29 @@ class DiskTier:
     def _choose_victims(self) -> Iterator[tuple[int, int]]:
         """The experts that will be needed last, that one first. It is right until the next layer."""
         expected = self._use.until_needed(self._layer)
+        if self.movers:
+            expected[self._on_device() & ~self._used_here] += NEVER
         expected[self._state != RESIDENT] = -1
         expected[self._layer, list(self._needed)] = -1
         layer, experts = self._ahead
         expected[layer, experts] = -1
+        for key in self._kept():
+            expected[key] = -1
         flat = expected.ravel()
         some = np.argpartition(flat, -min(VICTIMS, flat.size))[-VICTIMS:]
         for place in some[np.argsort(-flat[some])].tolist():
             layer, expert = divmod(place, self._experts)
             ahead = layer == self._ahead[0] and expert in self._ahead[1]
-            if flat[place] >= 0 and self._state[layer, expert] == RESIDENT and not ahead:
+            if flat[place] < 0 or self._state[layer, expert] != RESIDENT or ahead:
+                continue
+            if not self.movers or (layer, expert) not in self._kept():
                 yield layer, expert
+
+    def _kept(self) -> set[Key]:
+        """What is not evicted beside the experts of this layer: of the next one, and what a mover waits for
+        or a prefetch process may be reading."""
+        kept = {*self._early, *chain.from_iterable(self._wanted.values())}
+        return kept.union(*(mover.link.keys for mover in self.movers))
 
     def _drop(self, key: tuple[int, int]) -> None:
         """An expert is not in memory any more, and nothing is read to its frame."""
