@@ -199,8 +199,10 @@ def mover_parts(
     slots: int,
     link_gbps: float | None = None,
     device: Device | None = None,
+    others: Store | None = None,
 ) -> Iterator[MoverParts]:
-    """A slab of `slots` slots beside a store, and a running prefetcher, at `link_gbps` or at full speed."""
+    """A slab of `slots` slots beside a store, and a running prefetcher, at `link_gbps` or at full speed.
+    `others`: the prefetcher's attachment to the store, where it has frames."""
     runtime.chmod(0o700)
     exits = ExitEvents()
     with ExitStack() as stack:
@@ -218,8 +220,8 @@ def mover_parts(
         ]
         copier = slab.copier(store, links[0])
         stack.callback(copier.close)
-        link = PrefetchLink(socket, slab.address(), other)
-        prefetcher = FailingPrefetcher(runtime, store, socket, exits, other, links[1], slab)
+        link = PrefetchLink(socket, slab.address(), other, place=store.place)
+        prefetcher = FailingPrefetcher(runtime, others or store, socket, exits, other, links[1], slab)
         prefetcher.start()
         assert link.wait_up(LIMIT)
         stack.callback(prefetcher.shut_down)
