@@ -222,7 +222,8 @@ def plan_on_disk(source: ModelSource, now: Situation, every: Sequence[Needs]) ->
     ):
         return None
     pool = worst(now.smallest(last), now.machine)
-    bare = smallest(replace(last, store=0, present=0), config, False, DEFAULT_CONTEXT)
+    none = replace(last, store=0, present=0)
+    bare = smallest(none, config, now.policy.uses_device, DEFAULT_CONTEXT)
     room = min(pool.free - pool.needed for pool in bare.pools(now.machine) if "experts" in pool.parts)
     file = store_path(user_folder("CACHE"), last.fingerprint)
     on_disk = file.exists() or free_on_disk(file) >= last.whole

@@ -364,6 +364,8 @@ class TensorExecutor:
             with suppress(DiskFailed):
                 for _ in self._device_work.landing:
                     pass  # orders end, and slots become free
+        if self.engine.tier is not None:
+            self._device.wait(self._device.fence())  # copies have been made before their experts are evicted
         for ticket in filter(None, (early, self._ticket)):
             ticket.abandon()
 

@@ -50,7 +50,7 @@ MOST = 0.5  # of a layer's experts: a step that uses more is expected to use as 
 TRIES = 3  # of an order, by readers that crash or hang
 STALL_LIMIT = 30.0  # seconds without a piece after which a reader with orders is hung
 LIMIT = 120.0  # seconds without a message of any reader, after which a request fails
-WAIT_MS = 50
+WAIT_MS, ROOM_MS = 50, 5
 VICTIMS = 32  # that are chosen together
 WANTED = 16  # at most, that are read for a device at the same time
 NEVER = 1e9  # steps
@@ -218,7 +218,11 @@ class DiskTier(Stored):
         return there
 
     def reads(self, mover: Mover) -> bool:
-        return any(self._state[key] == READING for key in self._wanted.get(mover, ()))
+        return any(self._state[key] == READING for key in self._awaited(mover))
+
+    def _awaited(self, mover: Mover) -> list[Key]:
+        """What a mover still waits for, in the background."""
+        return [key for key in self._wanted.get(mover, ()) if key in mover.cache.below_target]
 
     def _on_device(self) -> NDArray[np.bool_]:
         """The experts of which a device has all tiles, [L, E]."""
@@ -289,18 +293,26 @@ class DiskTier(Stored):
     # --- orders and evictions ----------------------------------------------------------------------------
 
     def _demand(self, layer: int, expert: int) -> None:
+        if self._state[layer, expert] == RESIDENT:  # since its layer was looked at
+            return
         order = self._orders.get((layer, expert))
         if order is None:
-            while not self._make_room(1):  # all else is being read, or copied
-                self._wanted.clear()
-                for mover in self.movers:
-                    mover.link.update(0)
-                if not self._make_room(1):
-                    self._wait()
+            self._await_room()
             self._order(layer, expert, DEMANDED)
         elif order.urgency != DEMANDED:
             order.urgency = DEMANDED
             self._send(order)
+
+    def _await_room(self) -> None:
+        """Return when an expert finds room: all others may be being read, or copied to a device. Raises
+        DiskFailed."""
+        began = time.monotonic()
+        while not self._make_room(1):
+            self._wanted.clear()
+            for mover in self.movers:
+                mover.link.update(0)
+            if not self._make_room(1) and not self.update(ROOM_MS) and time.monotonic() - began > LIMIT:
+                raise DiskFailed(f"for {LIMIT:.0f} s no expert of {self.file} found room in memory")
 
     def _read_ahead(self, layer: int, expert: int, urgency: int) -> bool:
         """Order an expert that is not needed yet; False where there is no room."""
@@ -354,13 +366,13 @@ class DiskTier(Stored):
             ahead = layer == self._ahead[0] and expert in self._ahead[1]
             if flat[place] < 0 or self._state[layer, expert] != RESIDENT or ahead:
                 continue
-            if not self.movers or (layer, expert) not in self._kept():
+            if (layer, expert) not in self._kept():
                 yield layer, expert
 
     def _kept(self) -> set[Key]:
         """What is not evicted beside the experts of this layer: of the next one, and what a mover waits for
         or a prefetch process may be reading."""
-        kept = {*self._early, *chain.from_iterable(self._wanted.values())}
+        kept = {*self._early, *chain.from_iterable(map(self._awaited, self.movers))}
         return kept.union(*(mover.link.keys for mover in self.movers))
 
     def _drop(self, key: tuple[int, int]) -> None:
