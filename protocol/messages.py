@@ -511,12 +511,13 @@ class CancelFetch(Record, frozen=True):
 
 @message(43)
 class ReadExpert(Record, frozen=True):
-    """Read an expert from the store's file to its place in memory. A second message with the number of an
-    order that is not answered changes its urgency."""
+    """Read an expert from the store's file to a frame. A second message with the number of an order that is
+    not answered changes its urgency."""
 
     id: Int
     layer: Int
     expert: Int
+    frame: Int
     urgency: Int  # 0 demanded, 1 predicted; smaller overtakes
 
 

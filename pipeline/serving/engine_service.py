@@ -184,7 +184,7 @@ class EngineService:
         engine = self._parts.engine
         engine.poll_children()
         if engine.tier is not None:
-            engine.tier.tidy()
+            engine.tier.update(0)
         self._policies.keep_heat()
         idle = all(stage.memory.idle for stage in engine.stages)
         for stage in engine.stages if idle else ():
