@@ -27,11 +27,11 @@ from pipeline.counters import Part, PhaseCounters
 from pipeline.engine.drafter import Drafter
 from pipeline.engine.engine import Engine
 from pipeline.policies.view import Policy
+from pipeline.scheduling.drafts import LEAST_CHANCE
 from pipeline.scheduling.jobs import Job
 from pipeline.scheduling.layer_drafts import LayerDrafts
 
 MOST = FEW_ROWS - 1  # guesses of a step
-LEAST_CHANCE = 0.2  # of a guess: a row costs more of a step than that
 GAIN = 1.06  # in tokens a second, without which a step has no guesses
 OVERLAP = 0.82  # n tokens touch n ** OVERLAP times the experts of one (1.8, 2.5, 3.1), unless measured
 RECENT, ENOUGH = 15, 3  # steps of a kind whose median counts, and from which on it does
@@ -184,13 +184,17 @@ class Speculation:
         self.drafting = 0.0
         self._by_layer.clear()
         for job in jobs:
-            job.guesses = []
+            job.guesses, job.guesser.ahead = [], 0
         if self.off or not 0 < len(jobs) <= MOST:
             return
         if self._policy is not self._engine.policy:
             self._policy, self.costs, self._making = self._engine.policy, StepCosts(), _Kind()
         most = MOST + 1 - len(jobs)
-        drafts = [job.draft(most) for job in jobs]
+        step = self.costs.base(len(jobs)) / len(jobs)
+        for job in jobs:
+            job.guesser.ahead = most
+            job.guesser.wait(step)
+        drafts = [job.guesser.next(most) for job in jobs]
         chances = [self._surer(job, own, most) for job, (_, own) in zip(jobs, drafts, strict=True)]
         numbers = self._numbers(jobs, chances, most)
         for job, (guesses, _), number in zip(jobs, drafts, numbers, strict=True):
@@ -200,9 +204,9 @@ class Speculation:
 
     def _surer(self, job: Job, chances: list[float], most: int) -> list[float]:
         """Returns the chances of the guesses of a job that are surer of the next token."""
-        if self._layer is None or not self._layer.knows(job):
+        if self._layer is None or job.guesser.bound or not self._layer.knows(job):
             return chances
-        others = self._layer.chances(job.room(most))
+        others = self._layer.chances(job.guesser.room(most))
         if not others or (chances and chances[0] >= others[0]):
             return chances
         self._by_layer.add(job)
@@ -239,7 +243,8 @@ class Speculation:
     def keep(self, job: Job, first: int, hidden: Tensor | None) -> None:
         """A step has computed a job's tokens from position `first` on, of which these hidden states are
         certain."""
-        if self._layer is not None and hidden is not None and job.grows and not self.off:
+        wanted = self._layer is not None and job.grows and not job.guesser.bound and not self.off
+        if wanted and self._layer is not None and hidden is not None:
             self._layer.keep(job, first, hidden)
 
     def forget(self, job: Job) -> None:
