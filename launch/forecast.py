@@ -90,7 +90,7 @@ def sizes_of(source: ModelSource, config: EngineConfig, format: FormatName) -> S
         model=source.name,
         fingerprint=source.fingerprint("calibration", 0),
         store=source.fingerprint(format, shape.tile),
-        shape=ModelShape(shape.layers, shape.experts, shape.tiles, facts.top_k),
+        shape=ModelShape(len(facts.moe_layers), shape.experts, shape.tiles, facts.top_k),
         tile_bytes=layout.tile_bytes,
         router=facts.router,
         depth=DEPTH,
@@ -209,7 +209,7 @@ def on_disk(sizes: Sizes, text: DividedText) -> OnDisk:
     used = ([layer.router_routing.active.experts for layer in step.layers] for step in text.steps)
     decoded = [len(step.sequences) * (step.phase == "decode") for step in text.steps]
     experts = misses(used, [0] * text.begin + decoded[text.begin :], share, capacity)
-    one = needs.whole / (shape.layers * shape.experts)
+    one = needs.whole / (needs.facts.stored_layers * shape.experts)
     return OnDisk(experts, shape.layers * shape.top_k, experts * one, text.words)
 
 
