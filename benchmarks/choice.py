@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from statistics import geometric_mean
 
-from benchmarks.tandem import BITS, MODELS, PHASES, seconds_of
+from benchmarks.tandem import BITS, MODELS, seconds_of
 from launch.forecast import timed
+from pipeline.arrays import PHASES
 from pipeline.models.routing import Softmax
 from pipeline.policies.costs import MACHINES, Costs, Rates, derived
 from pipeline.policies.presets import make_policy

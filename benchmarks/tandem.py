@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple, Self
 
+from pipeline.arrays import PHASES
 from pipeline.models.routing import Softmax
 from pipeline.policies.costs import MACHINES, Costs, derived
 from pipeline.policies.presets import make_policy
@@ -20,7 +21,6 @@ from pipeline.replay.steps import counts_of
 from pipeline.traces.synthetic import EMBEDDED, SyntheticText
 from pipeline.traces.trace import Header, TracedStep
 
-PHASES = ("prefill", "decode")
 BITS = 4.25  # of a weight of an expert, with its scales
 
 
