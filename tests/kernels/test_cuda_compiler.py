@@ -1,18 +1,22 @@
-"""The CUDA kernels are compiled for GPUs that are not here, and kept."""
+"""The CUDA kernels are compiled for GPUs that are not here, and kept. They spill few registers, and by their
+machine code their main loops keep loads under way: registers look the same where every load is waited for."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import registers
+from benchmarks.gpu import machine_code, registers
+from benchmarks.gpu.machine_code import Loop
 from benchmarks.gpu.registers import ARCHITECTURES
 from launch.cache.command import scan
 from workers.cuda import CudaError
 from workers.kernels.cuda import attention, compiler
-from workers.kernels.cuda.compiler import Program
+from workers.kernels.cuda.compiler import Nvrtc, Program
 
 CASES = [
     ("int4", 80),
@@ -36,6 +40,25 @@ CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in LONG if case n
 
 
 PROGRAM = Program.of_sums()  # compiles fastest
+VERBOSE = "--ptxas-options=-v"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_once() -> Iterator[None]:
+    """Tests of registers and of machine code look at the same compilation: ptxas tells of both."""
+    compile = Nvrtc.compile
+
+    @cache
+    def compiled(program: Program, options: tuple[str, ...]) -> tuple[bytes, str]:
+        return compile(Nvrtc(), program, (*options, VERBOSE))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Nvrtc,
+            "compile",
+            lambda _, program, options: compiled(program, tuple(one for one in options if one != VERBOSE)),
+        )
+        yield
 
 
 @pytest.fixture
@@ -96,3 +119,78 @@ def test_what_does_not_compile_is_refused_with_the_compilers_words() -> None:
 def test_an_older_gpu_is_refused() -> None:
     with pytest.raises(CudaError, match=r"compute capability 8\.0 or newer"):
         compiler.compiled(PROGRAM, (7, 5), None)
+
+
+# --- loads under way, by the machine code ------------------------------------------------------------------
+
+# Least bytes of a lane under way, of most kernels; a lane that waits for each load of 4 bytes has 4 to 7.
+LEAST = {"int4": 28, "bf16": 17, "channels-bf16": 17, "channels-int8": 28, "channels-int4": 24}
+FOUR_UNITS = 16  # of kernels of 32 rows, which have the registers for one record only
+# Whose loads ptxas moves to where they are used: 5 and 11 bytes are under way there.
+KNOWN = {("bf16", 120): {"down_4", "down_8"}}
+LOOPS = [("int4", one) for one in ARCHITECTURES] + [("bf16", 90)]
+LOOPS += [pytest.param("bf16", one, marks=pytest.mark.slow) for one in ARCHITECTURES if one != 90]
+CHANNELS = [("channels-bf16", 90), ("channels-int4", 90)]
+CHANNELS += [
+    pytest.param(format, one, marks=pytest.mark.slow)
+    for format in ("channels-bf16", "channels-int8", "channels-int4")
+    for one in ARCHITECTURES
+    if one != 90 or format == "channels-int8"
+]
+
+
+def under_way(format: str, architecture: int) -> dict[str, float]:
+    """Bytes of a lane, by kernels. Skips where they cannot be compiled or disassembled."""
+    if reason := registers.missing(architecture):
+        pytest.skip(reason)
+    try:
+        machine_code.disassembler()
+    except machine_code.NoDisassembler as e:
+        pytest.skip(str(e))
+    loops = machine_code.loops(compiler.compiled(registers.program(format), divmod(architecture, 10), None))
+    return {loop.kernel: loop.under_way for loop in loops}
+
+
+@pytest.mark.parametrize(("format", "architecture"), LOOPS)
+def test_loads_are_under_way_while_others_are_multiplied(format: str, architecture: int) -> None:
+    found = under_way(format, architecture)
+    limits = (8, 32) if format == "int4" else (1, 2, 4, 8)
+    names = {f"{kernel}_{limit}" for kernel in ("gate_up", "down") for limit in limits}
+    assert set(found) == names | {"gate_up_1"}
+    short = {
+        kernel: bytes
+        for kernel, bytes in found.items()
+        if bytes < (FOUR_UNITS if kernel.endswith("_32") else LEAST[format])
+    }
+    assert set(short) == KNOWN.get((format, architecture), set()), short
+    row = min(found["gate_up_1"], found[f"gate_up_{limits[0]}"], found[f"down_{limits[0]}"])
+    assert row >= (60 if format == "int4" else 30)
+
+
+@pytest.mark.parametrize(("format", "architecture"), CHANNELS)
+def test_records_of_channels_are_under_way_too(format: str, architecture: int) -> None:
+    found = under_way(format, architecture)
+    assert set(found) == {"gates", "downs"}
+    assert min(found.values()) >= LEAST[format], found
+
+
+def test_a_loop_that_waits_for_each_load_is_told_from_one_that_loads_ahead() -> None:
+    def line(operation: str, sets: int, waits: int) -> str:
+        upper = (2 | sets << 5 | 7 << 8 | waits << 11) << 41
+        return f"        /*0010*/  {operation} R1, R2 ;  /* 0x{0:016x} */\n    /* 0x{upper:016x} */"
+
+    load = "LDG.E.NA.CONSTANT"
+
+    def loop_of(lines: list[str]) -> Loop:
+        text = "\n".join([".text.kernel:", ".L_x_1:", *lines, line("BRA `(.L_x_1)", 7, 0)])
+        (code,) = machine_code._functions(text).values()
+        found = machine_code._main_loop("kernel", code)
+        assert found is not None
+        return found
+
+    waiting = loop_of([line(load, 0, 0), line("FADD", 7, 1), line(load, 1, 0), line("FADD", 7, 2)])
+    assert waiting.loaded == 8
+    assert waiting.cycles == pytest.approx(2 * (700 + 2) + 2, abs=4)
+    ahead = loop_of([line("FADD", 7, 1), line(load, 0, 0), line("FADD", 7, 2), line(load, 1, 0)])
+    assert ahead.cycles < 0.6 * waiting.cycles
+    assert ahead.under_way > 1.6 * waiting.under_way
