@@ -13,6 +13,7 @@ from launch.cache.command import scan
 from workers.cuda import CudaError
 from workers.kernels.cuda import attention, compiler
 from workers.kernels.cuda.compiler import Program
+from workers.kernels.cuda.sums import SUMS
 
 CASES = [
     ("int4", 80),
@@ -33,9 +34,6 @@ CASES += [
 LONG = [(name, one) for name in ("q4_0", "q8_0", "int4-f16", "mxfp4", "nvfp4") for one in (80, 90, 120)]
 LONG += [*(("int4", one) for one in ARCHITECTURES), ("bf16", 120), ("fp8", 80)]
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in LONG if case not in CASES]
-
-
-PROGRAM = Program.of_sums()  # compiles fastest
 
 
 @pytest.fixture
@@ -69,18 +67,18 @@ def test_no_kernel_of_one_row_spills(format: str, architecture: int) -> None:
 
 @pytest.mark.usefixtures("nvrtc")
 def test_compiled_kernels_are_kept_and_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cubin = compiler.compiled(PROGRAM, (9, 0), tmp_path)
+    cubin = compiler.compiled(SUMS, (9, 0), tmp_path)
     assert cubin.startswith(b"\x7fELF")
     (kept,) = (tmp_path / "kernels").iterdir()
     assert (kept.stat().st_mode & 0o777, kept.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     kept.write_bytes(b"\x7fELF and more")
-    assert compiler.compiled(PROGRAM, (9, 0), tmp_path) == b"\x7fELF and more"
+    assert compiler.compiled(SUMS, (9, 0), tmp_path) == b"\x7fELF and more"
     kept.chmod(0o666)
     with caplog.at_level(logging.WARNING):
-        assert compiler.compiled(PROGRAM, (9, 0), tmp_path) == cubin
+        assert compiler.compiled(SUMS, (9, 0), tmp_path) == cubin
     assert "compiled again" in caplog.text
     kept.write_bytes(b"")
-    assert compiler.compiled(PROGRAM, (9, 0), tmp_path) == cubin
+    assert compiler.compiled(SUMS, (9, 0), tmp_path) == cubin
     (entry,) = [one for one in scan(tmp_path) if one.on_disk]
     assert (entry.kind, entry.size) == ("kernels", len(cubin))
 
@@ -90,9 +88,9 @@ def test_what_does_not_compile_is_refused_with_the_compilers_words() -> None:
     with pytest.raises(CudaError, match="error: identifier"):
         compiler.compiled(Program("tiles.cu", (("BITS", 4), ("GROUP", 64))), (9, 0), None)
     with pytest.raises(CudaError, match="INVALID_OPTION"):
-        compiler.compiled(PROGRAM, (12, 9), None)
+        compiler.compiled(SUMS, (12, 9), None)
 
 
 def test_an_older_gpu_is_refused() -> None:
     with pytest.raises(CudaError, match=r"compute capability 8\.0 or newer"):
-        compiler.compiled(PROGRAM, (7, 5), None)
+        compiler.compiled(SUMS, (7, 5), None)
