@@ -29,7 +29,6 @@ KEPT_PLACES, KEPT_ROWS = 512, 128  # layouts of shares that are kept, with so ma
 
 Numbers = NDArray[np.int32]
 Floats = NDArray[np.float32]
-Terms = NDArray[np.void]
 
 
 class Places:
@@ -95,7 +94,7 @@ class Places:
         made["row"] = self._first[of] + lo
         return made
 
-    def _terms(self, cuts: Numbers) -> Terms:
+    def _terms(self, cuts: Numbers) -> NDArray[np.void]:
         """Returns what each of the rows adds."""
         terms, place = np.zeros(len(self.rows), TERM), np.arange(len(self.rows))
         terms["first"], terms["parts"] = place, 1
