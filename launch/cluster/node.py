@@ -281,16 +281,21 @@ def stop(name: str) -> None:
     if (watcher := _watcher(read_place(name))) is not None:
         with suppress(psutil.Error):
             watcher.terminate()
-        psutil.wait_procs([watcher], STOP_LIMIT)
+        for one in psutil.wait_procs([watcher], 3 * STOP_LIMIT)[1]:  # it waits twice for Ray itself
+            one.kill()
+            one.wait(STOP_LIMIT)
     _end_ray(ray_folder(name))
     with suppress(WrongUsage):
         RuntimeDir.claim(f"machine-{name}").remove()
 
 
 def _end_ray(folder: Path) -> None:
-    """Kill every process of this user that has this folder of Ray's on its command line, and remove the
-    folder. Expert hosts have not, and go on."""
-    ours = [process for process in psutil.process_iter() if _uses(process, folder)]
+    """Kill every process of this user that has this folder of Ray's on its command line, with what it has
+    started, which may have another title, and remove the folder. Expert hosts are neither, and go on."""
+    ours = {process for process in psutil.process_iter() if _uses(process, folder)}
+    for process in list(ours):
+        with suppress(psutil.Error):
+            ours |= set(process.children(recursive=True))
     for process in ours:
         with suppress(psutil.Error):
             process.kill()
