@@ -281,9 +281,8 @@ def stop(name: str) -> None:
     if (watcher := _watcher(read_place(name))) is not None:
         with suppress(psutil.Error):
             watcher.terminate()
-        for one in psutil.wait_procs([watcher], 3 * STOP_LIMIT)[1]:  # it waits twice for Ray itself
-            one.kill()
-            one.wait(STOP_LIMIT)
+        if not _exited([watcher], 3 * STOP_LIMIT):  # it waits twice for Ray itself
+            watcher.kill()
     _end_ray(ray_folder(name))
     with suppress(WrongUsage):
         RuntimeDir.claim(f"machine-{name}").remove()
@@ -299,8 +298,23 @@ def _end_ray(folder: Path) -> None:
     for process in ours:
         with suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(ours, STOP_LIMIT)
+    _exited(list(ours), STOP_LIMIT)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _exited(processes: list[psutil.Process], limit: float) -> bool:
+    """Wait until all of these have exited; False where one still runs after so many seconds. A zombie has
+    exited: the first process of a container may never ask how."""
+
+    def runs(process: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+        return False
+
+    until = time.monotonic() + limit
+    while (left := any(map(runs, processes))) and time.monotonic() < until:
+        time.sleep(POLL_SECONDS)
+    return not left
 
 
 def _uses(process: psutil.Process, folder: Path) -> bool:
