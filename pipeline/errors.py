@@ -57,6 +57,8 @@ class PrefetcherLost(PeerLost):
 class StepFailed(PipelineError):
     """A step could not be computed because of one of its requests. Others go on."""
 
+    begins_again = False  # none of its requests is at fault
+
 
 class OutOfDeviceMemory(StepFailed):
     """An allocation on the device failed in a step, or of a sequence's KV."""
@@ -69,6 +71,12 @@ class DeviceFailed(StepFailed):
 class ShardFailed(StepFailed):
     """A Work of a step cannot be computed: it crashed the workers that tried, or a worker refused it. The
     cause is a request with rows in the Work, or the experts' bytes; the workers are restarted."""
+
+
+class StepInterrupted(StepFailed):
+    """A step waited for a lost machine when a message of a client came, which is heard first."""
+
+    begins_again = True
 
 
 class DiskFailed(StepFailed):

@@ -171,6 +171,8 @@ class Placing:
         self._actors: dict[str, Any] = {}
         self._said: dict[str, Any] = {}  # by machine, what each of its hosts says
         self._down: dict[str, str] = {}  # by machine, why Ray does not reach its actor
+        self._there_at: dict[str, float] = {}  # monotonic seconds, by machine: Ray or its host last answered
+        self._ended: set[str] = set()  # that stood in for a machine which is back
 
     def run(self) -> None:
         """Serve until a line on standard input."""
@@ -178,7 +180,8 @@ class Placing:
             self._begin(name, name, configs)
         threading.Thread(target=self._adopt, daemon=True).start()
         sys.stdin.readline()
-        stops = [actor.stop.remote() for title, actor in self._actors.items() if title not in self._down]
+        actors = list(self._actors.items())
+        stops = [actor.stop.remote() for title, actor in actors if title not in self._down]
         if stops:
             ray.wait(stops, num_returns=len(stops), timeout=STOP_LIMIT)
 
@@ -186,25 +189,39 @@ class Placing:
         threading.Thread(target=self._follow, args=(title, name, configs), daemon=True).start()
 
     def _adopt(self) -> None:
-        """Have a spare machine load what a lost one alone held, or serve it from disk."""
-        lost_since: dict[str, float] = {}
+        """Have a spare machine load what a lost one alone held, or serve it from disk, until that one is
+        back."""
         stand_ins = StandIns({name: spare["machines"] for name, spare in self._spares.items()})
         while True:
             time.sleep(LOOK_SECONDS)
             try:
-                there, now = _machines(), time.monotonic()
+                there = _machines()
             except RayError:
                 continue  # the head is not there, which loses nobody
             for name in [name for name in self._spares if name in self._hosts]:
-                since = lost_since.setdefault(name, now)
-                if name in there or self._answers_at(name):
-                    lost_since[name] = now
-                elif now - since > ADOPT_SECONDS:
-                    title = f"{stand_ins.now.get(name)} for {name}"
+                lost, present = self._lost(name, name in there), stand_ins.now(name)
+                if not lost and present is not None and self._serves(name):
+                    self._ended |= {f"{spare} for {name}" for spare in stand_ins.end(name)}
+                elif lost > ADOPT_SECONDS:
+                    title = f"{present} for {name}"
                     failed = any(host["state"] == "failed" for host in self._said.get(title, {}).values())
+                    failed |= self._lost(title, present in there) > ADOPT_SECONDS
                     if (spare := stand_ins.begin(name, there, failed)) is not None:
                         configs = self._adopted(name, spare, there[spare]["address"])
                         self._begin(f"{spare} for {name}", spare, configs)
+
+    def _lost(self, title: str, there: bool) -> float:
+        """Returns the seconds for which neither Ray nor its hosts know a machine."""
+        now = time.monotonic()
+        if there or self._answers_at(title):
+            self._there_at[title] = now
+        return now - self._there_at.setdefault(title, now)
+
+    def _serves(self, name: str) -> bool:
+        """Returns whether a machine's own hosts are ready, as far as they can tell, and answer."""
+        hosts = self._said.get(name, {}).values()
+        ready = name not in self._down and all(host["state"] == "ready" for host in hosts)
+        return bool(hosts) and ready and self._answers_at(name)
 
     def _answers_at(self, name: str) -> bool:
         """Returns whether something answers where a machine's hosts listen: Ray may be wrong about it."""
@@ -223,9 +240,11 @@ class Placing:
         return [config | own | {"name": f"{config['name']}-spare", "lanes": lanes}]
 
     def _follow(self, title: str, name: str, configs: list[dict[str, Any]]) -> None:
-        """Keep an actor with these hosts on a machine. `title`: what is said of them."""
+        """Keep an actor with these hosts on a machine, until they are no longer needed. `title`: what is said
+        of them."""
         keeps = {"max_restarts": -1, "max_task_retries": 0, "max_concurrency": 4}
-        while True:
+        self._ended.discard(title)
+        while title not in self._ended:
             try:
                 machine = _machines().get(name)
                 if machine is not None:
@@ -237,13 +256,23 @@ class Placing:
             except RayError as e:
                 self._say(title, down=type(e).__name__)
             time.sleep(LOOK_SECONDS)
+        self._drop(title)
+
+    def _drop(self, title: str) -> None:
+        """End the hosts of an actor, and it."""
+        if (actor := self._actors.pop(title, None)) is not None:
+            with suppress(RayError):
+                ray.get(actor.stop.remote(), timeout=STOP_LIMIT)
+            with suppress(RayError):
+                ray.kill(actor)
+        self._say(title, {n: host | {"state": "ended"} for n, host in self._said.get(title, {}).items()})
 
     def _listen(self, title: str, name: str, actor: Any) -> None:
-        """Pass on what an actor says, until Ray gives it up: it does not restart one whose machine left in
-        order."""
+        """Pass on what an actor says, until it is no longer needed, or Ray gives it up: it does not restart
+        one whose machine left in order."""
         known: dict[str, Any] = {}
         heard_at = time.monotonic()
-        while True:
+        while title not in self._ended:
             try:
                 said = ray.get(actor.watch.remote(known), timeout=WATCH_LIMIT)
                 if said != known or title in self._down:

@@ -18,21 +18,27 @@ from numpy.typing import ArrayLike, NDArray
 Ints = NDArray[np.int64]
 
 
-def divide(tiles: int, tile_bytes: int, rooms: ArrayLike, rates: ArrayLike) -> Ints | None:
+def divide(
+    tiles: int, tile_bytes: int, rooms: ArrayLike, rates: ArrayLike, device: tuple[int, float] = (0, 0.0)
+) -> Ints | None:
     """Returns how many of an expert's tiles each machine holds, int64 [machines], the first at least one;
     None where they have no room for all. `tile_bytes`: of one tile of all experts; `rooms`: bytes; `rates`:
-    bytes a second.
+    bytes a second; `device`: bytes that the first machine's device keeps of its tiles, and how many times as
+    fast it computes them as that machine's workers do, at the same time.
 
     No other division has a smaller largest time to read them: a tile that a machine gets as its n-th is done
     after n tiles' time whoever gets the others, and the tiles taken are those with the least such times."""
     most = np.maximum(0, np.asarray(rooms, np.int64) // max(1, tile_bytes))
     pace = np.asarray(rates, np.float64)
+    kept, gain = device[0] / max(1, tile_bytes), device[1]
     held = np.zeros(len(most), np.int64)
     if not len(most) or most[0] < 1 or most.sum() < tiles:
         return None
     held[0] = 1
     for _ in range(tiles - 1):
-        time = np.where(held < most, (held + 1) / pace, np.inf)
+        read = held + 1.0
+        read[0] -= min(kept, read[0] * gain / (1 + gain))  # so that both end together, or the workers later
+        time = np.where(held < most, read / pace, np.inf)
         held[int(np.argmin(time))] += 1
     return held
 
@@ -75,6 +81,7 @@ class Room:
     name: str
     memory: int  # bytes that experts may take
     rate: float  # bytes a second that it reads
+    device: tuple[int, float] = (0, 0.0)  # of the coordinator's, as of `divide`
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,7 @@ class Division:
 def plan(tiles: int, tile_bytes: int, rooms: Sequence[Room], replicas: int) -> Division | None:
     """Returns the division among these machines, the coordinator's first; None where they have no room."""
     memory, rates = [room.memory for room in rooms], [room.rate for room in rooms]
-    held = divide(tiles, tile_bytes, memory, rates)
+    held = divide(tiles, tile_bytes, memory, rates, *(room.device for room in rooms[:1]))
     if held is None:
         return None
     lanes = [int(count) for count in held if count]
@@ -125,20 +132,30 @@ def plan(tiles: int, tile_bytes: int, rooms: Sequence[Room], replicas: int) -> D
 
 
 class StandIns:
-    """Who stands in for lost machines: of each the best of its spares, as long as that does not fail."""
+    """Who stands in for lost machines: of each the best of its spares, as long as that does not fail and is
+    there itself."""
 
     def __init__(self, spares: Mapping[str, Sequence[str]]) -> None:
         """`spares`: of each machine those that could, the best first."""
-        self._left = {name: list(machines) for name, machines in spares.items()}
-        self.now: dict[str, str] = {}  # by lost machine, the latest that began
+        self._spares = spares
+        self._begun: dict[str, list[str]] = {name: [] for name in spares}  # by lost machine, the latest last
+
+    def now(self, name: str) -> str | None:
+        """Returns the machine that stands in for a lost one, the latest that began."""
+        return self._begun[name][-1] if self._begun[name] else None
 
     def begin(self, name: str, there: Container[str], failed: bool) -> str | None:
         """Returns the machine that begins to stand in for a lost one; None where another does, or none that
-        has not tried is `there`. `failed`: the one of now does not."""
-        if name in self.now and not failed:
+        has not tried is `there`. `failed`: the one of now does not, or is lost."""
+        begun = self._begun[name]
+        if begun and not failed:
             return None
-        chosen = next((each for each in self._left[name] if each in there), None)
+        chosen = next((each for each in self._spares[name] if each in there and each not in begun), None)
         if chosen is not None:
-            self._left[name].remove(chosen)
-            self.now[name] = chosen
+            begun.append(chosen)
         return chosen
+
+    def end(self, name: str) -> list[str]:
+        """A lost machine is back: returns those that began to stand in for it, and may do so again."""
+        begun, self._begun[name] = self._begun[name], []
+        return begun

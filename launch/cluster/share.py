@@ -17,14 +17,16 @@ from launch.processes.cores import Cores
 from launch.terminal.format import count
 from launch.terminal.log import notice
 from pipeline.assets import model_dir
+from pipeline.calibration.cost_cache import measured_here
 from pipeline.checkpoint.open import open_model
 from pipeline.cluster.keeper import new_keys, same_bits
 from pipeline.config import EngineConfig, LanePlan, MachineList
 from pipeline.errors import UsageError
 from pipeline.memory.needs import LAYERS_IN_MEMORY, needs
-from pipeline.memory.plan import FREE_BYTES, GOOD_CONTEXT, smallest
+from pipeline.memory.plan import FREE_BYTES, GOOD_CONTEXT, Machine, Plan, smallest
 from pipeline.models.facts import expert_shape
-from protocol.program import COMMAND
+from pipeline.policies.costs import Costs
+from protocol.program import COMMAND, user_folder
 from shm.layout import StoreLayout, format_named
 from shm.segment import byte_size
 
@@ -99,6 +101,13 @@ class Share:
                 else "nothing"
             )
             lines.append(f"machine {name}{here} holds {what} of {byte_size(self.rooms[machine].memory)}")
+        kept, gain = self.rooms[0].device
+        if kept and gain:
+            lines.append(f"its device keeps up to {byte_size(kept)} of them, {gain:.1f} times as fast")
+        elif kept:
+            lines.append(
+                "its device does not count here: it was not measured yet; the next start may divide anew"
+            )
         return lines
 
 
@@ -151,10 +160,9 @@ def _share(
             for pool in plan_here.pools(now.machine)
             if "experts" in pool.parts
         )
-        rooms = tuple(
-            Room(each, free if each == here else _room(able[each]), coarse(able[each]["rate"]))
-            for each in names
-        )
+        others = [Room(each, _room(able[each]), coarse(able[each]["rate"])) for each in names[1:]]
+        of_device = device_of(own, plan_here, now.machine)
+        rooms = Room(here, free, coarse(able[here]["rate"]), of_device), *others
         if (division := plan(shape.tiles, tile_bytes, rooms, wanted)) is not None:
             pieces = max(look["workers"] for look in able.values())
             lanes = LanePlan(division.bounds, tuple(sorted(division.parts[0])), pieces)
@@ -171,6 +179,26 @@ def _share(
         f" {byte_size(tile_bytes)}, and the machines have room for: {there}: join another machine, or give a"
         " smaller --format"
     )
+
+
+def device_of(config: EngineConfig, plan_here: Plan, machine: Machine) -> tuple[int, float]:
+    """Returns the bytes of experts that the coordinator's device keeps, and how many times as fast as the
+    workers it computes them, by --costs or the latest costs that were measured here: 0.0 where there are
+    none, or the policy uses no device."""
+    if not plan_here.slab:
+        return 0, 0.0
+    pools = plan_here.pools(machine)
+    every = pools[2:] if machine.cards or machine.gpu is not None else pools[:1]
+    grows = machine.gpu is not None and config.expert_cache is None
+    kept = sum(pool.parts["slab"] + grows * max(0, pool.free - pool.needed) for pool in every)
+    known = [Costs.load(config.costs)] if config.costs else []
+    for _, record in measured_here(user_folder("CACHE")):
+        on_host = record.setting.device == "cpu"
+        if on_host == (machine.gpu is None) and record.setting.emulation == config.emulation:
+            known.append(record.costs)
+    if not known or not known[0].device[0]:
+        return kept, 0.0
+    return kept, known[0].host[0] / known[0].device[0]
 
 
 def _room(look: dict[str, Any]) -> int:

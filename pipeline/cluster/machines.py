@@ -29,7 +29,7 @@ from pipeline.cluster.lanes import Pieces
 from pipeline.cluster.rows import WireX
 from pipeline.config import Machine, MachineList
 from pipeline.counters import Elsewhere
-from pipeline.errors import PeerLost, ShardFailed
+from pipeline.errors import PeerLost, ShardFailed, StepInterrupted
 from pipeline.experts.peers import COPY_BELOW, ExitEvents
 from pipeline.fairness import SparseLog
 from protocol.codec import decode, encode
@@ -204,8 +204,14 @@ class Machines:
         self._next = 1  # seq
         self._looked_at = 0.0
         self._log = SparseLog(log)
-        self.on_wait: Callable[[str], None] = lambda why: None  # told what a question waits for
+        self._waits_since = self._waited_at = self._say_at = 0.0  # of a wait, over its interruptions
+        self.tell(lambda why: None, lambda: False)
         self._change(given.machines)
+
+    def tell(self, on_wait: Callable[[str], None], interrupted: Callable[[], bool]) -> None:
+        """From now on call `on_wait` with what a question waits for, and, while that is a lost machine,
+        `interrupted`: whether its step is to end for now."""
+        self._on_wait, self._interrupted = on_wait, interrupted
 
     def stats(self) -> list[dict[str, Any]]:
         """Returns what is known of each machine. From any thread."""
@@ -246,11 +252,14 @@ class Machines:
     def wait(self, question: Question, compute: ComputeHere | None = None) -> dict[int, FloatArray]:
         """Wait for the sum of each lane, float32 [R, H]. `compute`: computes those of which this machine has
         copies. Raises ShardFailed where a lane cannot be computed or nobody holds it for too long, PeerLost
-        where the engine ends."""
+        where the engine ends, StepInterrupted where it waits for a machine that is lost and is wanted for
+        something else."""
         self.update(0)
         question.waits = True
         began = time.monotonic()
-        say_at = began + SAY_SECONDS
+        if began - self._waited_at > SAY_SECONDS:
+            self._waits_since, self._say_at = began, began + SAY_SECONDS
+        self._say_at = min(self._say_at, began + SAY_SECONDS)  # to those who have interrupted it
         while not question.complete:
             if question.failure:
                 self.abandon(question)
@@ -260,18 +269,29 @@ class Machines:
                 question.answers |= compute({lane: question.pieces[lane] for lane in here})
                 if question.complete:
                     self.abandon(question)
-            if (now := time.monotonic()) > say_at and not question.complete:
-                say_at = now + SAY_AGAIN_SECONDS
-                missing = [lane for lane in question.pieces if lane not in question.answers]
-                why = self._why(missing)
-                log.warning(f"waiting for {why}")
-                self.on_wait(why)
-                if now - began > WAIT_LIMIT:
-                    self.abandon(question)
-                    raise ShardFailed(f"for {WAIT_LIMIT:.0f} s there was no answer: {why}")
+            if not question.complete:
+                self._while_waiting(question)
+        self._waited_at = 0.0
         if question.last is not None:
             question.last.waited += time.monotonic() - began
         return question.answers
+
+    def _while_waiting(self, question: Question) -> None:
+        """Say now and then what a question waits for. Raises ShardFailed after too long a wait,
+        StepInterrupted."""
+        missing = [lane for lane in question.pieces if lane not in question.answers]
+        now = self._waited_at = time.monotonic()
+        if now > self._say_at:
+            self._say_at = now + SAY_AGAIN_SECONDS
+            log.warning(f"waiting for {self._why(missing)}")
+            self._on_wait(self._why(missing, where=False))
+        if now - self._waits_since > WAIT_LIMIT:
+            self.abandon(question)
+            self._waited_at = 0.0
+            raise ShardFailed(f"for {WAIT_LIMIT:.0f} s there was no answer: {self._why(missing)}")
+        if any(self._lost(question, lane) for lane in missing) and self._interrupted():
+            self.abandon(question)
+            raise StepInterrupted(f"waiting for {self._why(missing)}")
 
     def abandon(self, question: Question) -> None:
         """Drop a question."""
@@ -378,12 +398,15 @@ class Machines:
             able = [link for link in able if not link.silent]
         return sorted(able, key=lambda each: (each.silent, each.from_disk, each.machine.lanes.index(lane)))
 
-    def _why(self, lanes: Sequence[int]) -> str:
-        """Returns what these lanes wait for."""
+    def _why(self, lanes: Sequence[int], where: bool = True) -> str:
+        """Returns what these lanes wait for; `where`: with the addresses."""
         lines = []
         for lane in lanes:
             holders = [link for link in self._links.values() if lane in link.machine.lanes]
-            known = [f"{link.machine.name} ({link.machine.endpoint}) {_state_line(link)}" for link in holders]
+            known = [
+                f"{link.machine.name}{f' ({link.machine.endpoint})' * where} {_state_line(link)}"
+                for link in holders
+            ]
             known += [f"{m.name} has no expert host: {m.why}" for m in self._absent if lane in m.lanes]
             lines.append(f"lane {lane} of the experts: {'; '.join(known) or 'no machine holds it'}")
         return ", ".join(lines)
@@ -460,8 +483,11 @@ class Machines:
     def _left_here(self, question: Question) -> list[int]:
         """Returns the lanes of which this machine has copies, and that nobody who answers computes."""
         missing = [lane for lane in self._copies & set(question.pieces) if lane not in question.answers]
-        asked = {lane: question.asked.get(lane, ()) for lane in missing}
-        return [lane for lane in missing if not any(self._has(a) and not a.link.silent for a in asked[lane])]
+        return [lane for lane in missing if self._lost(question, lane)]
+
+    def _lost(self, question: Question, lane: int) -> bool:
+        """Returns whether nobody who answers computes a lane."""
+        return not any(self._has(a) and not a.link.silent for a in question.asked.get(lane, ()))
 
     def _has(self, asked: Asked) -> bool:
         """Returns whether the process that was asked is still the one that would answer."""

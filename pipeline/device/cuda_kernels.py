@@ -114,6 +114,6 @@ class KernelDevice(Device):
     def decode_attention(
         self, streams: Sequence[tuple[int, int]], dtype: torch.dtype, context: int
     ) -> DecodeAttention | None:
-        if not attention.fits(streams):
+        if not attention.fits(streams, dtype):
             return None
         return DecodeAttention(self.launcher(attention.program(dtype)), context)

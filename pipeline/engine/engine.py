@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -25,7 +26,7 @@ from pipeline.device.base import Added, Device
 from pipeline.engine.driver import LayerDecision, LayerExecutor
 from pipeline.engine.observer import Observer, with_observers
 from pipeline.engine.stage import EngineStage, Shifted, begin_step, copied
-from pipeline.errors import DeviceFailed, OutOfDeviceMemory, StepFailed
+from pipeline.errors import DeviceFailed, DiskFailed, OutOfDeviceMemory, StepFailed
 from pipeline.experts.device_share import DeviceWork
 from pipeline.experts.disk_tier import DiskTier
 from pipeline.experts.division import Split, split_layer
@@ -272,13 +273,14 @@ class TensorExecutor:
         for observer in self._observers:
             observer.layer(decision, self._x_host)
         active = decision.gated.routing.active.experts
-        if (tier := self.engine.tier) is not None:
-            tier.need(layer, active)
         self.counters.book_hits(layer, decision.resident.take(active).tolist(), self._tiles)
         self._memory.mover.retarget(decision.targets)
         routing, mask = decision.gated.routing, decision.mask
         cuts = decision.cut, decision.resident, self._tiles
         self._split = split = split_layer(routing, *cuts, layer, mask)
+        if (tier := self.engine.tier) is not None:
+            here = np.minimum(split.lo, decision.resident).take(active) < self._tiles
+            tier.need(layer, active[here], active[~here])
         self.counters.fidelity.book(decision.gated, decision.cut, self._tiles, decision.stale)
         self.clock.mark("plan")
 
@@ -292,6 +294,8 @@ class TensorExecutor:
             self.engine.only_waits[layer] = waits = not len(split.device.items)
             begun = self._submit(split, self._x_host, waits)
         self._ticket = begun
+        if tier is not None:
+            tier.beside = partial(self.engine.pool.begin_stored, begun)
         work = self._memory.begin(layer, split.device, self.call.x, mask, self.clock)
         self._device_work = work._replace(started=started)
         if tier is not None:
@@ -302,6 +306,9 @@ class TensorExecutor:
     def begin_early(self, layer: int, ahead: Ahead, mask: Mask) -> Ticket:
         gated, resident = ahead.gated, self._memory.residency[layer]
         split = split_layer(gated.routing, ahead.cut, resident, self._tiles, layer, mask)
+        if self.engine.tier is not None:
+            active = gated.routing.active.experts
+            self.engine.tier.need_early(layer, active[split.lo.take(active) < self._tiles])
         # a copy: this layer's x is overwritten before the next layer's result is read
         ticket = self._submit(split, self._x_host.copy(), False)
         self.clock.mark("submit")
@@ -353,8 +360,12 @@ class TensorExecutor:
 
     def abandon(self, early: Ticket | None) -> None:
         """The step fails: end what its layer has begun, and the next one's early share."""
-        for _ in self._device_work.landing if self._device_work is not None else ():
-            pass  # orders end, and slots become free
+        if self._device_work is not None:
+            with suppress(DiskFailed):
+                for _ in self._device_work.landing:
+                    pass  # orders end, and slots become free
+        if self.engine.tier is not None:
+            self._device.wait(self._device.fence())  # copies have been made before their experts are evicted
         for ticket in filter(None, (early, self._ticket)):
             ticket.abandon()
 

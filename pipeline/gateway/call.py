@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping, Sequence
-from contextlib import ExitStack, aclosing, asynccontextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ BODY_SECONDS = 60.0  # for the whole body; a slow network sends 32 MB in less
 PART_SECONDS = 15.0  # for the next part of it
 HEADERS_WITHIN = 1.0  # seconds: until then a refusal is an HTTP error, later an event of the stream
 PING_SECONDS = 10.0  # between signs of life in a stream, so that no proxy and no client closes the connection
+WAIT_SECONDS = 300.0  # of an engine for a lost machine, after which an answer that is no stream is given up
 PART_BYTES = 1 << 16  # of a large answer, sent at once
 PLACE = secrets.token_hex(16)  # of Pieces in a text of JSON; no client can know it
 PING = b": waiting\n\n"
@@ -162,6 +163,9 @@ class Call:
     kept: ExitStack = field(default_factory=ExitStack)  # until the answer's end
     _answer: HeldBody | None = None  # where it is large
     _sending: asyncio.Timeout | None = None  # ends it where its memory is needed
+    _why: str = ""  # what the engine waits for
+    _told: asyncio.Event = field(default_factory=asyncio.Event)  # it waits for something, or something else
+    _waiting: asyncio.Timeout | None = None  # ends an answer that waits too long and cannot say so
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -295,11 +299,38 @@ class Call:
 
     async def answer(self, work: Coroutine[Any, Any, dict[str, Any]]) -> None:
         """Send the object that `work` makes; it is cancelled where the client disconnects."""
-        value = await self._unless_gone(work)
+        value = await self._unless_gone(self._unless_stuck(work))
         if self._answer is not None and self._answer.ended:
             raise ApiError(429, BUSY)
         async with self._endable():
             await self.send_json(value)
+
+    async def _unless_stuck(self, work: Coroutine[Any, Any, T]) -> T:
+        """Returns the result of `work`. Raises ApiError where the engine waits for a machine too long."""
+        try:
+            async with asyncio.timeout(None) as self._waiting:
+                return await work
+        except TimeoutError:
+            if self._waiting is None or not self._waiting.expired():
+                raise
+            text = f"the engine has waited for {WAIT_SECONDS:.0f} s, for {self._why}"
+            raise ApiError(503, text) from None
+        finally:
+            self._waiting = None
+
+    def waits(self, why: str) -> None:
+        """The engine waits for another machine, which a stream says at once."""
+        self._why = " ".join(why.split())
+        self._told.set()
+        if self._waiting is not None and self._waiting.when() is None:
+            self._waiting.reschedule(asyncio.get_running_loop().time() + WAIT_SECONDS)
+
+    def goes_on(self) -> None:
+        """The engine has computed a token."""
+        if self._why:
+            self._why = ""
+            if self._waiting is not None:
+                self._waiting.reschedule(None)
 
     async def stream(self, events: AsyncGenerator[bytes, None]) -> None:
         """Send events; the generator is ended where the client disconnects. An error before the first one, or
@@ -327,12 +358,17 @@ class Call:
         await self._send_chunk(last, more=False)
 
     async def _ping(self) -> None:
-        """Begin the stream, and send a comment, or Anthropic's event, now and then."""
+        """Begin the stream, and send a comment, or Anthropic's event, now and then; what the engine waits for
+        is a comment in each dialect."""
         await asyncio.sleep(HEADERS_WITHIN)
         ping = event_of({"type": "ping"}, "ping") if self.anthropic else PING
         while True:
-            await self._send_chunk(ping)
-            await asyncio.sleep(PING_SECONDS)
+            self._told.clear()
+            why = f": waiting for {self._why}\n\n".encode("utf-8", "replace") if self._why else b""
+            await self._send_chunk(why or ping)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PING_SECONDS):
+                    await self._told.wait()
 
     async def _send_chunk(self, chunk: bytes, more: bool = True) -> None:
         if not self.status:

@@ -33,6 +33,7 @@ from pipeline.errors import UsageError
 from pipeline.models.architecture import TensorSpec, stacks
 from pipeline.models.facts import ModelFacts, expert_shape, facts_of, is_own, narrowed
 from pipeline.models.registry import architecture_of, model_spec
+from pipeline.policies.view import Policy
 from shm.codes import CODE_FORMATS, format_of_all
 from shm.fp8 import BLOCK
 from shm.layout import FORMATS, MatrixFormat, format_named
@@ -52,8 +53,6 @@ STAGING_TILES = 4  # slots beside the cache's: two to stream through, two so tha
 STAGING_SHARE = 1 / 32  # of a GPU's free memory, at most, for more staging slots than the fewest
 # Of a partial store, at least: a prompt's layer is computed while the experts of the next are read.
 LAYERS_IN_MEMORY = 2
-# why a policy cannot be used with experts on disk
-NEEDS_ALL = "keeps experts on the device, which needs all of them in memory: give no --host-memory"
 CHUNK_MAX = 1024  # rows of a step, where --chunk does not say otherwise
 
 
@@ -159,6 +158,14 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         steps=activations + CONTEXT_BYTES + graphs if cuda else 0,
         facts=facts,
     )
+
+
+def needs_all(policy: Policy, heads: bool) -> str:
+    """Tells why a policy cannot be used with experts on disk; empty where it can. `heads`: the format has
+    them."""
+    if not heads or not policy.uses_device:
+        return ""
+    return f"policy {policy.name} has the up matrices of all experts on the device: give no --host-memory"
 
 
 def speed_on_disk(needs: Needs, rate: float) -> float:

@@ -64,15 +64,13 @@ class Scheduler:
         self._jobs, self._max_sequences = jobs, max_sequences
         self._send = send
         self._step_answers: list[tuple[bytes, object]] | None = None  # during a step's end
-        self._congested = congested
-        self._suspects = suspects
+        self._congested, self._suspects = congested, suspects
         self.speculation = Speculation(engine, kv, speculate)
         self._waiting = WaitingQueue()
         self._running: list[Job] = []  # in the order of their latest admission
         self._live: dict[tuple[bytes, int], Job] = {}  # waiting and running, by client and request
         self.prefixes = PrefixCache(kv)
-        self._admissions = itertools.count()
-        self._prefill_turns = Turns()
+        self._admissions, self._prefill_turns = itertools.count(), Turns()
         self._debts = Debts(clock)  # for prefill chunks, paid by others' decode steps
         self._held = Held()  # by waiting and running requests
         self._preemptions = self._ended = 0  # requests
@@ -112,8 +110,8 @@ class Scheduler:
             self._end(job, "cancelled")
 
     def tell_waiting(self, why: str) -> None:
-        """Tell the clients of running requests what the present step waits for."""
-        self._send([(job.client, Waiting(job.request, why)) for job in self._running])
+        """Tell the clients of all requests what the present step waits for."""
+        self._send([(client, Waiting(request, why)) for client, request in self._live])
 
     def round(self) -> bool:
         """Admit, run a prefill chunk and a decode step. False where all requests wait for their clients."""
@@ -243,6 +241,8 @@ class Scheduler:
             logits = self.engine.step(inputs, phase, live)
         except StepFailed as e:
             self._suspects.end()
+            if e.begins_again:
+                return
             if len(jobs) == 1:
                 self._end(jobs[0], "error", e)
             else:  # run each by itself, so that only the job that causes the failure ends

@@ -21,10 +21,10 @@ from pipeline.config import SpeculateName
 from pipeline.counters import Part, PhaseCounters
 from pipeline.engine.engine import Engine
 from pipeline.policies.view import Policy
+from pipeline.scheduling.drafts import LEAST_CHANCE
 from pipeline.scheduling.jobs import Job
 
 MOST = FEW_ROWS - 1  # guesses of a step
-LEAST_CHANCE = 0.2  # of a guess: a row costs more of a step than that
 GAIN = 1.06  # in tokens a second, without which a step has no guesses
 OVERLAP = 0.82  # n tokens touch n ** OVERLAP times the experts of one (1.8, 2.5, 3.1), unless measured
 RECENT, ENOUGH = 15, 3  # steps of a kind whose median counts, and from which on it does
@@ -156,18 +156,22 @@ class Speculation:
     def plan(self, jobs: Sequence[Job]) -> None:
         """Set the guesses of each job for its next step."""
         for job in jobs:
-            job.guesses = []
+            job.guesses, job.guesser.ahead = [], 0
         if self.off or not 0 < len(jobs) <= MOST:
             return
         if self._policy is not self._engine.policy:
             self._policy, self.costs = self._engine.policy, StepCosts()
         most = MOST + 1 - len(jobs)
+        step = self.costs.base(len(jobs)) / len(jobs)
+        for job in jobs:
+            job.guesser.ahead = most
+            job.guesser.wait(step)
         if isinstance(self._wish, int):
             fixed = min(self._wish, most // len(jobs))
             for job in jobs:
-                job.guesses = job.draft(fixed)[0]
+                job.guesses = job.guesser.next(fixed)[0]
             return
-        drafts = [job.draft(most) for job in jobs]
+        drafts = [job.guesser.next(most) for job in jobs]
         if not any(chances and chances[0] >= LEAST_CHANCE for _, chances in drafts):
             return
         if self.costs.stale(len(jobs)):

@@ -38,6 +38,7 @@ class Suspects:
         self._control = control
         self._crashes = crashes
         self._computing: list[list[int]] = []  # now, and what goes on behind that
+        self.stepping = False  # what has begun last is a step
 
     def refusal(self, message: object) -> Done | Error | None:
         """Returns the refusal of a request that was being computed at too many crashes; None of others."""
@@ -64,10 +65,12 @@ class Suspects:
         """Note that these jobs are being computed, until `end`. What ends by an exception that ends the
         engine's thread stays written."""
         self._begin([job.key for job in jobs])
+        self.stepping = True
 
     def end(self) -> None:
         """Note that what began last has ended."""
         self._computing.pop()
+        self.stepping = False
         self._write()
 
     def add(self, job: Job, message: Generate | Score) -> None:

@@ -40,6 +40,11 @@ class EngineInbox:
         """`stop` was called. Messages may still be waiting."""
         return self._stopped
 
+    @property
+    def waiting(self) -> bool:
+        """The next `get` would return at once."""
+        return bool(self._queues or self._gone or self._stopped)
+
     def put(self, client: bytes, message: EngineMessage) -> bool:
         """Queue a message. Returns False after `stop`, and where the waiting messages of this client are too
         many, or those of this client or all clients too large (that never refuses a Cancel)."""

@@ -185,15 +185,15 @@ class EngineParts:
         return Detokenizer.read(self.config.runtime / DECODER)
 
     def _lock_store(self) -> str:
-        """Lock the store's pages, unless most of them are on disk; the result in one line."""
-        return self.store.manifest.file if self.store.partial else lock_pages(self.store.segment.array)
+        """Lock the store's pages; the result in one line."""
+        of = f" for the experts of {self.store.manifest.file}" if self.store.partial else ""
+        return lock_pages(self.store.segment.array) + of
 
     def _open_tier(self, top_k: int) -> DiskTier | None:
         """Returns what has experts read that are not in memory; None where all are."""
         if not self.store.partial:
             return None
-        budget, line = self.config.options.host_memory or 0, self.control.line("reader", 0)
-        return DiskTier(self.store, budget, top_k, self.sockets["reader"], line)
+        return DiskTier(self.store, top_k, self.sockets["reader"], self.control.line("reader", 0))
 
     def bind_socket(self, role: str, largest: int = 0) -> None:
         """Open the socket to the children of a role. `largest`: bytes of the largest array that they send."""

@@ -78,11 +78,12 @@ class EngineService:
             # A recorded routing is of an answer's tokens alone.
             speculate="off" if options.record is not None else options.speculate,
         )
-        if parts.machines is not None:
-            parts.machines.on_wait = self._scheduler.tell_waiting
         self._calibrations = CalibrationService(
             parts, self._policies, self._scheduler, send=self._send, drain_inbox=self._drain_inbox
         )
+        if parts.machines is not None:
+            interrupted = lambda: inbox.waiting and parts.suspects.stepping  # noqa: E731
+            parts.machines.tell(self._scheduler.tell_waiting, interrupted)
         self._share = TimeShare(INBOX_SHARE, INBOX_SECONDS)
         self.status = EngineStatus(parts, self._policies, self._scheduler)
 
@@ -123,8 +124,7 @@ class EngineService:
         """Handle messages for up to `seconds`; wait for the first. False: the engine is stopped."""
         self._parts.tick()
         if self._share.wait and not self._scheduler.idle and not self._inbox.stopped:
-            if wait:
-                time.sleep(wait)
+            time.sleep(wait)
             return True
         item, until = self._inbox.get(wait), time.perf_counter() + seconds
         while item is not None:
@@ -184,7 +184,7 @@ class EngineService:
         engine = self._parts.engine
         engine.poll_children()
         if engine.tier is not None:
-            engine.tier.tidy()
+            engine.tier.update(0)
         self._policies.keep_heat()
         idle = all(stage.memory.idle for stage in engine.stages)
         for stage in engine.stages if idle else ():

@@ -52,8 +52,9 @@ Arrivals = list[float]  # of one client's tokens
 class Cluster:
     """The machines, their Ray and the engine. A context manager."""
 
-    def __init__(self, place: Path, options: list[str]) -> None:
-        self.network, self._place, self._options = Network(len(NAMES), place), place, options
+    def __init__(self, place: Path, options: list[str], replicas: int) -> None:
+        self.network, self._place = Network(len(NAMES), place), place
+        self.replicas, self._options = replicas, [*options, "--replicas", str(replicas)]
         self._serve: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Cluster:
@@ -184,6 +185,22 @@ class Faults:
         await asyncio.sleep(2)
         await asyncio.to_thread(self._cluster.switch_on, i)
 
+    async def machine_stood_in(self, i: int) -> None:
+        """A machine stays away until another one has its part, and comes back."""
+        others = [other for other in range(len(NAMES)) if other != i]
+
+        def hosts() -> int:
+            return sum(len(self._cluster.find(other, HOST)) for other in others)
+
+        before = hosts()
+        await asyncio.to_thread(self._cluster.switch_off, i)
+        if not self._cluster.replicas:
+            async with asyncio.timeout(LIMIT):
+                while await asyncio.to_thread(hosts) == before:  # noqa: ASYNC110 - of other processes
+                    await asyncio.sleep(0.5)
+            await asyncio.sleep(5)  # it answers
+        await asyncio.to_thread(self._cluster.switch_on, i)
+
     def _kill(self, i: int, word: str) -> None:
         for process in self._cluster.find(i, word):
             process.kill()
@@ -263,7 +280,7 @@ class Drill:
 
     async def _ready(self, asking: Client) -> bool:
         machines = (await asking.stats()).get("machines", [])
-        return len(machines) >= len(NAMES) - 1 and all(each["state"] == "ready" for each in machines)
+        return len(machines) == len(NAMES) - 1 and all(each["state"] == "ready" for each in machines)
 
     def _findings(self) -> tuple[list[str], list[str], int]:
         """Returns what differs, what is lost, and how many answers there are."""
@@ -311,15 +328,14 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="a word in the names of the faults")
-    parser.add_argument("--replicas", default="0")
+    parser.add_argument("--replicas", type=int, default=0)
     parser.add_argument("engine", nargs="*", help="options of serve, behind --")
     asked = parser.parse_args()
     options = asked.engine or ["--tile", "32", "--format", "f32", "--backbone-dtype", "f32", "--chunk", "64"]
-    options += ["--replicas", asked.replicas]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     place = Path(tempfile.mkdtemp(prefix="td-", dir="/tmp"))
     try:
-        with Cluster(place, options) as cluster:
+        with Cluster(place, options, asked.replicas) as cluster:
             os.environ["XDG_RUNTIME_DIR"] = str(cluster.network.runtime(0))
             return (
                 0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import os
 import signal
 from asyncio import Queue
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from cluster_heads import KEYS, PLAN, TILE, host_config, hosts, machine, pid_of, restart
 
@@ -53,6 +56,48 @@ async def test_tokens_of_three_machines_are_those_of_one(three_tiles: Path, form
             assert (await asked.result()).tokens == expected[:40]
             stats = await client.stats()
     assert [known["state"] for known in stats["machines"]] == ["ready", "ready"]
+
+
+async def running(client: Client, count: int) -> None:
+    """Wait until so many requests run."""
+    async with asyncio.timeout(60):
+        while (await client.stats())["scheduler"]["running"] != count:  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.02)
+
+
+async def test_requests_that_wait_for_a_machine_say_so_and_can_be_cancelled(three_tiles: Path) -> None:
+    pytest.importorskip("uvicorn", reason="of the extra `serve`")
+    http = importlib.import_module("httpx2")
+    name = f"t{os.getpid()}-waits"
+    config = replace(CONFIG, model=three_tiles, format="int4", name=name, lanes=PLAN, http="127.0.0.1:0")
+    body = {"prompt": [5, 6, 7], "max_tokens": 100, "stream": True, "ignore_eos": True}
+    with hosts(host_config(three_tiles, 1, 2)) as (keeper,):
+        machines = MachineList((machine(keeper.place()),), *KEYS)
+        async with (
+            Supervisor(config, log_level="WARNING", machines=machines) as engine,
+            Client.connect(engine.endpoint) as client,
+            http.AsyncClient(base_url=engine.http, timeout=60) as web,
+        ):
+            expected = await tokens_of(client)
+            lost = psutil.Process(pid_of(keeper))
+            lost.suspend()
+            kept, dropped = [
+                client.generate(token_ids=[5, 6, seed], max_tokens=40, ignore_eos=True) for seed in (0, 1)
+            ]
+            await running(client, 2)
+            await dropped.cancel()
+            assert (await dropped.result()).done.reason == "cancelled"
+            async with web.stream("POST", "/v1/completions", json=body) as answer:
+                lines = answer.aiter_lines()
+                while not (line := await anext(lines)).startswith(": waiting for lane 1 of the experts: "):
+                    assert not line.startswith("data"), line
+                assert keeper.config.name in line
+                assert "tcp://" not in line
+                await running(client, 2)
+            await running(client, 1)  # the engine has heard that this client is gone
+            assert lost.status() == psutil.STATUS_STOPPED
+            lost.resume()
+            assert (await kept.result()).tokens == expected[:40]
 
 
 async def test_policies_that_use_a_device_see_to_this_machine_s_share(three_tiles: Path) -> None:

@@ -205,3 +205,24 @@ async def test_a_refused_body_does_not_stay_in_memory(tmp_path: Path) -> None:
             tracemalloc.stop()
             gc.enable()
     assert statuses[0] == 413
+
+
+async def test_an_answer_that_is_no_stream_is_given_up_where_its_engine_waits_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pipeline.gateway.call.WAIT_SECONDS", 0.0)
+    never = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        await never.wait()
+        return {}
+
+    async def computed() -> dict[str, Any]:
+        call.waits("lane 1 of the experts:\nb is away")
+        await never.wait()
+        return {}
+
+    call = Call(cast(Service, None), {}, receive, cast(Any, None))
+    with pytest.raises(ApiError, match="for lane 1 of the experts: b is away") as refused:
+        await call.answer(computed())
+    assert refused.value.status == 503

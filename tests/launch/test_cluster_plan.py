@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -12,8 +14,13 @@ from hypothesis import strategies as st
 
 from launch.cluster.cluster import Cluster
 from launch.cluster.plan import Division, Room, StandIns, coarse, divide, plan
-from launch.cluster.share import Share, lost
+from launch.cluster.share import Share, device_of, lost
+from launch.planning import situation
+from pipeline.assets import model_dir
+from pipeline.checkpoint.open import open_model
 from pipeline.config import EngineConfig, MachineList
+from pipeline.memory.needs import needs
+from pipeline.memory.plan import smallest
 
 ROOMS = st.lists(
     st.builds(Room, st.just("m"), st.integers(0, 60), st.sampled_from([1.0, 2.0, 3.5, 8.0])), max_size=5
@@ -91,6 +98,29 @@ def test_a_lost_part_goes_to_memory_or_else_to_disk(
     assert cost in dict(lost(shared))["b"]
 
 
+def test_a_device_of_the_coordinator_has_it_hold_more() -> None:
+    assert divide(12, 1, [12, 12, 12], [1, 1, 1]).tolist() == [4, 4, 4]
+    assert divide(12, 1, [12, 12, 12], [1, 1, 1], (12, 2.0)).tolist() == [8, 2, 2], "as three machines"
+    assert divide(12, 1, [12, 12, 12], [1, 1, 1], (3, 9.0)).tolist() == [6, 3, 3], "as far as it has room"
+    assert divide(12, 1, [5, 12, 12], [1, 1, 1], (12, 2.0)).tolist() == [5, 4, 3], "as far as memory has"
+
+
+def test_an_emulated_device_counts_as_fast_as_its_costs_say(tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    one = {"rows": [1], "host": [3e-4], "device": [1e-4], "link": 1e-3, "round_trip": 1e-5}
+    costs.write_text(json.dumps(one))
+    config = EngineConfig(device="cpu", policy="tandem", expert_cache=0.5, format="int4", costs=costs)
+    now = situation(config, 1)
+    need = needs(open_model(model_dir()), now.config, "int4")
+    here = smallest(need, now.config, now.policy.uses_device)
+    kept, gain = device_of(now.config, here, now.machine)
+    assert gain == pytest.approx(3)
+    assert kept >= need.store / 2
+    alone = situation(replace(config, policy="all-host"), 1)
+    here = smallest(need, alone.config, alone.policy.uses_device)
+    assert device_of(alone.config, here, alone.machine) == (0, 0.0)
+
+
 def test_equal_machines_hold_equal_parts_though_they_are_measured_unequal() -> None:
     rooms = [Room("m", 100, coarse(rate)) for rate in (40e9, 41e9, 39.5e9)]
     division = plan(12, 1, rooms, 0)
@@ -104,3 +134,12 @@ def test_the_next_spare_stands_in_where_one_fails() -> None:
     assert stand_ins.begin("c", {"b", "d"}, failed=False) is None, "it stands in"
     assert stand_ins.begin("c", {"b", "d"}, failed=True) == "b"
     assert stand_ins.begin("c", {"b", "d"}, failed=True) is None, "each tries again by itself"
+    assert stand_ins.now("c") == "b"
+
+
+def test_a_machine_that_is_back_is_stood_in_for_no_longer() -> None:
+    stand_ins = StandIns({"c": ["b", "d"]})
+    assert stand_ins.begin("c", {"b", "d"}, failed=False) == "b"
+    assert stand_ins.end("c") == ["b"]
+    assert stand_ins.now("c") is None
+    assert stand_ins.begin("c", {"b", "d"}, failed=False) == "b", "for the next loss"

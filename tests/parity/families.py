@@ -44,7 +44,7 @@ RECURRENT: Options = {
     "linear_value_head_dim": 12,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
-LATENT: Options = {"q_lora_rank": None, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8}
+LATENT: Options = {"q_lora_rank": None, "kv_lora_rank": 24, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8}
 GROUPS: Options = {"n_group": 2, "topk_group": 1}
 PLAIN: dict[str, Options] = {
     "mixtral": {"num_local_experts": 5},
