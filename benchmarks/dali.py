@@ -44,6 +44,7 @@ PROMPTS = (64, 256, 1024)  # rows: batches of 1, 4 and 16 prompts of 64 tokens
 PREFILL_ROWS = tuple(f"hybrimoe:assignment=threshold:rows={rows}" for rows in (1, 4, 16, 64))
 PREFILL = ("dali", "hybrimoe", *PREFILL_ROWS, LIGHTNING, "layerwise", "all-host")
 QWEN = ModelShape(8, 128, 4, 8)
+QWEN_PARTS = tuple(f"dali:{part}" for part in ("replacement=score", "placement=popular", "prediction=none"))
 LONG = "drawn 16, 128 tokens"
 SOLVER, PLANNER = 0.55, 0.045  # shares of the time that the optimum's solver and the greedy plan take (6.3)
 
@@ -64,6 +65,8 @@ def _jobs(texts: Sequence[str], costs: Costs) -> Iterator[Job]:
     fine = costs.of_tiles(QWEN_SMALLER, QWEN_SMALLER, QWEN_SMALLER)
     for batch, policy in product(BATCHES[:2], WHOLE):
         yield Job(f"Qwen3 {batch}", policy, fine, 0.5, (("kind", "qwen"),))
+    for policy in ("dali", *QWEN_PARTS):
+        yield Job(f"Qwen3 {BATCHES[0]}", policy, fine, 0.5, (("kind", "qwen parts"),))
     small = costs.of_tiles(SMALLER, SMALLER, SMALLER)
     for rows, policy in product(PROMPTS, PREFILL):
         yield Job(f"prompt {rows}", policy, small, 0.25, (("kind", "prefill"),))
@@ -162,6 +165,7 @@ def page(c: Commands) -> str:
         "belady": of("dali+belady", "dali", "caches", "hits"),
         "planning": [100 * one for one in found.get("planning", kind="whole", policy="dali")],
         "hybrimoe": [100 * one for one in found.get("planning", kind="whole", policy="hybrimoe")],
+        "qwen-parts": [of("dali", name, "qwen parts")[0] for name in QWEN_PARTS],
         "two-ended": of(f"hybrimoe:{ALONE}", GREEDY, "bars"),
         "groups": "; ".join(", ".join(f"{hits:.0%}" for hits in groups) for groups in rising),
     }

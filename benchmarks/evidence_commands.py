@@ -104,7 +104,7 @@ class Commands:
         return Costs.from_json(COSTS[name])
 
     def measure(self, name: str, policies: str, *words: str) -> list[Row]:
-        """The same of engines."""
+        """Returns a row for each policy of a run of engines."""
         answer = self.run(name, "bench", "--policy", policies, *words)
         points = answer.get("points", [{"settings": {}, **answer}])
         rows = []
@@ -137,13 +137,6 @@ def quarter(calibration: Calibration) -> float:
 
 def label(policy: Row) -> str:
     return " ".join([policy["name"], *(f"{name}={value}" for name, value in policy["options"].items())])
-
-
-def relative(rows: Sequence[Row], first: str, *by: str) -> None:
-    """Sets "x": the speed relative to the policy `first` of the same settings."""
-    base = {tuple(row.get(b) for b in by): row["tok_s"] for row in rows if row["policy"] == first}
-    for row in rows:
-        row["x"] = row["tok_s"] / base[tuple(row.get(b) for b in by)]
 
 
 def paces(c: Commands, link: float, host: float, block: float, rows: int = 1) -> list[str]:

@@ -10,8 +10,7 @@ the paper's figure with some of its values only.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from multiprocessing import get_context
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.baselines import policy_of
-from launch.forecast import calibration_of
+from launch.forecast import calibration_of, timed
 from launch.profile import PhaseProfile
 from pipeline.calibration.observers import DropTables, TokenOrder
 from pipeline.engine.driver import LayerDecision
@@ -128,7 +127,7 @@ def _run(job: Job) -> Row:
     shape = header.shape
     capacity = round(job.cache * shape.layers * shape.experts) * shape.tiles
     policy = policy_of(job.policy, text)
-    planned = _timed(policy)
+    planned = timed(policy)
     outcome = text.replay(header, policy, job.costs, capacity, job.right)
     prefill, decode = (PhaseProfile(outcome.measured[p], header.tile_bytes) for p in ("prefill", "decode"))
     expert = shape.layers * shape.tiles * header.tile_bytes
@@ -141,29 +140,8 @@ def _run(job: Job) -> Row:
         "tile hits": decode.tile_hit_rate,
         "moved": decode.copied_per_token / expert,
         "waits": decode.shares["link"],
-        "planning": planned[0] * decode.steps / of / (decode.seconds or inf),
+        "planning": planned["decode"] * decode.steps / of / (decode.seconds or inf),
     }
-
-
-CALLS = ("probes", "gate", "plan", "ahead", "predict", "channels_ahead", "after")
-
-
-def _timed(policy: Any) -> list[float]:
-    """Returns a sum of the seconds of this process that a policy's decisions of decode take from now on."""
-    taken = [0.0]
-
-    def timed(call: Callable[..., object]) -> Callable[..., object]:
-        def called(*given: Any) -> object:
-            began = time.thread_time()
-            answer = call(*given)
-            taken[0] += (time.thread_time() - began) * (given[-1].phase == "decode")
-            return answer
-
-        return called
-
-    for call in CALLS:
-        setattr(policy, call, timed(getattr(policy, call)))
-    return taken
 
 
 class Results:

@@ -208,7 +208,7 @@ class ExpertHost:
         if reading is not None:
             reading.wait_ready(1, WORKER_LIMIT)
             top_k = facts_of(loading.source.config).top_k
-            self._tier = pool.tier = DiskTier(store, top_k, reading, control.line(READER, 0))
+            self._tier = pool.tier = DiskTier(store, top_k, shape.layers, reading, control.line(READER, 0))
         self._coder = RowCoder(store.layout)
         self._lanes = HeldLanes(pool, config.lanes.part)
 

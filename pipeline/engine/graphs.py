@@ -374,6 +374,9 @@ class Bucket:
         self._gpu.wait()
         return split_rows(result_host[: self._rows].copy(), [len(item.span.tokens) for item in inputs])
 
+    def hidden(self) -> Tensor:
+        return self._backbone.normed(self._h[: self._rows])  # no dense layer is behind the last with experts
+
     def _run(self, key: Hashable, work: Callable[[], None], *outputs: Tensor) -> None:
         """Do the work, by its graph where there is one."""
         replay = self._replays.get(key)

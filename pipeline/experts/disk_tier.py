@@ -90,17 +90,19 @@ class DiskTier(Stored):
         self,
         store: Store,
         top_k: int,
+        layers: int,
         socket: ChildServerSocket,
         line: ControlLine,
     ) -> None:
-        """`store`: with frames; whatever is in them is forgotten. `line`: the reader's."""
+        """`store`: with frames; whatever is in them is forgotten. `layers`: that a step computes; `line`: the
+        reader's."""
         shape = store.layout.shape
         self.capacity = store.held.shape.experts
         self.figures, self.file = Figures(), store.manifest.file
         self.probing = False  # the model's routers can be applied ahead
         self._store, self._socket, self._line = store, socket, line
-        self._layers, self._experts, self._top_k = shape.layers, shape.experts, top_k
-        self._state = np.zeros((shape.layers, shape.experts), np.int8)
+        self._layers, self._experts, self._top_k = layers, shape.experts, top_k
+        self._state = np.zeros((layers, shape.experts), np.int8)
         self._use = ExpertUse(np.full(self._state.shape, top_k / shape.experts))
         self._unused = np.zeros(self._state.shape, bool)  # read ahead, and not used since
         self._used_here = np.zeros(self._state.shape, bool)  # in the latest step that used them

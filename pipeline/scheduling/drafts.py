@@ -114,7 +114,7 @@ class Guesses:
 
     def next(self, most: int) -> tuple[list[int], list[float]]:
         """Returns at most so many guesses, and how probable each is with those before."""
-        most = self._room(most)
+        most = self.room(most)
         guesses, chances = self._drafted(most)
         if self._grammar is None:
             return guesses, chances
@@ -125,7 +125,7 @@ class Guesses:
         """Ask the grammar, if there is one, for the next mask, and for those behind what may be guessed."""
         if self._grammar is None or not self._grammar.due:
             return
-        most = self._room(self.ahead)
+        most = self.room(self.ahead)
         guesses, chances = self._drafted(most) if most else ([], [])
         likely = sum(chance >= LEAST_CHANCE for chance in chances)
         self._grammar.look(most, guesses[:likely])
@@ -135,7 +135,13 @@ class Guesses:
         if self._grammar is not None:
             self._grammar.wait(step)
 
-    def _room(self, most: int) -> int:
+    @property
+    def bound(self) -> bool:
+        """Returns whether a grammar says what may be guessed."""
+        return self._grammar is not None
+
+    def room(self, most: int) -> int:
+        """Returns how many guesses, at most so many, the answer has room for."""
         return min(most, self._longest - len(self._tokens) - 1)
 
     def _drafted(self, most: int) -> tuple[list[int], list[float]]:

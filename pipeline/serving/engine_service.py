@@ -77,6 +77,7 @@ class EngineService:
             suspects=parts.suspects,
             # A recorded routing is of an answer's tokens alone.
             speculate="off" if options.record is not None else options.speculate,
+            drafter=parts.drafter,
         )
         self._calibrations = CalibrationService(
             parts, self._policies, self._scheduler, send=self._send, drain_inbox=self._drain_inbox
