@@ -18,7 +18,7 @@ LINES = {
     "protocol": 2_580,
     "shm": 4_750,
     "workers": 10_360,
-    "pipeline": 42_085,
+    "pipeline": 42_095,
     "launch": 14_565,
     "benchmarks": 8_440,
     "tests": 64_790,
