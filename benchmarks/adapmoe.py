@@ -19,6 +19,7 @@ from pipeline.traces.synthetic import PROFILES
 LATENCY = 392 / 32  # ms of a layer of the paper's baseline, with half of the experts cached (table 2)
 PLAIN = 0.13  # ms of a layer beside its experts by a 4090's plain costs
 LINKS = (25.0, 12.0)  # GB/s of a PCIe 4.0 x16 link, from memory that is pinned and that is not
+TWO_BITS = 2.5  # of a weight of `int2`, with its scales: the experts of its 4+2 bits
 OFFLOADING, GATED, WHOLE = "mixtral-offloading:pause=0", "pre-gated:pause=0", "whole-layer:pause=0"
 PREFETCHES = ("sequences", "random-next")
 OTHERS = ("on-demand+belady", "on-demand+least-stale", *(f"mixtral-offloading+{p}" for p in PREFETCHES))
@@ -57,31 +58,37 @@ def page(c: Commands) -> str:
         few = (known["all"], LOOKAHEAD, OFFLOADING, GATED)
         policies = few if cache < 0.5 else (*known.values(), *few[2:], WHOLE)
         fitted = [(link, points[name, link]) for link in LINKS]
-        for number, (link, layer) in enumerate((*fitted, (LINKS[0], 4.0), (LINKS[0], PLAIN))):
-            labels = ("setting", f"{link:.0f} GB/s {layer:.3g} ms"), ("fitted", number < len(LINKS))
+        settings = (
+            *((f"{gbs:.0f} GB/s {ms:.3g} ms", "fitted", rtx_4090(gbs, ms)) for gbs, ms in fitted),
+            *((f"{LINKS[0]:.0f} GB/s {ms:.3g} ms", "other", rtx_4090(LINKS[0], ms)) for ms in (4.0, PLAIN)),
+            *((f"4+2 bits {gbs:.0f} GB/s", "4+2", rtx_4090(gbs, ms, TWO_BITS)) for gbs, ms in fitted),
+        )
+        for number, (title, at, costs) in enumerate(settings):
             more = OTHERS if cache == 0.5 and number == 0 else ()
-            every = ("on-demand", *policies, *more)
-            jobs += [Job(name, one, rtx_4090(link, layer), cache, labels) for one in every]
+            every = ("on-demand", *(few if at == "4+2" else policies), *more)
+            jobs += [Job(name, one, costs, cache, (("setting", title), ("at", at))) for one in every]
     found = replayed(texts, jobs)
 
-    def over(key: str, baseline: str = "on-demand", fitted: bool = True, **wanted: float) -> list[float]:
+    def over(key: str, baseline: str = "on-demand", at: str = "fitted", **wanted: float) -> list[float]:
         return [
             ratio
             for name, known in steps.items()
-            for ratio in found.ratios(baseline, text=name, policy=known[key], fitted=fitted, **wanted)
+            for ratio in found.ratios(baseline, text=name, policy=known[key], at=at, **wanted)
         ]
 
     ours = {key: over(key, cache=0.5) for key in steps["drawn"]}
     ours |= {
         "offloading": over("all", OFFLOADING),
         "demand": over("all"),
+        "two-bits": over("all", at="4+2"),
+        "two-bits-offloading": over("all", OFFLOADING, "4+2"),
         "gated": over("all", GATED),
         "exact": over("prefetch", GATED),
         "whole": over("all", WHOLE, cache=0.5),
         "predicted": [median(_predicted(texts["embedded"]))],
         "early": [_early(texts["embedded"])],
     }
-    words: dict[str, Words] = {f"{key}-other": over(key, fitted=False, cache=0.5) for key in steps["drawn"]}
+    words: dict[str, Words] = {f"{key}-other": over(key, at="other", cache=0.5) for key in steps["drawn"]}
     words |= {
         "points": list(points.values()),
         "fewer": [_fewer(text) for text in texts.values()],

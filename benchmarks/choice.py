@@ -12,14 +12,15 @@ of 256 tokens and an answer of as many. At the end: the geometric mean of all se
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from statistics import geometric_mean
-from typing import Any
 
-from benchmarks.tandem import BITS, MODELS, PHASES, seconds_of
+from benchmarks.tandem import BITS, MODELS, seconds_of
+from launch.forecast import timed
+from pipeline.arrays import PHASES
 from pipeline.models.routing import Softmax
 from pipeline.policies.costs import MACHINES, Costs, Rates, derived
 from pipeline.policies.presets import make_policy
@@ -34,7 +35,6 @@ PARTS = (*PHASES, "request")
 LAYERS = 8  # that are replayed, at even distances of the model's depth
 RUNS = 3  # of planning
 POLICIES = ("fiddler", "tandem", "cache", "hybrimoe", "layerwise", "bandwidth-split")
-CALLS = ("probes", "gate", "plan", "ahead", "predict", "channels_ahead", "after")
 # Beside those that `advise` knows: a 3090 beside 2 channels of DDR4-3200, and the 4090 in a slower slot.
 WORKSTATIONS = {
     "3090-pcie4": Rates(41.0, 25.0, 750.0, 0.6, 35.0),
@@ -90,26 +90,12 @@ def planning(drawn: Drawn, name: str, costs: Costs, share: float) -> dict[str, f
 
 
 def _planning(drawn: Drawn, name: str, costs: Costs, share: float) -> dict[str, float]:
-    policy: Any = make_policy(PolicyRequest(name), 0)
+    policy = make_policy(PolicyRequest(name), 0)
     text = drawn.text
     replay = Replay(drawn.header, policy, costs, drawn.capacity(share), popularity=text.counts)
     replay.run(text.steps[: text.begin])
-    taken = dict.fromkeys(PHASES, 0.0)
-    steps = dict.fromkeys(PHASES, 0)
-
-    def timed(call: Callable[..., object]) -> Callable[..., object]:
-        def called(*given: Any) -> object:
-            began = time.thread_time()
-            answer = call(*given)
-            taken[given[-1].phase] += time.thread_time() - began
-            return answer
-
-        return called
-
-    for call in CALLS:
-        setattr(policy, call, timed(getattr(policy, call)))
+    taken, steps = timed(policy), Counter(step.phase for step in drawn.steps)
     for step in drawn.steps:
-        steps[step.phase] += 1
         for layer in step.layers:
             vars(layer.router_routing).pop("active", None)  # every policy sorts anew, as in an engine
     replay.run(drawn.steps)

@@ -24,7 +24,8 @@ BATCHES = (4, 16, 64)
 # HybriMoE's assignment as DALI describes it, of which the paper does not say the workload
 ROWS_ON_HOST = (2, 4, 8, 16)
 THRESHOLDS = tuple(f"hybrimoe:assignment=threshold:rows={rows}" for rows in ROWS_ON_HOST)
-WHOLE = ("dali", "hybrimoe", *THRESHOLDS, "fiddler", "layerwise", "all-host")
+LIGHTNING = "layerwise+lightning"  # whole layers are resident, and a share of each other one is streamed
+WHOLE = ("dali", "hybrimoe", *THRESHOLDS, "fiddler", LIGHTNING, "layerwise", "all-host")
 # Its figure 14, assignments alone, and its figure 19, where each bar has one technique more: all begin with
 # every expert on the host.
 EMPTY, KEPT = "placement=empty:replacement=keep", "dali:replacement=keep"
@@ -37,10 +38,13 @@ CACHED = ("dali", "dali:replacement=score", "dali:replacement=lru", "dali+belady
 WINDOWS = tuple(f"dali:window={w}:swaps={u}" for w, u in ((2, 1), (2, 2), (4, 1), (4, 2), (8, 1)))
 SIZES = tuple(f"dali:prefetch={size}:pause=0" for size in (1, 2, 4))
 MIXTRAL, DEEPSEEK = ModelShape(32, 8, 4, 2), ModelShape(8, 64, 4, 6)
-SMALLER = 3 * 2048 * 1408 / (3 * 4096 * 14336)  # of an expert of DeepSeek-V2-Lite's, beside Mixtral's
+# An expert of DeepSeek-V2-Lite's and one of Qwen3-30B-A3B's, beside Mixtral's.
+SMALLER, QWEN_SMALLER = 2048 * 1408 / (4096 * 14336), 2048 * 768 / (4096 * 14336)
 PROMPTS = (64, 256, 1024)  # rows: batches of 1, 4 and 16 prompts of 64 tokens
 PREFILL_ROWS = tuple(f"hybrimoe:assignment=threshold:rows={rows}" for rows in (1, 4, 16, 64))
-PREFILL = ("dali", "hybrimoe", *PREFILL_ROWS, "layerwise", "all-host")
+PREFILL = ("dali", "hybrimoe", *PREFILL_ROWS, LIGHTNING, "layerwise", "all-host")
+QWEN = ModelShape(8, 128, 4, 8)
+QWEN_PARTS = tuple(f"dali:{part}" for part in ("replacement=score", "placement=popular", "prediction=none"))
 LONG = "drawn 16, 128 tokens"
 SOLVER, PLANNER = 0.55, 0.045  # shares of the time that the optimum's solver and the greedy plan take (6.3)
 
@@ -58,6 +62,11 @@ def _jobs(texts: Sequence[str], costs: Costs) -> Iterator[Job]:
         yield from all_of(f"{name} 16", (*WINDOWS, *THRESHOLDS), 0.5, "windows")
         yield from all_of(f"{name} 4", SIZES, 0.25, "sizes")
     yield from all_of(LONG, ("dali", *THRESHOLDS, "layerwise"), 0.5, "longer")
+    fine = costs.of_tiles(QWEN_SMALLER, QWEN_SMALLER, QWEN_SMALLER)
+    for batch, policy in product(BATCHES[:2], WHOLE):
+        yield Job(f"Qwen3 {batch}", policy, fine, 0.5, (("kind", "qwen"),))
+    for policy in ("dali", *QWEN_PARTS):
+        yield Job(f"Qwen3 {BATCHES[0]}", policy, fine, 0.5, (("kind", "qwen parts"),))
     small = costs.of_tiles(SMALLER, SMALLER, SMALLER)
     for rows, policy in product(PROMPTS, PREFILL):
         yield Job(f"prompt {rows}", policy, small, 0.25, (("kind", "prefill"),))
@@ -66,6 +75,7 @@ def _jobs(texts: Sequence[str], costs: Costs) -> Iterator[Job]:
 def _texts(c: Commands) -> dict[str, Text]:
     """Returns the texts, those of decode first, recorded ones before drawn ones."""
     mixtral, deepseek = PROFILES["mixtral-8x7b"], PROFILES["olmoe-1b-7b"]
+    qwen = PROFILES["qwen3-30b-a3b"]
 
     def of_mixtral(tokens: int, batch: int) -> Text:
         return calibrated(drawn(MIXTRAL, mixtral, 0, tokens, batch), mixtral.accuracy)
@@ -74,6 +84,10 @@ def _texts(c: Commands) -> dict[str, Text]:
         **{f"embedded {batch}": recorded(c.trace(batch)) for batch in BATCHES},
         **{f"drawn {batch}": of_mixtral(32, batch) for batch in BATCHES},
         LONG: of_mixtral(128, 16),
+        **{
+            f"Qwen3 {batch}": calibrated(drawn(QWEN, qwen, 0, 32, batch), qwen.accuracy)
+            for batch in BATCHES[:2]
+        },
         **{
             f"prompt {rows}": calibrated(drawn(DEEPSEEK, deepseek, rows, 1, chunk=rows), deepseek.accuracy)
             for rows in PROMPTS
@@ -106,9 +120,15 @@ def page(c: Commands) -> str:
         "queue": of("hybrimoe", "dali", "whole"),
         "layers": of("layerwise", "dali", "whole"),
         "llama": of("layerwise", "dali", "whole"),
+        "lightning": of(LIGHTNING, "dali", "whole"),
         "fiddler": of("fiddler", "dali", "whole"),
+        "qwen-rows": [mean(of(name, "dali", "qwen")) for name in THRESHOLDS],
+        "qwen-queue": of("hybrimoe", "dali", "qwen"),
+        "qwen-layers": of("layerwise", "dali", "qwen"),
+        "qwen-lightning": of(LIGHTNING, "dali", "qwen"),
         "pre-llama": of("layerwise", "dali", "prefill", "prefill"),
         "pre-layers": of("layerwise", "dali", "prefill", "prefill"),
+        "pre-lightning": of(LIGHTNING, "dali", "prefill", "prefill"),
         "pre-rows": [mean(of(name, "dali", "prefill", "prefill")) for name in PREFILL_ROWS],
         "pre-queue": of("hybrimoe", "dali", "prefill", "prefill"),
         "greedy": of("all-host", GREEDY, "bars"),
@@ -145,11 +165,15 @@ def page(c: Commands) -> str:
         "belady": of("dali+belady", "dali", "caches", "hits"),
         "planning": [100 * one for one in found.get("planning", kind="whole", policy="dali")],
         "hybrimoe": [100 * one for one in found.get("planning", kind="whole", policy="hybrimoe")],
+        "qwen-parts": [of("dali", name, "qwen parts")[0] for name in QWEN_PARTS],
         "two-ended": of(f"hybrimoe:{ALONE}", GREEDY, "bars"),
         "groups": "; ".join(", ".join(f"{hits:.0%}" for hits in groups) for groups in rising),
     }
-    titles = "Whole systems at a cache of 50 %", "The paper's bars at 25 %", "Prompts of DeepSeek's shape"
-    figures = ("whole", "tok_s"), ("bars", "tok_s"), ("prefill", "prefill")
+    titles = (
+        *("Whole systems at a cache of 50 %", "The same of Qwen3's shape"),
+        *("The paper's bars at 25 %", "Prompts of DeepSeek's shape"),
+    )
+    figures = ("whole", "tok_s"), ("qwen", "tok_s"), ("bars", "tok_s"), ("prefill", "prefill")
     tables = [
         found.table(f"{title}: tok/s, and over all-host", "all-host", "text", figure=figure, kind=kind)
         for title, (kind, figure) in zip(titles, figures, strict=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.evidence_commands import Commands
 from benchmarks.papers import Job, Results, Words, drawn, recorded, replayed, similarity, write
+from pipeline.energy import GPU_WATTS, MODEL, PROCESSOR_WATTS
 from pipeline.policies.costs import Costs, Rates, derived
 from pipeline.policies.view import ModelShape
 from pipeline.traces.synthetic import PROFILES
@@ -31,6 +32,7 @@ PAIR, BOUND = ("fiddler", PLACED), ("on-demand+belady",)
 PARTS = tuple(f"{PLACED}:{part}" for part in ("predict=0", "early=0"))
 OWN = ("fiddler", "daop", "daop:first_layer=1")
 STREAMED = 45.1e9 * 2  # bytes of Mixtral's experts
+IDLE = PROCESSOR_WATTS[0] + GPU_WATTS[0]  # W while the link alone works
 
 
 def a6000(model: str, link: float = A6000.link_gbps, slower: float = 1.0) -> Costs:
@@ -61,13 +63,14 @@ def _jobs() -> list[Job]:
 
 
 def _ends(found: Results) -> Results:
-    """Returns rows that also have tok/s from a prompt of 256 tokens to the end of 256 and of 512 more."""
-    return Results(
-        [
-            row | {f"end {n}": n / (256 / row["prefill"] + n / row["tok_s"]) for n in (256, 512)}
-            for row in found.rows
-        ]
-    )
+    """Returns rows that also have tok/s from a prompt of 256 tokens to the end of 256 and of 512 more, and of
+    the former the tokens a kJ."""
+    ends = [
+        {f"end {n}": n / (256 / row["prefill"] + n / row["tok_s"]) for n in (256, 512)}
+        | {"a kJ": 1e3 / (row["prompt joules"] + row["joules"])}
+        for row in found.rows
+    ]
+    return Results([row | end for row, end in zip(found.rows, ends, strict=True)])
 
 
 def page(c: Commands) -> str:
@@ -95,6 +98,8 @@ def page(c: Commands) -> str:
 
     own = {name: found.ratios("fiddler", "end 256", text="embedded", policy=name) for name in OWN[1:]}
     alone = {n: similarity(texts[n]) for n in ("embedded", "Mixtral")}
+    streamed = [link * 1e9 / STREAMED for link in LINKS]
+    here = [(text, machine) for text in SHAPES for machine in ("A6000", SLOWER)]
     ours = {
         "mean": [mean(found.ratios("fiddler", "end 256", **each)) for each in machines],
         "largest": [found.ratios("fiddler", "end 512", **each | most)[0] for each in machines],
@@ -104,13 +109,20 @@ def page(c: Commands) -> str:
         "below": [
             found.get("end 256", **at(link, policy=p), **most)[0] for p in FETCHING[:2] for link in links
         ],
-        "mii": [link * 1e9 / STREAMED for link in LINKS],
+        "mii": streamed,
         "mixtral-most": speeds("Mixtral", "end 512", MOST[0]),
         "mixtral-least": speeds("Mixtral", "end 256", CACHES[0]),
         "phi-most": speeds("Phi", "end 512", MOST[0]),
         "phi-least": speeds("Phi", "end 256", CACHES[0]),
         "nearer": [own_text / others for own_text, _, others in alone.values()],
         "predicted": [float(c.calibration().accuracy["raw"][1:].mean())],
+        "energy": [found.ratios("fiddler", "a kJ", **at(m, t), **most)[0] for t, m in here],
+        "energy-fetching": [
+            found.ratios(p, "a kJ", **at(link), **most)[0] for p in FETCHING[:2] for link in links
+        ],
+        "energy-mii": [found.get("a kJ", **at("A6000"), **most)[0] / (1e3 * s / IDLE) for s in streamed],
+        "energy-mixtral": [found.get("a kJ", **at(m), **most)[0] for m in ("A6000", SLOWER)],
+        "energy-phi": [found.get("a kJ", **at(m, "Phi"), **most)[0] for m in ("A6000", SLOWER)],
     }
     words: dict[str, Words] = {
         "first": own["daop:first_layer=1"],
@@ -120,6 +132,8 @@ def page(c: Commands) -> str:
         "similar": [one for one, _, _ in alone.values()],
         "random": [one for _, one, _ in alone.values()],
         "others": [one for _, _, one in alone.values()],
+        "speed": [found.ratios("fiddler", "end 256", **at(m, t), **most)[0] for t, m in here],
+        "watts": MODEL.removeprefix("modelled: "),
     }
     tables = [
         found.table(
@@ -131,6 +145,16 @@ def page(c: Commands) -> str:
         )
         for text, machine in dict.fromkeys((row["text"], row["machine"]) for row in found.rows)
         for title, figure in FIGURES
+    ]
+    tables += [
+        found.table(
+            f"{text}, A6000: tokens a kJ, modelled, and over Fiddler",
+            *COLUMNS,
+            figure="a kJ",
+            text=text,
+            machine="A6000",
+        )
+        for text in SHAPES
     ]
     return write("daop", ours, words, tables)
 

@@ -4,7 +4,8 @@
 
 A turn is one answer, between two measurements of the disk: the store's file, read by as many threads and in
 as large pieces as the reader does, past the page cache. Printed are the seconds that the disk alone would
-take for the bytes that the answer's tokens read, as a share of those that they took.
+take for the bytes that the answer's tokens read, as a share of those that they took, and the reader's seconds
+on a processor.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import asyncio
 import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from launch.errors import LaunchError
 from launch.processes.supervisor import Supervisor
@@ -30,11 +33,20 @@ from workers.reader import read_rate
 PROMPT = list(range(1, 17))
 
 
-async def turn(client: Client, path: Path, tokens: int) -> tuple[list[int], float, dict[str, Any], float]:
+def reader_seconds(engine: Supervisor) -> float:
+    """Seconds that the engine's reader has had on a processor."""
+    (reader,) = (pid for child, pid in engine.pids.items() if child.role == "reader")
+    times = psutil.Process(reader).cpu_times()
+    return float(times.user + times.system)
+
+
+async def turn(
+    engine: Supervisor, client: Client, path: Path, tokens: int
+) -> tuple[list[int], float, dict[str, Any], float]:
     """One answer: its tokens, the seconds of all after the first, what the disk did then, and its rate."""
     before = read_rate(path)
     ids: list[int] = []
-    first, began = await client.stats(), time.perf_counter()
+    first, began, busy = await client.stats(), time.perf_counter(), 0.0
     asked: dict[str, Any] = {"token_ids": PROMPT, "max_tokens": tokens, "ignore_eos": True}
     # Sampled: a greedy answer of random weights repeats itself, and soon needs no other experts.
     answer = client.generate(**asked, sampling=Sampling(temperature=1.0, seed=tokens), reuse=False)
@@ -43,8 +55,10 @@ async def turn(client: Client, path: Path, tokens: int) -> tuple[list[int], floa
         ids.append(token.token)
         if len(ids) == 1:
             first, began = await client.stats(), time.perf_counter()
+            busy = reader_seconds(engine)
     seconds = time.perf_counter() - began
-    last = (await client.stats())["disk"]
+    last = (await client.stats())["disk"] | {"processor": reader_seconds(engine)}
+    first["disk"]["processor"] = busy
     counted = {name: last[name] - value for name, value in first["disk"].items() if name != "file"}
     return ids, seconds, counted, (before + read_rate(path)) / 2
 
@@ -56,13 +70,14 @@ async def measure(model: Path, share: float, tokens: int, turns: int) -> None:
     async with Supervisor(config, log_level="WARNING") as engine, Client.connect(engine.endpoint) as client:
         path = Path((await client.stats())["disk"]["file"])
         for number in range(turns):
-            ids, seconds, disk, rate = await turn(client, path, tokens)
+            ids, seconds, disk, rate = await turn(engine, client, path, tokens)
             alone, count = disk["bytes"] / rate, len(ids) - 1
             print(
                 f"turn {number}: {count / seconds:.2f} tok/s; {byte_size(disk['bytes'] / count)} a token,"
                 f" {percent(disk['hits'] / max(1, disk['hits'] + disk['misses']))} hits,"
                 f" {disk['useful']} of {disk['predicted']} ahead used; waited {disk['waited']:.2f} of"
-                f" {seconds:.2f} s; disk {byte_size(rate)}/s; {alone / seconds:.2f} of its rate"
+                f" {seconds:.2f} s; disk {byte_size(rate)}/s; {alone / seconds:.2f} of its rate;"
+                f" {disk['processor'] / max(1, disk['bytes']) * 1e9:.2f} s of the reader a GB"
             )
 
 

@@ -1,11 +1,11 @@
 """Sets a paper's headline figures beside those of the presets here: a page of docs/evidence/, by one command.
 
     python -m benchmarks.evidence --paper daop [--folder F] > docs/evidence/daop.md
-    python -m benchmarks.evidence --engines emulated,links [--folder F]
+    python -m benchmarks.evidence --engines quality,links [--folder F]
 
 A page replays routing with the paper's costs on two cores: that of the embedded model, which the first page
 records, and drawn one. `--engines` runs engines: `quality` scores held-out text, `accuracy` answers items,
-`emulated` and `links` are paced to a paper's ratios, for half an hour.
+`bits` does both, and has a slow link, in AdapMoE's 4+2 bits, `links` are paced to a paper's ratios.
 F has a cache of its own, so that no other calibration is replaced; the answers of commands are kept there and
 not made again. Every command is printed on stderr.
 """
@@ -21,14 +21,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence_commands import COSTS, ROWS, TABLE_1, Commands, Row, label, paces, quarter, relative
+from benchmarks.evidence_commands import TABLE_1, Commands, Row, label, paces, quarter
 from protocol.program import user_folder
 
 PAPERS = ("daop", "adapmoe", "dali", "moepic", "floe")
-EXACT = "all-host,on-demand,mixtral-offloading,whole-layer,layerwise,fiddler,hybrimoe,bandwidth-split,dali"
-PRESETS = EXACT + ",pre-gated,daop,adapmoe"
 LINK_BOUND = "on-demand,mixtral-offloading,whole-layer,pre-gated,adapmoe"  # nothing is computed on the host
-DALI = "dali,hybrimoe,fiddler,layerwise,all-host"
 
 
 def quality(c: Commands) -> dict[str, list[Row]]:
@@ -69,30 +66,23 @@ def accuracy(c: Commands) -> dict[str, list[Row]]:
     return {"accuracy": rows}
 
 
-def emulated(c: Commands) -> dict[str, list[Row]]:
-    """Engines in which the host takes part: these take a minute each."""
-    table_1 = paces(c, *TABLE_1)
-    short = ("--prompt-len", "64", "--gen-len", "32", "--rounds", "3")
-    hosts = ",".join(name for name in PRESETS.split(",") if name not in LINK_BOUND.split(","))
-    rows = []
-    for cache in ("0.25", "0.375", "0.469", "0.5"):
-        policies = hosts if cache in ("0.25", "0.5") else "fiddler"
-        policies += ",daop" * (policies == "fiddler") + ",daop:first_layer=1"
-        words = ("--expert-cache", cache, *short, *table_1)
-        rows += [{"cache": cache} | row for row in c.measure(f"emulated-{cache}", policies, *words)]
-    relative(rows, "fiddler", "cache")
-    costs = COSTS["dali"]
-    batches = []
-    for batch, mean in ((1, 1), (4, 1), (16, 4)):
-        block = 2 * costs["device"][0] + costs["other"][0]
-        pace = paces(c, costs["link"], costs["host"][ROWS.index(mean)], block, mean)
-        words = ("--expert-cache", "0.5", "--batch", str(batch), "--prompt-len", "32", "--gen-len", "32")
-        found = c.measure(
-            f"emulated-dali-{batch}", ",".join(DALI.split(",")[:5]), *words, *pace, "--rounds", "2"
-        )
-        batches += [{"batch": batch} | row for row in found]
-    relative(batches, "dali", "batch")
-    return {"presets, emulated": rows, "DALI, emulated": batches}
+def two_bits(c: Commands) -> dict[str, list[Row]]:
+    """AdapMoE's 4+2 bits: experts of 2 bits, the rest of the model in 4."""
+    gate = f"threshold={quarter(c.calibration()):.3g}"
+    bits = ("--format", "int2", "--backbone-dtype", "int4", "--expert-cache", "0.5")
+    score = ("--ppl-tokens", "1400", "--rounds", "1", "--gen-len", "8", "--prompt-len", "128")
+    both = f"all-host,adapmoe:{gate}"
+    scored = c.run("bits-quality", "bench", "--policy", both, *score, *bits)
+    asked = c.run("bits-accuracy", "evaluate", "--policy", both, "--limit", "150", *bits)
+    fetching = f"on-demand,mixtral-offloading:pause=0,adapmoe:pause=0:{gate}"
+    short = ("--prompt-len", "32", "--gen-len", "24", "--rounds", "3", "--ppl-tokens", "0")
+    paced = ("--workers", "1", "--link-gbps", "0.02")
+    speeds = c.measure("bits-links", fetching, *short, *paced, *bits)
+    return {
+        "4+2 bits, perplexity": _perplexities(scored, "0.5"),
+        "4+2 bits, items": asked["policies"],
+        "4+2 bits, a slow link": speeds,
+    }
 
 
 def links(c: Commands) -> dict[str, list[Row]]:
@@ -109,7 +99,7 @@ def links(c: Commands) -> dict[str, list[Row]]:
 ENGINES: dict[str, Callable[[Commands], dict[str, list[Row]]]] = {
     "quality": quality,
     "accuracy": accuracy,
-    "emulated": emulated,
+    "bits": two_bits,
     "links": links,
 }
 

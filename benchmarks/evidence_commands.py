@@ -26,11 +26,14 @@ PER_ROW = 2 * 176.2e6  # operations of one row
 ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 4096]
 
 
-def _costs(link: float, host: tuple[float, float], device: tuple[float, float], other: float) -> Row:
-    """Costs of an expert. `link`: GB/s; `host`, `device`: GB/s and operations a second; `other`: seconds."""
+def _costs(
+    link: float, host: tuple[float, float], device: tuple[float, float], other: float, gb: float = EXPERT
+) -> Row:
+    """Costs of an expert of `gb`. `link`: GB/s; `host`, `device`: GB/s and operations a second; `other`:
+    seconds."""
     sides = {"host": host, "device": device}
-    found = {k: [max(EXPERT / gbs, PER_ROW * r / ops) for r in ROWS] for k, (gbs, ops) in sides.items()}
-    return {"rows": ROWS, **found, "link": EXPERT / link, "round_trip": 2e-5} | {
+    found = {k: [max(gb / gbs, PER_ROW * r / ops) for r in ROWS] for k, (gbs, ops) in sides.items()}
+    return {"rows": ROWS, **found, "link": gb / link, "round_trip": 2e-5} | {
         "other": [max(other, other * r / 64) for r in ROWS],
         "per": "expert",
     }
@@ -43,10 +46,11 @@ COSTS = {
 }
 
 
-def rtx_4090(link: float, layer: float) -> Costs:
-    """Returns the costs of AdapMoE's GPU, whose host computes nothing, with so many GB/s of the link and
-    milliseconds of a layer beside its experts."""
-    return Costs.from_json(_costs(link, (100, 0.61e12), (706, 80e12), layer / 1e3))
+def rtx_4090(link: float, layer: float, bits: float = 4.5) -> Costs:
+    """Returns the costs of AdapMoE's GPU, whose host computes nothing, with so many GB/s of the link,
+    milliseconds of a layer beside its experts, and bits of each of their weights."""
+    gb = EXPERT * bits / 4.5
+    return Costs.from_json(_costs(link, (100, 0.61e12), (706, 80e12), layer / 1e3, gb))
 
 
 TRACES = {1: (256, 256), 4: (32, 64), 16: (32, 64), 64: (32, 128)}  # batch: tokens of prompt and answer
@@ -100,7 +104,7 @@ class Commands:
         return Costs.from_json(COSTS[name])
 
     def measure(self, name: str, policies: str, *words: str) -> list[Row]:
-        """The same of engines."""
+        """Returns a row for each policy of a run of engines."""
         answer = self.run(name, "bench", "--policy", policies, *words)
         points = answer.get("points", [{"settings": {}, **answer}])
         rows = []
@@ -133,13 +137,6 @@ def quarter(calibration: Calibration) -> float:
 
 def label(policy: Row) -> str:
     return " ".join([policy["name"], *(f"{name}={value}" for name, value in policy["options"].items())])
-
-
-def relative(rows: Sequence[Row], first: str, *by: str) -> None:
-    """Sets "x": the speed relative to the policy `first` of the same settings."""
-    base = {tuple(row.get(b) for b in by): row["tok_s"] for row in rows if row["policy"] == first}
-    for row in rows:
-        row["x"] = row["tok_s"] / base[tuple(row.get(b) for b in by)]
 
 
 def paces(c: Commands, link: float, host: float, block: float, rows: int = 1) -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +88,9 @@ def cells(case: Case) -> Iterator[str]:
     for policy in POLICIES:
         python = speed(replayed, priced.costs, share, policy) / 1e6  # seconds a layer
         setting = Setting(PolicyRequest(policy), case.format, cache_tiles(share, sizes.needs.tiles), share)
-        rest = priced.rest + python * sizes.header.shape.layers
-        modelled = by_replay(setting, sizes, replace(priced, rest=rest), text, PROMPT, 0)
-        yield f"{modelled.tok_s:.1f} ({python * 1e6:.0f})"
+        modelled = by_replay(setting, sizes, priced, text, PROMPT, 0)
+        layers = (1 - modelled.planning) / modelled.tok_s  # the decisions are part of `python`
+        yield f"{1 / (layers + python * sizes.header.shape.layers):.1f} ({python * 1e6:.0f})"
     yield case.published
 
 

@@ -32,7 +32,7 @@ from workers.kernels.reference import ReferenceChannels, ReferenceKernel
 
 BATCH = 16  # windows at a time
 WINDOW = 512  # tokens
-DEFAULT = "bf16,f32,int8,int4,int4-rtn,int4-g128,int4-g128-rtn,floe-u8-int4,floe-u4-int4,floe-int4"
+DEFAULT = "bf16,f32,int8,int4,int2,int4-rtn,int4-g128,int4-g128-rtn,floe-u8-int4,floe-u4-int4,floe-int4"
 
 
 def windows(tokenizer: Tokenizer, text: str, length: int = WINDOW) -> Tensor:

@@ -5,7 +5,8 @@ numbers of them, on texts that repeat and on texts that do not.
 
 One engine for each setting, all at once; only one of them computes at a time. Each round gives every prompt
 to every engine in turns, and begins with another engine, so that a machine whose speed drifts favours none.
-Answers are greedy, but `drawn`, which is sampled. Ratios are of each round's own pair: by the clock, with
+Answers are greedy, but those `drawn`, which are sampled; `schema` is JSON within a schema, `call` that of a
+tool, as the gateway asks for them. Ratios are of each round's own pair: by the clock, with
 their least and most, and of tokens a second of processor time, which other programs disturb less; with
 `taskset -c 0` and --workers 0 nothing spins in it.
 
@@ -35,10 +36,11 @@ from launch.equality import Verdict, compare
 from launch.processes.supervisor import Supervisor
 from pipeline.assets import heldout, model_dir
 from pipeline.config import EngineConfig
+from pipeline.gateway.settings import Tools, json_schema
 from pipeline.scheduling.drafts import Draft
 from pipeline.scheduling.speculation import MOST, StepCosts, best_numbers
 from protocol.client import Client
-from protocol.messages import Sampling, Token
+from protocol.messages import Sampling, Shaping, Token
 
 CODE = """class Account:
     def __init__(self, owner, balance):
@@ -62,6 +64,32 @@ RECORDS = "\n".join(
     f'{{"id": {n}, "name": "item {n}", "price": {n * 7 % 10}.50, "in_stock": true, "tags": ["new", "sale"]}},'
     for n in range(1, 9)
 )
+RECORD = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "integer", "maximum": 999},
+        "name": {"type": "string", "maxLength": 12},
+        "price": {"type": "number", "multipleOf": 0.5, "maximum": 99},
+        "in_stock": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"enum": ["new", "sale", "rare"]}, "minItems": 2, "maxItems": 3},
+    },
+    "required": ["id", "name", "price", "in_stock", "tags"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "array", "items": RECORD, "minItems": 4, "maxItems": 12}
+CALL = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string", "maxLength": 20},
+        "first_line": {"type": "integer", "maximum": 999},
+        "last_line": {"type": "integer", "maximum": 999},
+        "case_sensitive": {"type": "boolean"},
+        "output_mode": {"enum": ["content", "files_with_matches", "count"]},
+        "replacements": {"type": "array", "items": RECORD, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["path", "first_line", "last_line", "case_sensitive", "output_mode", "replacements"],
+    "additionalProperties": False,
+}
 DRAWN = Sampling(temperature=1.0, seed=1)
 
 
@@ -71,7 +99,15 @@ def prompts(text: bool) -> dict[str, tuple[dict[str, Any], Sampling]]:
     if not text:
         ids = {"token_ids": tuple(range(3, 67))}
         return {"greedy": (ids, Sampling()), "drawn": (ids, DRAWN)}
-    return {name: ({"prompt": given}, sampling) for name, (given, sampling) in texts().items()}
+    every: dict[str, tuple[dict[str, Any], Sampling]] = {
+        name: ({"prompt": given}, sampling) for name, (given, sampling) in texts().items()
+    }
+    schema, asked = Shaping(grammar=json_schema(SCHEMA, "").text), f"As JSON:\n[\n{RECORDS[:180]}\n]\nAgain: "
+    call = Shaping(grammar=Tools(schemas={"edit": CALL}, wanted=("edit",), calls="json").grammar().text)
+    for name, sampling in (("", Sampling()), (" drawn", DRAWN)):
+        every[f"schema{name}"] = dict(prompt=asked, shaping=schema), sampling
+        every[f"call{name}"] = dict(prompt="Edit the file with the tool. ", shaping=call), sampling
+    return every
 
 
 def texts() -> dict[str, tuple[str, Sampling]]:
@@ -99,7 +135,7 @@ class Setting:
         """Returns an answer and its figures. Prompts are those of the rounds before, so that little of it is
         prefill."""
         before = self._processor_seconds()
-        answer = self._client.generate(ignore_eos=True, **asked)
+        answer = self._client.generate(ignore_eos="shaping" not in asked, **asked)
         tokens = [token async for token in answer]
         assert answer.done is not None
         stats, used = answer.done.stats, self._processor_seconds() - before

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 
 from launch.errors import WrongUsage
 from launch.profile import PhaseProfile
+from pipeline.arrays import PHASES, Phase
 from pipeline.calibration.file import NAME, load
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import EngineConfig, FormatName
@@ -24,7 +27,7 @@ from pipeline.models.shapes import is_shape
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs, Rates, derived
 from pipeline.policies.presets import make_policy
-from pipeline.policies.view import ModelShape, PolicyRequest
+from pipeline.policies.view import ModelShape, Policy, PolicyRequest
 from pipeline.replay.machine import DividedText
 from pipeline.traces.recorder import DEPTH
 from pipeline.traces.synthetic import EMBEDDED, PROFILES, SyntheticText
@@ -40,6 +43,7 @@ WARM = 40  # tokens of decode before those that count: caches fill, and policies
 COUNTED = 32  # tokens of decode that count; with 48 no estimate of 52 was more than 1 % away
 HISTORY = 1000  # tokens from which the popularity of experts is known
 HIDDEN = ("setting", "notes")  # from `Estimate.to_map`
+DECISIONS = ("probes", "gate", "plan", "ahead", "predict", "channels_ahead", "after")
 
 
 # --- what a model's parts weigh -----------------------------------------------------------------------------
@@ -90,7 +94,7 @@ def sizes_of(source: ModelSource, config: EngineConfig, format: FormatName) -> S
         model=source.name,
         fingerprint=source.fingerprint("calibration", 0),
         store=source.fingerprint(format, shape.tile),
-        shape=ModelShape(shape.layers, shape.experts, shape.tiles, facts.top_k),
+        shape=ModelShape(len(facts.moe_layers), shape.experts, shape.tiles, facts.top_k),
         tile_bytes=layout.tile_bytes,
         router=facts.router,
         depth=DEPTH,
@@ -110,15 +114,15 @@ def sizes_of(source: ModelSource, config: EngineConfig, format: FormatName) -> S
 # --- routing of a model that was not run ------------------------------------------------------------------
 
 
-def drawn(header: Header, prompt: int, chunk: int, seed: int) -> DividedText:
-    """Returns routing of a model that was not run."""
+def drawn(header: Header, prompt: int, chunk: int, seed: int, batch: int = 1) -> DividedText:
+    """Returns routing of a model that was not run, of so many sequences at once."""
     name = header.model.removeprefix("shape:").partition("/")[0] if is_shape(header.model) else ""
     text = SyntheticText(header, PROFILES.get(name, EMBEDDED), seed)
     counts = text.counts(HISTORY)
-    warm = text.steps(0, 1, WARM, 1)
-    steps = [*warm, *text.steps(prompt, chunk, COUNTED, 1)]
+    warm = text.steps(0, 1, WARM, batch)
+    steps = [*warm, *text.steps(prompt, chunk, COUNTED, batch)]
     like = "with the locality that was published for it" if name in PROFILES else "like the embedded model's"
-    words = f"synthetic routing, {like}"
+    words = f"synthetic routing, {like}" + f", {batch} requests at once" * (batch > 1)
     return DividedText(steps, len(warm), counts, words)
 
 
@@ -209,7 +213,7 @@ def on_disk(sizes: Sizes, text: DividedText) -> OnDisk:
     used = ([layer.router_routing.active.experts for layer in step.layers] for step in text.steps)
     decoded = [len(step.sequences) * (step.phase == "decode") for step in text.steps]
     experts = misses(used, [0] * text.begin + decoded[text.begin :], share, capacity)
-    one = needs.whole / (shape.layers * shape.experts)
+    one = needs.whole / (needs.facts.stored_layers * shape.experts)
     return OnDisk(experts, shape.layers * shape.top_k, experts * one, text.words)
 
 
@@ -263,6 +267,7 @@ class Estimate:
     moved: float  # bytes a token
     wait_link: float  # share of the time
     wait_host: float
+    planning: float  # share of the time: what the policy's decisions take in this process
     fidelity: dict[str, float | None]
     notes: tuple[str, ...]
 
@@ -288,24 +293,48 @@ def by_replay(
     timed. Raises PolicyError where the preset lacks an input, TraceError where the routing does,
     PlanError."""
     policy, size = make_policy(setting.policy, seed), sizes.header.tile_bytes
+    taken, steps = timed(policy), Counter(step.phase for step in text.steps)
     outcome = text.replay(sizes.header, policy, priced.costs, setting.capacity)
     decode, read = (PhaseProfile(outcome.measured[phase], size) for phase in ("decode", "prefill"))
     if not read.rows and outcome.warmed:  # no prompt among the steps that count
         read = PhaseProfile(outcome.warmed["prefill"], size)
-    whole = decode.seconds + decode.steps * priced.rest
+    beside = {phase: priced.rest + spent / max(steps[phase], 1) for phase, spent in taken.items()}
+    whole = decode.seconds + decode.steps * beside["decode"]
     return Estimate(
         setting=setting,
         exact=outcome.exact,
         tok_s=decode.rows / whole,
-        first_token_s=(read.seconds + read.steps * priced.rest) * prompt / read.rows if read.rows else None,
+        first_token_s=(
+            (read.seconds + read.steps * beside["prefill"]) * prompt / read.rows if read.rows else None
+        ),
         hit_rate=decode.hit_rate or 0.0,
         host_share=decode.host_share,
         moved=decode.copied / max(decode.rows, 1),
         wait_link=decode.causes["link"] / whole,
         wait_host=decode.causes["workers"] / whole,
+        planning=decode.steps * (beside["decode"] - priced.rest) / whole,
         fidelity={} if outcome.exact else decode.fidelity,
         notes=tuple(outcome.notes),
     )
+
+
+def timed(policy: Policy) -> dict[Phase, float]:
+    """Returns the seconds of this process that the policy's decisions take from now on, by phase: an engine
+    waits for them in every layer, and no cost has them."""
+    taken: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
+
+    def counted(call: Callable[..., object]) -> Callable[..., object]:
+        def called(*given: Any) -> object:
+            began = time.thread_time()
+            answer = call(*given)
+            taken[given[-1].phase] += time.thread_time() - began
+            return answer
+
+        return called
+
+    for name in DECISIONS:
+        setattr(policy, name, counted(getattr(policy, name)))
+    return taken
 
 
 def calibration_of(header: Header, first: bool) -> Calibration | None:

@@ -26,7 +26,7 @@ from pipeline.config import (
     FormatName,
 )
 from pipeline.errors import ModelError, UsageError
-from pipeline.memory.needs import LAYERS_IN_MEMORY, NEEDS_ALL, Needs, choose_context, needs, speed_on_disk
+from pipeline.memory.needs import LAYERS_IN_MEMORY, Needs, choose_context, needs, needs_all, speed_on_disk
 from pipeline.memory.plan import (
     AUTOMATIC,
     GOOD_CONTEXT,
@@ -44,6 +44,8 @@ from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
 from protocol.program import COMMAND, user_folder
 from shm.disk_cache import free_on_disk, store_path
+from shm.floe import FloeFormat
+from shm.layout import format_named
 from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes, total_memory
 from workers.lifetime import PYTHON, environment
 
@@ -199,24 +201,29 @@ def make_plan(model: Path, now: Situation) -> tuple[Plan, list[str]]:
         plan = plan_on_disk(source, now, every)
     if plan is None:
         raise UsageError(refusal(source, now, every))
-    if plan.needs.partial and (why := needs_all(now.policy)):
+    if plan.needs.partial and (why := needs_all(now.policy, has_heads(plan.needs.format))):
         raise UsageError(why)
     return plan, [*memory_lines(plan, now.machine), *reasons(plan, now, every)]
 
 
-def needs_all(policy: Policy) -> str:
-    """Tells why a policy cannot be used with experts on disk; empty where it can."""
-    return f"policy {policy.name} {NEEDS_ALL}" if policy.uses_device or policy.needs_costs else ""
+def has_heads(format: FormatName) -> bool:
+    """Tells whether the experts' format keeps up matrices apart."""
+    return isinstance(format_named(format), FloeFormat)
 
 
 def plan_on_disk(source: ModelSource, now: Situation, every: Sequence[Needs]) -> Plan | None:
     """The plan with as many experts in memory as fit, in the last format that was tried, and the others on
     disk; None where these have no room there, or other options would fit, or a larger /dev/shm."""
     last, config = every[-1], now.config
-    if config.host_memory is not None or config.lanes is not None or needs_all(now.policy):
+    if (
+        config.host_memory is not None
+        or config.lanes is not None
+        or needs_all(now.policy, has_heads(last.format))
+    ):
         return None
     pool = worst(now.smallest(last), now.machine)
-    bare = smallest(replace(last, store=0, present=0), config, False, DEFAULT_CONTEXT)
+    none = replace(last, store=0, present=0)
+    bare = smallest(none, config, now.policy.uses_device, DEFAULT_CONTEXT)
     room = min(pool.free - pool.needed for pool in bare.pools(now.machine) if "experts" in pool.parts)
     file = store_path(user_folder("CACHE"), last.fingerprint)
     on_disk = file.exists() or free_on_disk(file) >= last.whole

@@ -168,7 +168,7 @@ class Loading:
             found = None
         if found is not None:
             with found:
-                self._builder().finish()
+                self._with_frames().finish()
             return "disk", 0, self.size
         with _needed_on_disk(self.manifest.file):
             opened = CacheWriter(self.cache_folder, self.in_file)
@@ -176,7 +176,8 @@ class Loading:
             return self.source.kind, self._through(writer), 0
 
     def _through(self, writer: CacheWriter) -> int:
-        """Fill the file layer by layer by way of a partial store; returns the bytes of weights read."""
+        """Fill the file layer by layer, by way of a store that has pages for the present one alone; then make
+        that with frames. Returns the bytes of weights read."""
         builder = self._builder()
 
         def keep(layer: int, data: Bytes) -> None:
@@ -189,10 +190,19 @@ class Loading:
         try:
             with _needed_on_disk(self.manifest.file):
                 writer.finish(self.control.stage("writing the cache", self.size))
-        except BaseException:
+        finally:
             unlink(self.name)
-            raise
+        self._with_frames().finish()
         return read
+
+    def _with_frames(self) -> StoreBuilder:
+        """Create the segment of a partial store, once its file is there."""
+        assert self.budget is not None
+        if self.least is not None:
+            self.budget = self._shrunk(self.budget, self.least)
+        frames = self.budget // self.manifest.layout.expert_pages
+        self.manifest = replace(self.manifest, frames=frames)
+        return self._builder()
 
     def _attached(self) -> bool:
         """Returns whether a usable store exists. An invalid one is removed; ShmError where another engine
@@ -212,12 +222,10 @@ class Loading:
         """Create the segment, after removing unused ones. Raises NotEnoughMemory."""
         for name in sweep():
             log.warning(f"removed the unused store {name}")
-        partial = self.budget is not None
-        if self.budget is not None and self.least is not None:
-            self.budget = self._shrunk(self.budget, self.least)
+        sparse = self.budget is not None and not self.manifest.frames
         check_space(self.size if self.budget is None else self.budget, self.reserve)
-        allocating = self.control.stage("allocating", self.size)
-        builder = StoreBuilder.create(self.name, self.manifest, allocating, self.nodes, partial)
+        allocating = self.control.stage("allocating", store_bytes(self.manifest))
+        builder = StoreBuilder.create(self.name, self.manifest, allocating, self.nodes, sparse)
         self.notes = builder.notes
         return builder
 

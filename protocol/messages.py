@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 Int = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Float = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]  # so neither NaN nor infinite
@@ -39,7 +39,7 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True):
 
 Kind = TypeVar("Kind", bound=type[Record])
 TAGS: dict[int, type[Record]] = {}
-VERSION = 14
+VERSION = 15
 MAX_TOKENS = 128  # of an answer, where a request does not say
 CALIBRATION_TOKENS = 8192  # the same of a calibration
 SAY_HELLO = "say Hello first"  # the text of the Error that answers a peer without a Welcome
@@ -511,12 +511,13 @@ class CancelFetch(Record, frozen=True):
 
 @message(43)
 class ReadExpert(Record, frozen=True):
-    """Read an expert from the store's file to its place in memory. A second message with the number of an
-    order that is not answered changes its urgency."""
+    """Read an expert from the store's file to a frame. A second message with the number of an order that is
+    not answered changes its urgency."""
 
     id: Int
     layer: Int
     expert: Int
+    frame: Int
     urgency: Int  # 0 demanded, 1 predicted; smaller overtakes
 
 
@@ -557,23 +558,31 @@ class Encoded(Record, frozen=True):
 class Follow(Record, frozen=True):
     """Request the tokens of `vocabulary` that an answer's grammar allows behind `tokens`, which are those
     since the last such request of this answer. With `grammar`, which is compiled first, and counts for
-    `client`, they are the whole answer."""
+    `client`, they are the whole answer. And request what it allows behind each of `ahead` further tokens at
+    most: those that it forces, and `guesses` as far as they follow it."""
 
     answer: Int
     vocabulary: Int
     tokens: Ints = ()
     grammar: str = ""
     client: bytes = b""
+    ahead: Int = 0
+    guesses: Ints = ()
 
 
 @message(53)
 class Allowed(Record, frozen=True):
     """The answer to a Follow: a bit for each token that is allowed, the first one's the lowest of the first
-    word; none where nothing may follow, or with an error."""
+    word; none where nothing may follow, or with an error. `guesses`: tokens behind these that follow the
+    grammar, `forced` 1 where it allows no other; `masks`: the same bits behind each of them, none set where
+    nothing may follow."""
 
     answer: Int
     mask: I32Vector
     error: str = ""
+    guesses: Ints = ()
+    forced: Ints = ()
+    masks: I32Matrix = field(default_factory=lambda: np.empty((0, 0), np.int32))
 
 
 @message(54)

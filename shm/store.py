@@ -4,13 +4,14 @@ Below are the header page and the manifest, and when a reader may rely on them;
 `shm/layout.py` specifies the bytes after them. One loader builds a store, under the store's build lock
 (`shm/locks.py`); any number of processes then attach it, which takes the same time whatever its size.
 
-A store may be **partial**: only some of its experts are in memory, and a file of the disk cache has all. It
-is laid out as any other, but an expert that is not in memory is a hole: its pages, which no other shares
-(`StoreLayout.ranges`), are not there, and would read as zeros. So no address depends on what is in memory,
-and who computes an expert knows nothing of the file. An expert is only ever read from the file to its own
-place: what a late or dying reader still writes are the bytes that belong there. One coordinator decides what
-is in memory (`pipeline/experts/disk_tier.py`), so a partial store is its engine's alone, and has a
-fingerprint of its own, and with it a name and locks.
+A store may be **partial**: only some of its experts are in memory, and a file of the disk cache has all. Its
+memory is a number of *frames* that hold an expert each, laid out as the experts of a store of one layer, and
+read from the file again and again: pages that were made anew for each would cost ten times the processor's
+time. One coordinator decides which expert lies in which frame (`pipeline/experts/disk_tier.py`), and names
+frames in place of experts to all others, as experts of layer 0: who computes or copies one knows nothing of
+the file. So a partial store is its engine's alone, and has a fingerprint of its own, and with it a name and
+locks. While its file is made, the store is a whole one without pages, of which each layer has some for the
+time in which it is filled.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import re
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from shm.errors import SegmentEmpty, ShmError, StoreInvalid, UnknownFormat
 from shm.huge import give_back
@@ -66,13 +68,15 @@ MAX_MANIFEST = 1 << 20
 _HEADER = struct.Struct("<8sIIQQI")
 _CHECKSUM = np.dtype("<u4")
 
+Int32 = NDArray[np.int32]
+
 
 @dataclass(frozen=True)
 class StoreManifest:
     """The content of a store. In msgpack: `fingerprint`, `format`, `source` as text; `shape` as the map that
     `ExpertShape.plain` gives; `checksums` as binary, 4 bytes for each layer: the crc32 of its bytes in a
     file; in memory 0; of a part of a model `part`, as the map that `Part.plain` gives; and of a store of
-    which only some experts are in memory `file` (shm/store.py)."""
+    which only some experts are in memory `file` and `frames` (shm/store.py)."""
 
     fingerprint: str
     shape: ExpertShape
@@ -81,11 +85,19 @@ class StoreManifest:
     checksums: tuple[int, ...] = ()  # one for each layer; () as for zeros
     part: Part | None = None  # None: the whole experts
     file: str = ""  # that has every expert, where the segment has only some; "": it has all
+    frames: int = 0  # of the segment, where it has any
 
     @property
     def layout(self) -> StoreLayout:
-        """Returns where the store's tiles lie. Raises UnknownFormat."""
+        """Returns where the tiles of all experts lie, in a file too. Raises UnknownFormat."""
         return StoreLayout(self.shape, format_named(self.format))
+
+    @property
+    def held(self) -> StoreLayout:
+        """Returns where tiles lie in memory: of a store with frames as of one layer. Raises UnknownFormat."""
+        if not self.frames:
+            return self.layout
+        return StoreLayout(replace(self.shape, layers=1, experts=self.frames), format_named(self.format))
 
     def pack(self) -> bytes:
         """The msgpack map. Its length does not depend on the checksums' values."""
@@ -99,7 +111,7 @@ class StoreManifest:
                 "checksums": np.array(checksums, dtype=_CHECKSUM).tobytes(),
             }
             | ({} if self.part is None else {"part": self.part.plain()})
-            | ({"file": self.file} if self.file else {})
+            | ({"file": self.file, "frames": self.frames} if self.file else {})
         )
 
 
@@ -110,7 +122,7 @@ def data_offset(manifest_length: int) -> int:
 
 def store_bytes(manifest: StoreManifest) -> int:
     """Bytes of the whole store: head and experts."""
-    return data_offset(len(manifest.pack())) + manifest.layout.total_bytes
+    return data_offset(len(manifest.pack())) + manifest.held.total_bytes
 
 
 def pack_head(manifest: StoreManifest, state: int) -> bytes:
@@ -139,7 +151,7 @@ def read_head(head: Bytes, size: int) -> tuple[StoreManifest, int]:
         raise StoreInvalid("its manifest is damaged")
     manifest = _unpack(packed)
     try:
-        expected = offset + manifest.layout.total_bytes
+        expected = offset + manifest.held.total_bytes
     except (UnknownFormat, ValueError) as e:  # ValueError: a tile that is no whole groups of the format
         raise StoreInvalid(str(e)) from None
     if size != expected:
@@ -154,12 +166,13 @@ def _unpack(packed: bytes) -> StoreManifest:
         shape = shape_of(fields["shape"])
         text = {key: str(fields[key]) for key in ("fingerprint", "format", "source")}
         part, file = part_of(fields.get("part")), str(fields.get("file", ""))
+        frames = int(fields.get("frames", 0))
     except (msgspec.DecodeError, RecursionError, ValueError, KeyError, TypeError, AttributeError):
         raise StoreInvalid("its manifest cannot be read") from None
     if len(checksums) != shape.layers:
         raise StoreInvalid("its manifest lacks checksums")
     checks = tuple(int(c) for c in checksums)
-    return StoreManifest(shape=shape, checksums=checks, part=part, file=file, **text)
+    return StoreManifest(shape=shape, checksums=checks, part=part, file=file, frames=frames, **text)
 
 
 # --- stores -------------------------------------------------------------------------------------------------
@@ -219,6 +232,8 @@ class Store:
         self.segment = segment
         self.manifest = manifest
         self.layout: StoreLayout = manifest.layout
+        self.held = manifest.held
+        self.frame_of: Int32 | None = None  # [L, E], -1 for none; None: experts are named by their frames
         data = segment.array[start:]
         data.flags.writeable = False
         self._data: Bytes | None = data
@@ -256,24 +271,22 @@ class Store:
         """Returns whether only some experts are in memory."""
         return bool(self.manifest.file)
 
-    def pages(self, layer: int, expert: int) -> list[tuple[int, Bytes]]:
-        """All of an expert: where each part lies behind the experts' beginning, and its pages, writable where
-        the store is attached so. Raises as `tiles`."""
-        start, memory = self._start, self.segment.array
-        ranges = self.layout.ranges(layer, expert)
-        return [(at, memory[start + at : start + at + size]) for at, size in ranges]
+    def place(self, layer: int, expert: int) -> tuple[int, int]:
+        """Returns an expert's name to others: its layer and number, or its frame."""
+        return (layer, expert) if self.frame_of is None else (0, int(self.frame_of[layer, expert]))
 
-    @property
-    def every_page(self) -> Bytes:
-        """The pages of all experts, writable where the store is attached so."""
-        return self.segment.array[self._start :]
+    def frame(self, number: int) -> list[Bytes]:
+        """The parts of a frame, as `StoreLayout.ranges` has those of an expert; writable where the store is
+        attached so. Raises as `tiles`."""
+        start, memory = self._start, self.segment.array
+        return [memory[start + at : start + at + size] for at, size in self.held.ranges(0, number)]
 
     def tiles(self, layer: int, expert: int, lo: int, hi: int) -> Bytes:
         """Tiles [lo, hi) of an expert: uint8 [(hi-lo) * tile_bytes], read-only. Raises IndexError outside
-        the shape, ValueError after `close`."""
+        the shape and where the expert is not in memory, ValueError after `close`."""
         data = self.all_tiles()
         self._check_tiles(lo, hi)
-        start = self.layout.offset(layer, expert, lo)
+        start = self.held.offset(*self.place(layer, expert), lo)
         return data[start : start + (hi - lo) * self._tile_bytes]
 
     def heads(self, layer: int, expert: int, lo: int, hi: int) -> Bytes:
@@ -281,17 +294,17 @@ class Store:
         without heads. Raises as `tiles`."""
         data = self.all_tiles()
         self._check_tiles(lo, hi)
-        start = self.layout.head_offset(layer, expert, lo)
+        start = self.held.head_offset(*self.place(layer, expert), lo)
         return data[start : start + (hi - lo) * self.layout.head_bytes]
 
     def up_biases(self, layer: int, expert: int) -> Float32:
         """Up's biases of an expert of a format with heads: float32 [padded], read-only; empty without any."""
         layout, data = self.layout, self.all_tiles()
-        first = layout.head_offset(layer, expert)
+        first = self.held.head_offset(*self.place(layer, expert))
         return data[first + layout.up_biases : first + layout.heads_bytes].view(np.float32)
 
     def all_tiles(self) -> Bytes:
-        """All layers, their heads and tiles: uint8 [total_bytes], read-only, the same array at every call.
+        """All of `held`, heads and tiles: uint8 [total_bytes], read-only, the same array at every call.
         Raises ValueError after `close`."""
         if self._data is None:
             raise ValueError(f"the store {self.segment.name} is closed here")
@@ -351,7 +364,7 @@ class StoreBuilder:
         notes: list[str] = []
 
         def place(descriptor: int) -> None:
-            note = interleave(descriptor, manifest.layout, data_offset(len(manifest.pack())), nodes)
+            note = interleave(descriptor, manifest.held, data_offset(len(manifest.pack())), nodes)
             notes.extend([note] if note else ())
 
         placed = place if len(nodes) > 1 else None

@@ -8,9 +8,8 @@ arguments, descriptors, environment, working directory and parent as `asyncio.cr
 that was forked is forked too. What a test executes (`subprocess`) runs as users run it, with its engine.
 
 A forked process must be a child of the process that starts it, which waits for it and ends it by its own
-exit. Linux makes the nearest subreaper among its ancestors the parent of an orphan: the starting process is a
-subreaper while it waits for the server's answer. A forked command is no ancestor of its server, so it has a
-server of its own, forked from it before it starts a thread.
+exit. That process has started the server, and Linux lets the server fork a sibling of itself. A command has
+a server of its own, forked from it before it starts a thread.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import traceback
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -66,14 +65,14 @@ SETTINGS = {  # numerical libraries read these once, so every engine process has
     "KMP_BLOCKTIME": "0",
     "OPENBLAS_NUM_THREADS": "1",
 }
-PR_SET_CHILD_SUBREAPER = 36
+CLONE_PARENT = 0x8000
+CLONE = {"x86_64": 56, "aarch64": 220}[os.uname().machine]  # the number of the system call
 START_LIMIT = 100.0  # seconds; importing takes a few on an idle machine
-ADOPTION_LIMIT = 10.0  # seconds until the kernel has given an orphan to the test process
 MAX_REQUEST = 1 << 20
 MOST_DESCRIPTORS = 16
 SPACE = " " * 2000  # for the command line, and the environment, that a forked process shows
 
-_prctl = ctypes.CDLL(None).prctl
+_system_call = ctypes.PyDLL(None).syscall  # keeps the interpreter's lock, as os.fork does
 
 
 class ForkedProcess:
@@ -144,17 +143,12 @@ class ForkServer:
             "folder": folder,
             "cores": sorted(os.sched_getaffinity(0)),
             "umask": _umask(),
-            "parent": os.getpid(),
         }
         descriptors = [*streams, *sorted(passed)]
         with self._lock:
             connection = self._connection()
-            _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-            try:
-                socket.send_fds(connection, [json.dumps(request).encode()], descriptors)
-                answer = connection.recv(100)
-            finally:
-                _prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+            socket.send_fds(connection, [json.dumps(request).encode()], descriptors)
+            answer = connection.recv(100)
         if not answer:
             raise RuntimeError("the fork server ended")
         return int(answer)
@@ -234,6 +228,11 @@ def preload() -> None:
     gc.disable()  # as in an executed child: what is imported does not become garbage
     for name in PRELOADED:
         importlib.import_module(name)
+    # What torch does at exit takes longer than a fork: it lists what it has compiled, which is nothing, and
+    # forgets its operators one by one.
+    atexit.unregister(importlib.import_module("torch._dynamo.utils").dump_compile_times)
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False
     gc.freeze()
     if len(os.listdir("/proc/self/task")) > 1:
         sys.exit("the fork server has threads, and a fork would lose them")
@@ -245,30 +244,35 @@ def serve(connection: socket.socket) -> None:
         packet, descriptors, _, _ = socket.recv_fds(connection, MAX_REQUEST, MOST_DESCRIPTORS)
         if not packet:
             return
-        middle = os.fork()
-        if middle == 0:
-            if os.fork() == 0:
-                _run(json.loads(packet), descriptors, connection)
-            os._exit(0)
-        os.waitpid(middle, 0)
+        pid = _fork_sibling()
+        if pid == 0:
+            _run(json.loads(packet), descriptors)
+        connection.send(str(pid).encode())
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _run(request: dict[str, Any], descriptors: list[int], connection: socket.socket) -> NoReturn:
+def _fork_sibling() -> int:
+    """Fork this process, which has a single thread, into a child of its parent. Returns as `os.fork`."""
+    ctypes.pythonapi.PyOS_BeforeFork()
+    pid: int = _system_call(CLONE, CLONE_PARENT, 0, 0, 0, 0)
+    if pid == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+        return 0
+    ctypes.pythonapi.PyOS_AfterFork_Parent()
+    if pid < 0:
+        raise OSError("the system refused another process")
+    return pid
+
+
+def _run(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     """Run the forked process until its exit."""
     code, interrupted = 1, False
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        deadline = time.monotonic() + ADOPTION_LIMIT
-        while os.getppid() != request["parent"]:
-            if time.monotonic() > deadline:
-                sys.exit("the starting process did not become this process's parent")
-            time.sleep(0.0005)
         if request["passed"]:
             os.setsid()
         own = None if request["passed"] else _server_of_a_command()
-        connection.send(str(os.getpid()).encode())
         _take_over(request, descriptors, own)
         if own is None:
             if place := os.environ.get(EXIT_AT):

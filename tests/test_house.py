@@ -15,15 +15,15 @@ ROOT = Path(__file__).parents[1]
 PROGRAM = ("protocol", "shm", "workers", "pipeline", "launch")
 SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
-    "protocol": 2_580,
-    "shm": 4_750,
-    "workers": 10_360,
-    "pipeline": 42_095,
-    "launch": 14_565,
-    "benchmarks": 8_440,
-    "tests": 64_790,
+    "protocol": 2_590,
+    "shm": 4_790,
+    "workers": 10_400,
+    "pipeline": 43_100,
+    "launch": 14_610,
+    "benchmarks": 8_570,
+    "tests": 65_220,
 }
-ROOMS = 302  # Python files of the program, without those that only mark a package
+ROOMS = 305  # Python files of the program, without those that only mark a package
 
 
 @pytest.mark.parametrize("folder", LINES)

@@ -1,5 +1,5 @@
 """Process entry: the reader of a partial store. It receives orders for experts, reads them from the store's
-file to their places in memory, and reports each.
+file to frames of its memory, and reports each.
 
 Several threads read pieces of the most urgent orders; a disk gives its full rate to no single one. A piece
 that cannot be read is tried again a few times, then the order fails with one line. The reader decides
@@ -52,12 +52,11 @@ class Order:
     error: str = ""
 
 
-def pieces_of(store: Store, layer: int, expert: int) -> deque[tuple[int, Bytes]]:
-    """All of an expert, in pieces. Raises IndexError."""
+def pieces_of(store: Store, layer: int, expert: int, frame: int) -> deque[tuple[int, Bytes]]:
+    """All of an expert, in pieces: where it lies in the file, and to where it is read. Raises IndexError."""
+    parts = zip(store.layout.ranges(layer, expert), store.frame(frame), strict=True)
     return deque(
-        (at + lo, pages[lo : lo + PIECE])
-        for at, pages in store.pages(layer, expert)
-        for lo in range(0, len(pages), PIECE)
+        (at + lo, memory[lo : lo + PIECE]) for (at, size), memory in parts for lo in range(0, size, PIECE)
     )
 
 
@@ -179,7 +178,7 @@ def serve(peer: ChildEndpoint, store: Store, readers: Readers) -> None:
             if order is None:
                 if message.id in ended:  # a change of urgency, which its report has crossed
                     continue
-                pieces = pieces_of(store, message.layer, message.expert)
+                pieces = pieces_of(store, message.layer, message.expert, message.frame)
                 size = sum(len(memory) for _, memory in pieces)
                 order = known[message.id] = Order(message.id, pieces, len(pieces), size)
             readers.put(order, message.urgency)

@@ -40,8 +40,11 @@ async def advise(options: Options, interrupts: Interrupts) -> int:
     """Run `advise`. Raises UsageError, WrongUsage, TraceError, PolicyError."""
     written, asked = options.written, options.config()
     prompt = written.get("prompt_len", PROMPT)
+    batch = written.get("batch", 1)
     requests = requested_policies(options, asked.seed)
     hardware = elsewhere(written)
+    if batch > 1 and (hardware is None or "trace" in written):
+        raise WrongUsage("--batch: several requests are drawn, of a described machine, without --trace")
     check_one_device(asked, "advise")
     if asked.host_memory is not None:
         raise WrongUsage("--host-memory: of experts on disk `doctor --model` tells how fast they would be")
@@ -56,7 +59,7 @@ async def advise(options: Options, interrupts: Interrupts) -> int:
         every = sizes(config)
         header, chunk = every[0].header, min(config.chunk or CHUNK_MAX, prompt)
         path = written.get("trace")
-        text = recorded(path, header) if path else drawn(header, prompt, chunk, config.seed)
+        text = recorded(path, header) if path else drawn(header, prompt, chunk, config.seed, batch)
     else:
         check_engine(asked, source)
         hardware, config, text = await this_machine(options, interrupts, source, prompt)
@@ -167,6 +170,7 @@ def _presets(best: Estimate, estimates: Sequence[Estimate]) -> Table[Estimate]:
         Column[Estimate]("moved/\ntoken", lambda of: byte_size(round(of.moved))),
         Column[Estimate]("wait\nlink", lambda of: of.wait_link, each(percent)),
         Column[Estimate]("wait\nhost", lambda of: of.wait_host, each(percent)),
+        Column[Estimate]("plan-\nning", lambda of: of.planning, each(percent)),
         Column[Estimate]("weight\nchanged", _changed),
     ]
     return Table(columns, estimates, gap=0, style=lambda of: "bold" if of is best else "")

@@ -32,7 +32,7 @@ from protocol.program import one_line, user_folder, visible
 from shm.disk_cache import FINGERPRINT, RECORD, STORE_FILE, UNFINISHED, last_use, read_record, remove_empty
 from shm.errors import ShmError
 from shm.locks import is_locked, remove_kept, unused_store
-from shm.segment import allocated_bytes, byte_size, is_segment
+from shm.segment import byte_size, is_segment
 from shm.store import Store, store_key
 from workers.kernels.cuda.compiler import FILE_NAME as GPU_KERNELS
 from workers.kernels.cuda.compiler import KEPT_IN as KERNEL_FOLDER
@@ -198,7 +198,6 @@ def _kept_store(path: Path) -> Entry:
     try:
         with Store.attach(f"/{path.name}") as store:
             model, format = store.manifest.source, store.manifest.format
-            size = allocated_bytes(store.segment.name) if store.partial else size
     except ShmError:
         model, format = "", ""
     return Entry("kept store", path, size, used, model or UNKNOWN, format, in_use)

@@ -124,6 +124,9 @@ def _engine(stats: dict[str, Any], welcome: Welcome) -> Iterator[tuple[str, str]
     if (g := stats.get("speculation")) and g["drafted"]:
         cost = f"{g['more_seconds']:+.1f} s in {count(g['steps'], 'step')}"
         yield "guessed tokens", f"{g['drafted']}, of which {g['accepted']} came true; {cost}"
+        if mtp := g.get("sources", {}).get("mtp"):
+            cost = f"{mtp['more_seconds']:+.1f} s"
+            yield "by the MTP layer", f"{mtp['drafted']}, of which {mtp['accepted']} came true; {cost}"
     if c := stats.get("cache"):
         size = byte_size(c["resident_tiles"] * stats.get("tile_bytes", 0))
         yield "expert cache", f"{c['resident_tiles']} of {c['capacity_tiles']} tiles resident, {size}"

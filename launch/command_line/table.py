@@ -274,7 +274,7 @@ _bench = _section(
     "bench",
     Option("prompt-len P", at_least(1), "tokens of a prompt (default 128)", also="advise"),
     Option("gen-len G", at_least(2), "new tokens of an answer (default 64)"),
-    Option("batch B", at_least(1), "requests at once (default 1)"),
+    Option("batch B", at_least(1), "requests at once (default 1)", also="advise"),
     Option("rounds N", at_least(1), "measured runs of each policy (default 5)"),
     Option("ppl-tokens N", at_least(0), PPL),
     Option("plot F.png", Path, "draw the results (also .svg, .pdf)", also=f"{REPLAY} --sweep"),

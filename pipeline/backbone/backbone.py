@@ -34,8 +34,9 @@ from pipeline.backbone.step import Attended, OwnStep, answers
 from pipeline.backbone.weights import Weights
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.device.base import Added, Device
+from pipeline.models.architecture import Architecture, Tensors
 from pipeline.models.config_keys import text_config
-from pipeline.models.facts import facts_of
+from pipeline.models.facts import facts_of_spec
 from pipeline.models.registry import architecture_of
 from pipeline.models.routing import Scored
 from pipeline.models.spec import GroupedQuery, ModelSpec
@@ -63,7 +64,8 @@ class Backbone:
         """`context`: positions that the rotary tables cover. `progress` is called in this thread with the
         bytes loaded so far. `layers`: those with routed experts that it has; None: all. Raises ModelError, as
         Weights."""
-        self.spec, self.facts = spec, facts_of(source.config)
+        architecture = architecture_of(source.config)
+        self.spec, self.facts = spec, facts_of_spec(architecture, spec)
         every = len(spec.moe_layers)
         self.layers = layers = range(every) if layers is None else layers
         self.decoder_layers = self.facts.decoder_layers(layers)
@@ -72,7 +74,6 @@ class Backbone:
         self._precision = precision
         self._scratch = Kept()  # of the layers' kernels on the host
         self._device = precision.device.torch_device
-        architecture = architecture_of(source.config)
         with source.tensors() as tensors, ThreadPoolExecutor(1 + READERS) as pool:
             fused = source.fused
             # Submitted first: it may import transformers, which takes a second.
@@ -82,9 +83,9 @@ class Backbone:
             specs = [architecture.layer(spec, i, fused) for i in ours]
             weights = [Weights(layer_specs, tensors, precision) for layer_specs in specs]
             loading = pool.map(self._load_layer, ours, weights)
-            outer = Weights(architecture.outer(spec), tensors, precision)
+            outer = Weights(self._outer(architecture), tensors, precision)
             place = layers.start == 0, layers.stop == every
-            self._embedding, self._norm, self._head = self._load_outer(outer, *place)
+            self._embedding, self._norm, self.output = self._load_outer(outer, *place)
             self._loaded = {}  # by layer of the decoder
             for index, layer in zip(ours, loading, strict=True):
                 self._loaded[index] = layer
@@ -100,6 +101,10 @@ class Backbone:
         ends = [*moe_layers, ours.stop]
         runs = zip(starts, ends, strict=True)
         self._dense_runs = [[self._loaded[i] for i in range(*run)] for run in runs]
+
+    def _outer(self, architecture: Architecture) -> Tensors:
+        """The tensors outside the layers."""
+        return architecture.outer(self.spec)
 
     def _load_outer(
         self, outer: Weights, first: bool, last: bool
@@ -250,8 +255,13 @@ class Backbone:
 
     def head(self, h: Tensor) -> Tensor:
         """Logits float32 [R, vocabulary]."""
-        assert self._head is not None and self._norm is not None  # noqa: PT018 - of the last part
-        return self._head(self._norm(h))
+        assert self.output is not None  # of the last part
+        return self.output(self.normed(h))
+
+    def normed(self, h: Tensor) -> Tensor:
+        """The hidden states that the head reads, float32 [R, H], from those after the last layer."""
+        assert self._norm is not None
+        return self._norm(h)
 
     def _dense_layers(self, layers: Sequence[DecoderLayer], h: Tensor, batch: Batch) -> Tensor:
         for layer in layers:
@@ -273,6 +283,7 @@ class EagerLayers:
         self._backbone, self._probe = backbone, probe
         self._batch = backbone.batch(spans)
         self._read: list[Tensor] = []
+        self._last: Tensor  # hidden states after the last layer, once there are answers
 
     def embed(self) -> Tensor:
         return self._backbone.embed(self._batch)
@@ -301,4 +312,8 @@ class EagerLayers:
         return self._backbone.device.total(added, parts, self._read[0].shape)
 
     def answers(self, h: Tensor, inputs: Sequence[StepInput]) -> list[FloatArray]:
-        return self._backbone.answers(self._backbone.finish(h, self._batch), inputs)
+        self._last = self._backbone.finish(h, self._batch)
+        return self._backbone.answers(self._last, inputs)
+
+    def hidden(self) -> Tensor:
+        return self._backbone.normed(self._last)

@@ -75,6 +75,10 @@ class BackboneStep(Protocol):
     def answers(self, inputs: Sequence[StepInput]) -> list[FloatArray]:
         """Return the wanted logits of each input, float32 [n, vocabulary], or its greedy choice [1, 4]."""
 
+    def hidden(self) -> Tensor:
+        """Return the normalised hidden states of all rows that a layer reads which drafts, float32 [R, H],
+        after `answers`."""
+
 
 class AnyBackbone(Protocol):
     """A model's weights outside its routed experts, on a device."""

@@ -136,3 +136,6 @@ class StagedLayers:
 
     def answers(self, h: Tensor, inputs: Sequence[StepInput]) -> list[FloatArray]:
         return self._layers.answers(h, inputs)
+
+    def hidden(self) -> Tensor:
+        return self._layers.hidden()

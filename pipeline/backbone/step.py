@@ -63,6 +63,9 @@ class StepLayers(Protocol):
     def answers(self, h: Tensor, inputs: Sequence[StepInput]) -> list[FloatArray]:
         """Return the answers from h after the last layer with experts, as `answers` below."""
 
+    def hidden(self) -> Tensor:
+        """Return what the head has read, or would, of all rows: as BackboneStep's."""
+
 
 class OwnStep:
     """A step of one of our backbones, and the call of each layer's experts: BackboneStep and LayerCall."""
@@ -110,6 +113,9 @@ class OwnStep:
 
     def answers(self, inputs: Sequence[StepInput]) -> list[FloatArray]:
         return self._layers.answers(self.h, inputs)
+
+    def hidden(self) -> Tensor:
+        return self._layers.hidden()
 
 
 def answers(

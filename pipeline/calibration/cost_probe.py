@@ -106,9 +106,11 @@ class _Probe:
         self._engine, self._stage = engine, stage
         self._device, self._memory = stage.device, stage.memory
         self._slab = slab.memory
-        self._places = itertools.cycle(
-            itertools.product(range(engine.shape.experts), range(engine.shape.layers))
-        )
+        layers = range(engine.shape.layers)
+        if engine.tier is not None:  # nothing is read from disk while something is measured
+            layers = stage.layers[:1]
+            engine.tier.bring(layers.start, *range(engine.shape.experts))
+        self._places = itertools.cycle(itertools.product(range(engine.shape.experts), layers))
 
     def warm_up(self) -> None:
         """Run each side once: first calls cost more."""

@@ -114,7 +114,7 @@ class _Model:
 
     @property
     def layers(self) -> int:
-        return self.store.layout.shape.layers
+        return len(self.backbone.facts.moe_layers)
 
     def batch(self, windows: Sequence[Sequence[int]]) -> Batch:
         """The windows as sequences of one step."""

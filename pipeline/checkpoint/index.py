@@ -23,6 +23,7 @@ from pipeline.checkpoint.packed import Packed
 from pipeline.checkpoint.quantized import MAX_NAME, WRONG, check_settings, find_packed
 from pipeline.errors import ModelError
 from pipeline.models.architecture import Architecture
+from pipeline.models.config_keys import DRAFTS
 from pipeline.models.facts import Headers, facts_of
 from pipeline.models.spec import ModelSpec
 from protocol.files import MAX_SETTINGS, read_json
@@ -82,6 +83,7 @@ class CheckpointIndex:
         if not folder.is_dir():
             raise ModelError(f"{folder} is not a directory: give a checkpoint's, or a file NAME.gguf")
         config = read_fields(folder / CONFIG_FILE)
+        config.pop(DRAFTS, None)
         quantization = _quantization(folder, config)
         # A single file takes precedence, as in transformers, which may leave an old index beside it.
         listed = {} if (folder / SINGLE_FILE).exists() else _weight_map(folder)

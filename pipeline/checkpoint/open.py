@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,17 +15,26 @@ import numpy as np
 
 from pipeline.checkpoint.encode import SAME_BITS, encode_experts
 from pipeline.checkpoint.headers import TensorEntry
-from pipeline.checkpoint.index import CONFIG_FILE, CheckpointIndex, check_tensors, fingerprint, read_fields
+from pipeline.checkpoint.index import (
+    BITS,
+    CONFIG_FILE,
+    CheckpointIndex,
+    check_tensors,
+    fingerprint,
+    read_fields,
+)
 from pipeline.checkpoint.model_source import ModelSource, OwnMatrix
 from pipeline.checkpoint.packed import Packed
 from pipeline.checkpoint.random_model import RandomModel
 from pipeline.checkpoint.reader import TensorReader
 from pipeline.checkpoint.whole_experts import Part, WholeExperts
 from pipeline.errors import ModelError
-from pipeline.models.architecture import ExpertRows
-from pipeline.models.facts import check_headers, facts_of, is_own
+from pipeline.models.architecture import Architecture, ExpertRows
+from pipeline.models.config_keys import DRAFTS
+from pipeline.models.facts import Headers, check_headers, facts_of, is_own
 from pipeline.models.registry import architecture_of, model_spec
 from pipeline.models.shapes import is_gguf, is_shape, short_name
+from pipeline.models.spec import ModelSpec
 from shm.codes import format_of_all
 from shm.store import StoreBuilder
 
@@ -72,11 +82,14 @@ class Checkpoint(ModelSource):
         """Check config.json and the headers against each other. Raises ModelError, one line."""
         self._index = CheckpointIndex.open(folder) if index is None else index
         self.name = str(folder)
-        self.config = self._index.config
-        self._architecture = architecture_of(self.config)
-        self._spec = model_spec(self.config)
-        self.fused = self._architecture.is_fused(self._index.headers, self._spec)
-        check_tensors(self._index, self._architecture, self._spec, self.fused)
+        plain, headers = self._index.config, self._index.headers
+        self._architecture = architecture_of(plain)
+        spec = model_spec(plain)
+        self.fused = self._architecture.is_fused(headers, spec)
+        check_tensors(self._index, self._architecture, spec, self.fused)
+        drafts = _drafts(self._architecture, spec, self.fused, headers)
+        self.config = {**plain, DRAFTS: True} if drafts else plain
+        self._spec = replace(spec, drafts=drafts)
         packed = [self._index.packed.get(name) for name in (self._experts() if self._index.packed else ())]
         self.quantized, self.own_format = _kinds(packed)
         self._whole = any(matrix is not None and matrix.whole for matrix in packed)
@@ -89,7 +102,8 @@ class Checkpoint(ModelSource):
         self.half = any(_is_half(self._index, name) for name in self._experts())
 
     def fingerprint(self, format_name: str, tile: int) -> str:
-        return fingerprint(self._index, format_name, tile)
+        more = "with the layer that drafts" if self._spec.drafts and tile else ""  # in a store alone
+        return fingerprint(self._index, format_name, tile, more)
 
     def worth_keeping(self, format_name: str) -> bool:
         """False where the store has the checkpoint's bits: reading the checkpoint again is about as fast."""
@@ -118,12 +132,28 @@ class Checkpoint(ModelSource):
 
     def _experts(self) -> set[str]:
         """The names of the experts' matrices."""
-        shape, number = (len(self._spec.moe_layers), self._spec.experts), self._spec.math.matrices
+        shape = len(self._spec.deeper.moe_layers), self._spec.experts
+        number = self._spec.math.matrices
         return {part.name for place in np.ndindex(shape) for part in self.locate(*place)[:number]}
 
     def locate(self, layer: int, expert: int) -> ExpertRows:
         """An expert's location; `layer` counts only layers with experts, as in the store."""
-        return self._architecture.expert(self._spec, self._spec.moe_layers[layer], expert, self.fused)
+        moe_layers = self._spec.deeper.moe_layers
+        return self._architecture.expert(self._spec, moe_layers[layer], expert, self.fused)
+
+
+def _drafts(architecture: Architecture, spec: ModelSpec, fused: bool, headers: Headers) -> bool:
+    """Returns whether a checkpoint has the whole of a layer that drafts, behind one with experts."""
+    last = spec.layers
+    if not spec.extra_layers or spec.moe_layers[-1] != last - 1:
+        return False
+    *_, layer = architecture.layers(replace(spec, drafts=True), fused)
+    shapes = {tensor.name: tensor.shape for tensor in layer.values()}
+    for expert in range(1 if fused else spec.experts):
+        shapes |= {part.name: part.shape for part in architecture.expert(spec, last, expert, fused)}
+    found = [headers.get(name, ("", ())) for name in shapes]
+    known = all(dtype in BITS for dtype, _ in found)
+    return known and [shape for _, shape in found] == [*shapes.values()]
 
 
 class ConvertedCheckpoint(ModelSource):

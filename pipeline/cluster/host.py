@@ -150,7 +150,7 @@ class ExpertHost:
         else:
             self._look(LOOK_MS)
             if self._tier is not None:
-                self._tier.tidy()
+                self._tier.update(0)
 
     def _publish(self, state: str, error: str = "") -> None:
         config = self._config
@@ -207,10 +207,8 @@ class ExpertHost:
         pool.wait_ready(WORKER_LIMIT)
         if reading is not None:
             reading.wait_ready(1, WORKER_LIMIT)
-            budget, line = loading.budget or 0, control.line(READER, 0)
-            self._tier = pool.tier = DiskTier(
-                store, budget, facts_of(loading.source.config).top_k, reading, line
-            )
+            top_k = facts_of(loading.source.config).top_k
+            self._tier = pool.tier = DiskTier(store, top_k, shape.layers, reading, control.line(READER, 0))
         self._coder = RowCoder(store.layout)
         self._lanes = HeldLanes(pool, config.lanes.part)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import numpy as np
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from pipeline.arrays import Counts, FloatArray, Phase
-from pipeline.backbone.batch import StepInput
-from pipeline.backbone.protocol import AnyBackbone, LayerCall
+from pipeline.backbone.batch import StepInput, TokenSpan
+from pipeline.backbone.kv_cache import SequenceKV
+from pipeline.backbone.protocol import AnyBackbone, BackboneStep, LayerCall
 from pipeline.backbone.stages import StagedBackbone
 from pipeline.config import GraphsName
 from pipeline.counters import Counters, PhaseCounters, StepClock
@@ -25,7 +27,7 @@ from pipeline.device.base import Added, Device
 from pipeline.engine.driver import LayerDecision, LayerExecutor
 from pipeline.engine.observer import Observer, with_observers
 from pipeline.engine.stage import EngineStage, Shifted, begin_step, copied
-from pipeline.errors import DeviceFailed, OutOfDeviceMemory, StepFailed
+from pipeline.errors import DeviceFailed, DiskFailed, OutOfDeviceMemory, StepFailed
 from pipeline.experts.device_share import DeviceWork
 from pipeline.experts.disk_tier import DiskTier
 from pipeline.experts.division import Split, split_layer
@@ -57,22 +59,24 @@ class Engine:
         s = layout.shape
         self.backbone, self.layout = backbone, layout
         self.pool = pool
-        self.shape = ModelShape(s.layers, s.experts, s.tiles, backbone.facts.top_k)
+        layers = len(backbone.facts.moe_layers)  # the store may have one more, which drafts
+        self.shape = ModelShape(layers, s.experts, s.tiles, backbone.facts.top_k)
         if isinstance(backbone, StagedBackbone):
             self.stages = [EngineStage(part, part.layers, self.shape, graphs) for part in backbone.parts]
         else:
-            self.stages = [EngineStage(backbone, range(s.layers), self.shape, graphs)]
-        self._stage_of = [stage for stage in self.stages for _ in stage.layers]
+            self.stages = [EngineStage(backbone, range(layers), self.shape, graphs)]
         self._channel_bytes = layout.tile_bytes // s.tile if layout.head_bytes else 0
-        self.counters = Counters(layout.tile_bytes, s.layers, self._channel_bytes)
+        self.counters = Counters(layout.tile_bytes, layers, self._channel_bytes)
         self.observers: list[Observer] = []
         self.tier: DiskTier | None = None  # of a store of which only some experts are in memory
         self.tick: Callable[[], None] = lambda: None  # at each layer: progress that the supervisor watches
         self.up = layout.format.up.name if isinstance(layout.format, FloeFormat) else ""  # as in View
         self.up_share = layout.head_bytes / (layout.head_bytes + layout.tile_bytes)  # as in View
         # Outlasts policies; only some steps count.
-        self.popularity = np.zeros((s.layers, s.experts), np.int64)
+        self.popularity = np.zeros((layers, s.experts), np.int64)
         self.only_waits = [True] * s.layers  # in the latest step: the host's share is all of a layer
+        self.keeps_hidden = False  # `hidden` is wanted
+        self.hidden: Tensor | None = None  # of the latest step's rows, as BackboneStep's
 
     @property
     def first(self) -> EngineStage:
@@ -149,9 +153,15 @@ class Engine:
         sequences that have begun and not ended, without which those of `inputs` are taken to be all. Returns
         the wanted logits of each, float32 [n, vocabulary], or its choices (`answers`). Raises StepFailed; the
         sequences are then as they were. Raises CudaError where the device will compute no other step."""
-        before = [(item.span.kv, item.span.kv.length, item.span.kv.capacity) for item in inputs]
-        try:
+        with self.guarded([item.span.kv for item in inputs]):
             return self._step(inputs, phase, live)
+
+    @contextmanager
+    def guarded(self, sequences: Sequence[SequenceKV]) -> Iterator[None]:
+        """Turn what a device raises in a step of these sequences into the exceptions of `step`."""
+        before = [(kv, kv.length, kv.capacity) for kv in sequences]
+        try:
+            yield
         except (torch.OutOfMemoryError, torch.AcceleratorError, CudaError) as e:
             for kv, length, capacity in before:
                 kv.truncate(length)
@@ -166,42 +176,18 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self, inputs: Sequence[StepInput], phase: Phase, live: Iterable[int]) -> list[FloatArray]:
-        layers, stages = self.shape.layers, self.stages
+        stages = self.stages
         counted = any(item.counted for item in inputs)
-        counters = self.counters.phases[phase] if counted else PhaseCounters(layers)
+        counters = self.counters.phases[phase] if counted else PhaseCounters(self.shape.layers)
         observers = self.observers if counted else []
-        for stage in stages:
-            stage.memory.count_in(counters)
-        self.poll_children()
+        spans = [item.span for item in inputs]
+        sequences = self.begin_step(stages, spans, phase, tuple(live), counters, counted)
         clock = StepClock(counters, partial(copied, stages))
-        sequences = tuple(item.span.kv.id for item in inputs for _ in item.span.tokens)
-        live = tuple(live)
-        for stage in stages:
-            stage.timing.begin_step(phase, stage.driver.priced)
-            stage.driver.begin_step(phase, sequences, live, stage.timing.dense)
-            stage.driver.counting = counted
-            stage.device.prepare(self.backbone.largest_product(len(sequences)))
         for observer in observers:
             observer.begin(phase, sequences)
-        step = begin_step(self.backbone, stages, [item.span for item in inputs], phase)
-        executors = {stage: TensorExecutor(self, stage, phase, clock, observers) for stage in stages}
-        shifted = {stage: executor.shifted for stage, executor in executors.items()}
-
-        def experts(call: LayerCall) -> Tensor | None:
-            clock.layer = call.layer
-            self.tick()
-            stage = self._stage_of[call.layer]
-            executors[stage].call = call
-            stage.driver.layer(call.layer - stage.layers.start, shifted[stage])
-            return executors[stage].output
-
-        try:
-            step.run(experts)
-        except (StepFailed, torch.OutOfMemoryError, torch.AcceleratorError, CudaError):
-            for stage, executor in executors.items():
-                executor.abandon(stage.driver.cancel_early())
-            raise
-        clock.layer = layers
+        step = begin_step(self.backbone, stages, spans, phase)
+        self.run_layers(step, stages, phase, clock, observers)
+        clock.layer = self.shape.layers
         self.tick()
         if self.tier is not None:
             self.tier.end_step(phase == "decode")
@@ -212,12 +198,62 @@ class Engine:
             if stage.driver.end_step(*counters.prefetched, stage.timing.end_step()):
                 log.info(stage.driver.prefetch.status)
         answered = step.answers(inputs)
+        self.hidden = step.hidden() if self.keeps_hidden else None
         for item in inputs:
             item.span.kv.advance(len(item.span.tokens) - item.span.drafted)
         clock.finish("head")
         for observer in observers:
             observer.end()
         return answered
+
+    def begin_step(
+        self,
+        stages: Sequence[EngineStage],
+        spans: Sequence[TokenSpan],
+        phase: Phase,
+        live: tuple[int, ...],
+        counters: PhaseCounters,
+        counted: bool,
+    ) -> tuple[int, ...]:
+        """Prepare these stages for a step of spans; returns the sequence of each row."""
+        for stage in stages:
+            stage.memory.count_in(counters)
+        self.poll_children()
+        sequences = tuple(span.kv.id for span in spans for _ in span.tokens)
+        for stage in stages:
+            stage.timing.begin_step(phase, stage.driver.priced)
+            stage.driver.begin_step(phase, sequences, live, stage.timing.dense)
+            stage.driver.counting = counted
+            stage.device.prepare(stage.backbone.largest_product(len(sequences)))
+        return sequences
+
+    def run_layers(
+        self,
+        step: BackboneStep,
+        stages: Sequence[EngineStage],
+        phase: Phase,
+        clock: StepClock,
+        observers: list[Observer],
+    ) -> None:
+        """Compute a step's layers, each by its stage. Raises StepFailed, and what devices raise."""
+        executors = {stage: TensorExecutor(self, stage, phase, clock, observers) for stage in stages}
+        shifted = {stage: executor.shifted for stage, executor in executors.items()}
+        stage_of = {layer: stage for stage in stages for layer in stage.layers}
+
+        def experts(call: LayerCall) -> Tensor | None:
+            clock.layer = call.layer
+            self.tick()
+            stage = stage_of[call.layer]
+            executors[stage].call = call
+            stage.driver.layer(call.layer - stage.layers.start, shifted[stage])
+            return executors[stage].output
+
+        try:
+            step.run(experts)
+        except (StepFailed, torch.OutOfMemoryError, torch.AcceleratorError, CudaError):
+            for stage, executor in executors.items():
+                executor.abandon(stage.driver.cancel_early())
+            raise
 
 
 class TensorExecutor:
@@ -272,13 +308,14 @@ class TensorExecutor:
         for observer in self._observers:
             observer.layer(decision, self._x_host)
         active = decision.gated.routing.active.experts
-        if (tier := self.engine.tier) is not None:
-            tier.need(layer, active)
         self.counters.book_hits(layer, decision.resident.take(active).tolist(), self._tiles)
         self._memory.mover.retarget(decision.targets)
         routing, mask = decision.gated.routing, decision.mask
         cuts = decision.cut, decision.resident, self._tiles
         self._split = split = split_layer(routing, *cuts, layer, mask)
+        if (tier := self.engine.tier) is not None:
+            here = np.minimum(split.lo, decision.resident).take(active) < self._tiles
+            tier.need(layer, active[here], active[~here])
         self.counters.fidelity.book(decision.gated, decision.cut, self._tiles, decision.stale)
         self.clock.mark("plan")
 
@@ -292,6 +329,8 @@ class TensorExecutor:
             self.engine.only_waits[layer] = waits = not len(split.device.items)
             begun = self._submit(split, self._x_host, waits)
         self._ticket = begun
+        if tier is not None:
+            tier.beside = partial(self.engine.pool.begin_stored, begun)
         work = self._memory.begin(layer, split.device, self.call.x, mask, self.clock)
         self._device_work = work._replace(started=started)
         if tier is not None:
@@ -302,6 +341,9 @@ class TensorExecutor:
     def begin_early(self, layer: int, ahead: Ahead, mask: Mask) -> Ticket:
         gated, resident = ahead.gated, self._memory.residency[layer]
         split = split_layer(gated.routing, ahead.cut, resident, self._tiles, layer, mask)
+        if self.engine.tier is not None:
+            active = gated.routing.active.experts
+            self.engine.tier.need_early(layer, active[split.lo.take(active) < self._tiles])
         # a copy: this layer's x is overwritten before the next layer's result is read
         ticket = self._submit(split, self._x_host.copy(), False)
         self.clock.mark("submit")
@@ -353,8 +395,12 @@ class TensorExecutor:
 
     def abandon(self, early: Ticket | None) -> None:
         """The step fails: end what its layer has begun, and the next one's early share."""
-        for _ in self._device_work.landing if self._device_work is not None else ():
-            pass  # orders end, and slots become free
+        if self._device_work is not None:
+            with suppress(DiskFailed):
+                for _ in self._device_work.landing:
+                    pass  # orders end, and slots become free
+        if self.engine.tier is not None:
+            self._device.wait(self._device.fence())  # copies have been made before their experts are evicted
         for ticket in filter(None, (early, self._ticket)):
             ticket.abandon()
 

@@ -3,6 +3,7 @@ decides about these layers alone, so that it knows one capacity and one link. Mo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,13 +22,15 @@ from pipeline.engine.driver import LayerDecision, LayerExecutor, PolicyDriver
 from pipeline.engine.graphs import StepGraphs
 from pipeline.engine.observer import Probing
 from pipeline.engine.timing import Corrections, Timing
-from pipeline.errors import PolicyError
+from pipeline.errors import DiskFailed, PolicyError
 from pipeline.experts.device_share import DeviceMemory
 from pipeline.experts.pool import Ticket
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.view import Ahead, ModelShape, Policy, Routing, Signals, Target, View
 from shm.mask import Mask
+
+log = logging.getLogger(__name__)
 
 
 class Prepared(NamedTuple):
@@ -118,7 +121,10 @@ class EngineStage:
             for layer, row in enumerate(placed.tolist())
             for expert, tiles in enumerate(row)
         )
-        self.memory.mover.wait_idle()
+        try:
+            self.memory.mover.wait_idle()
+        except DiskFailed as e:
+            log.warning(f"not all experts of the policy's placement are on the device: {e}")
 
     def rest(self) -> None:
         """Nothing is computed or moved: let the policy change what is resident, in the background."""

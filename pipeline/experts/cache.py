@@ -62,7 +62,7 @@ class ExpertCache:
         self._resident, self._targets = self.residency.data, self.target.data
         self.below_target: set[tuple[int, int]] = set()  # experts with residency below target
         self._target_tiles = 0  # sum of `target`
-        self._fence = fence
+        self.fence = fence
         self._states = bytearray(slots)  # a SlotState each; FREE is 0
         self._free: deque[tuple[int, object]] = deque((slot, None) for slot in range(slots))
         self._ready: dict[tuple[int, int], list[int]] = {}
@@ -148,7 +148,7 @@ class ExpertCache:
 
     def _release(self, slot: int, before: SlotState) -> None:
         self._change(slot, before, FREE)
-        self._free.append((slot, self._fence()))
+        self._free.append((slot, self.fence()))
 
     def _change(self, slot: int, before: SlotState, after: SlotState) -> None:
         if self._states[slot] != before:

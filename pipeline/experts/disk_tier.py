@@ -1,11 +1,16 @@
-"""Which experts of a partial store are in memory (`shm/store.py`): the only one that decides it.
+"""Which experts of a partial store are in memory (`shm/store.py`), and in which of its frames: the only one
+that decides it.
 
     ABSENT -> READING -> RESIDENT -> ABSENT       by an order to the reader, its report, an eviction
 
-A worker must never read a hole. So a Work is sent only when its experts are RESIDENT, and an expert of the
-layer that is being computed is not evicted: no Work of an earlier layer is without its answer then, but for
-those that a failed step has abandoned, whose answers are dropped. An expert that is READING is not evicted
-either. What memory holds beyond that changes no token: a read writes what belongs to its place.
+A worker must never read a frame that has another expert. So a Work is sent only when its experts are
+RESIDENT, and an expert of the layer that is being computed is not evicted: no Work of an earlier layer is
+without its answer then, but for those that a failed step has abandoned, whose answers are dropped. A frame
+that is being read to is not given to another expert, and a reader that has exited writes nothing more.
+
+**Copies on a device** are made from experts in memory: those that the layer needs are kept as its others, and
+one that a prefetch process may be reading is not evicted. An expert all of whose tiles the device has and
+computes is not needed here, and is evicted before all others: so what memory and device hold adds up.
 
 **What is evicted** is what will be needed last (`disk_use.py`).
 
@@ -17,24 +22,26 @@ are needed, and pause while too few of them are used (`PrefetchMeter`).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from heapq import nsmallest
+from itertools import chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.arrays import IntArray
 from pipeline.counters import PrefetchMeter
 from pipeline.errors import DiskFailed
 from pipeline.experts.disk_use import ExpertUse
+from pipeline.experts.mover import Key, Mover, Stored
 from pipeline.experts.peers import ChildServerSocket, ProgressWatch
 from pipeline.policies.predictions import by_probability
 from pipeline.policies.view import Routing
 from protocol.messages import ExpertRead, ReadExpert, Ready, WorkerDied
 from shm.control import ControlLine
 from shm.descriptor import HEADER, ITEMS, LAYER, Descriptor, head_of
-from shm.huge import give_back
-from shm.segment import allocated_bytes
 from shm.store import Store
 
 ABSENT, READING, RESIDENT = range(3)
@@ -43,8 +50,11 @@ MOST = 0.5  # of a layer's experts: a step that uses more is expected to use as 
 TRIES = 3  # of an order, by readers that crash or hang
 STALL_LIMIT = 30.0  # seconds without a piece after which a reader with orders is hung
 LIMIT = 120.0  # seconds without a message of any reader, after which a request fails
-WAIT_MS = 50
+WAIT_MS, ROOM_MS = 50, 5
 VICTIMS = 32  # that are chosen together
+WANTED = 16  # at most, that are read for a device at the same time
+NEVER = 1e9  # steps
+NONE: IntArray = np.zeros(0, np.int32)
 
 
 @dataclass(eq=False)
@@ -73,46 +83,58 @@ class Figures:
     waited: float = 0.0  # seconds in which a layer waited for the disk and nothing else
 
 
-class DiskTier:
+class DiskTier(Stored):
     """Used by the engine's thread alone, but for its figures."""
 
     def __init__(
         self,
         store: Store,
-        budget: int,
         top_k: int,
+        layers: int,
         socket: ChildServerSocket,
         line: ControlLine,
     ) -> None:
-        """`store`: attached writable; whatever is in its memory is forgotten. `budget`: bytes of experts in
-        memory; `line`: the reader's."""
+        """`store`: with frames; whatever is in them is forgotten. `layers`: that a step computes; `line`: the
+        reader's."""
         shape = store.layout.shape
-        self.capacity = budget // store.layout.expert_pages  # experts
+        self.capacity = store.held.shape.experts
         self.figures, self.file = Figures(), store.manifest.file
         self.probing = False  # the model's routers can be applied ahead
         self._store, self._socket, self._line = store, socket, line
-        self._layers, self._experts, self._top_k = shape.layers, shape.experts, top_k
-        self._state = np.zeros((shape.layers, shape.experts), np.int8)
+        self._layers, self._experts, self._top_k = layers, shape.experts, top_k
+        self._state = np.zeros((layers, shape.experts), np.int8)
         self._use = ExpertUse(np.full(self._state.shape, top_k / shape.experts))
         self._unused = np.zeros(self._state.shape, bool)  # read ahead, and not used since
-        self._held = 0  # experts that are READING or RESIDENT
+        self._used_here = np.zeros(self._state.shape, bool)  # in the latest step that used them
+        self._free = list(range(self.capacity))  # frames without an expert that is READING or RESIDENT
+        self._frame_of = store.frame_of = np.full(self._state.shape, -1, np.int32)
+        self.movers: list[Mover] = []  # to devices that have tiles of some experts
+        self.beside: Callable[[], object] = lambda: (
+            None
+        )  # called while a device waits: its host share goes on
+        self._wanted: dict[Mover, list[Key]] = {}  # that they wait for, in the background
         self._layer, self._needed = 0, frozenset[int]()  # what is being computed
+        self._early: list[Key] = []  # of the next layer, which is being computed too
         self._ahead: tuple[int, list[int]] = 0, []  # experts of a later layer
         self._orders: dict[tuple[int, int], Order] = {}
         self._numbered: dict[int, Order] = {}  # the same
         self._failed: dict[tuple[int, int], str] = {}
-        self._next = self._tidied = 0
+        self._next = 0
         self._heard = 0.0  # monotonic seconds: the reader's latest message, or the first order after none
         self._victims: Iterator[tuple[int, int]] = iter(())
         self._watch, self._meter = ProgressWatch(), PrefetchMeter()
-        give_back(store.every_page)
 
     # --- the engine --------------------------------------------------------------------------------------
 
-    def need(self, layer: int, experts: IntArray) -> None:
+    def need(self, layer: int, experts: IntArray, elsewhere: IntArray = NONE) -> None:
         """This layer is computed next, with these experts (ascending): order those that are missing. The
-        experts of the layer before may be evicted from now on."""
+        experts of the layer before may be evicted from now on. `elsewhere`: those that a device has and
+        computes."""
+        self.update(0)
         named = experts.tolist()
+        self._used_here[layer, experts] = True
+        self._used_here[layer, elsewhere] = False
+        self._early.clear()
         self._layer, self._needed = layer, frozenset(named)
         self._use.book(layer, experts)
         self._failed.clear()
@@ -126,13 +148,21 @@ class DiskTier:
         for expert in missing:
             self._demand(layer, expert)
 
-    def bring(self, layer: int, expert: int) -> None:
-        """Wait until an expert is in memory; it is until another is needed. No Work is being computed. Raises
-        DiskFailed."""
-        self.need(layer, np.array([expert]))
-        while self._state[layer, expert] != RESIDENT:
-            self._check(layer, expert)
-            self._wait()
+    def need_early(self, layer: int, experts: IntArray) -> None:
+        """As `need`, of the next layer, while the present one is computed."""
+        self._early = [(layer, expert) for expert in experts.tolist()]
+        for key in self._early:
+            if self._state[key] != RESIDENT:
+                self._demand(*key)
+
+    def bring(self, layer: int, *experts: int) -> None:
+        """Wait until experts are in memory; they are until others are needed. No Work is being computed.
+        Raises DiskFailed."""
+        self.need(layer, np.array(experts))
+        for expert in experts:
+            while self._state[layer, expert] != RESIDENT:
+                self._check(layer, expert)
+                self._wait()
 
     @property
     def predicts(self) -> bool:
@@ -148,12 +178,13 @@ class DiskTier:
             ahead = np.flatnonzero(self._state[following] == ABSENT).tolist()
         elif routing is not None:
             ahead = [e for e in by_probability(routing) if self._state[following, e] == ABSENT]
+        if ahead and self.movers:
+            whole = self._on_device()[following]
+            ahead = [expert for expert in ahead if not whole[expert]]
         self._ahead = following, ahead
         for expert in ahead:
-            # Demands of a whole layer must find room: what is read can make none.
-            if len(self._orders) >= self.capacity - self._experts or not self._make_room(1):
+            if not self._read_ahead(following, expert, PREDICTED):
                 break
-            self._order(following, expert, PREDICTED)
             self._unused[following, expert] = True
             self.figures.predicted += 1
         self._make_room(self._top_k)
@@ -162,24 +193,57 @@ class DiskTier:
         if decoded:
             self._meter.step(self.figures.predicted, self.figures.useful)
 
-    def tidy(self) -> None:
-        """Nothing is computed: handle messages, and free what a worker has made of holes for a Work that was
-        abandoned."""
+    # --- the movers --------------------------------------------------------------------------------------
+
+    def has(self, layer: int, expert: int) -> bool:
+        return bool(self._state[layer, expert] == RESIDENT)
+
+    def await_one(self, layer: int, experts: Iterable[int]) -> None:
+        began = time.perf_counter()
+        for expert in experts:
+            self._check(layer, expert)
+        self._wait()
+        self.beside()
+        self.figures.waited += time.perf_counter() - began
+
+    def of(self, mover: Mover, keys: set[Key], first: Iterable[Key]) -> set[Key]:
         self.update(0)
-        if self._orders or self._tidied == self.figures.read:
-            return
-        self._tidied = self.figures.read
-        kept = (self._held + 1) * self._store.layout.expert_pages + len(self._store.segment.array) // 512
-        if allocated_bytes(self._store.segment.name) > kept:
-            for layer, expert in np.argwhere(self._state == ABSENT).tolist():
-                self._give_back(layer, expert)
+        there = {key for key in keys if self._state[key] == RESIDENT}
+        absent = keys - there - self._failed.keys()
+        chosen = [key for key in first if key in absent][:WANTED]
+        chosen += nsmallest(WANTED - len(chosen), absent.difference(chosen))
+        self._wanted[mover] = [*chosen, *there]
+        for key in chosen:
+            if self._state[key] == ABSENT and not self._read_ahead(*key, PREDICTED):
+                break
+        self._wanted[mover] = chosen  # until the next call; the others are ordered next, which keeps them
+        return there
+
+    def reads(self, mover: Mover) -> bool:
+        return any(self._state[key] == READING for key in self._awaited(mover))
+
+    def _awaited(self, mover: Mover) -> list[Key]:
+        """What a mover still waits for, in the background."""
+        return [key for key in self._wanted.get(mover, ()) if key in mover.cache.below_target]
+
+    def _on_device(self) -> NDArray[np.bool_]:
+        """The experts of which a device has all tiles, [L, E]."""
+        every = [mover.cache.residency == mover.cache.tiles for mover in self.movers]
+        whole: NDArray[np.bool_] = np.logical_or.reduce(every)
+        return whole
 
     # --- the pool ----------------------------------------------------------------------------------------
 
-    def has(self, descriptor: Descriptor) -> bool:
-        """Whether a Work's experts are in memory."""
+    def placed(self, descriptor: Descriptor) -> Descriptor | None:
+        """Return a Work with the frames of its experts; None where not all of them are in memory."""
         layer, experts = _experts_of(descriptor)
-        return bool((self._state[layer, experts] == RESIDENT).all())
+        if (self._state[layer, experts] != RESIDENT).any():
+            return None
+        placed = descriptor.copy()
+        _, numbers = _experts_of(placed)
+        numbers[:] = self._frame_of[layer, experts]
+        head_of(placed)[LAYER] = 0
+        return placed
 
     def wait(self, descriptors: Iterable[Descriptor]) -> None:
         """Wait a moment for experts of these Works. Raises DiskFailed where one cannot be read."""
@@ -231,62 +295,94 @@ class DiskTier:
     # --- orders and evictions ----------------------------------------------------------------------------
 
     def _demand(self, layer: int, expert: int) -> None:
+        if self._state[layer, expert] == RESIDENT:  # since its layer was looked at
+            return
         order = self._orders.get((layer, expert))
         if order is None:
-            while not self._make_room(1):  # all else is being read, for a step that has failed
-                self._wait()
+            self._await_room()
             self._order(layer, expert, DEMANDED)
         elif order.urgency != DEMANDED:
             order.urgency = DEMANDED
             self._send(order)
+
+    def _await_room(self) -> None:
+        """Return when an expert finds room: all others may be being read, or copied to a device. Raises
+        DiskFailed."""
+        began = time.monotonic()
+        while not self._make_room(1):
+            self._wanted.clear()
+            for mover in self.movers:
+                mover.link.update(0)
+            if not self._make_room(1) and not self.update(ROOM_MS) and time.monotonic() - began > LIMIT:
+                raise DiskFailed(f"for {LIMIT:.0f} s no expert of {self.file} found room in memory")
+
+    def _read_ahead(self, layer: int, expert: int, urgency: int) -> bool:
+        """Order an expert that is not needed yet; False where there is no room."""
+        # Demands of a whole layer must find room: what is read can make none.
+        if len(self._orders) >= self.capacity - self._experts or not self._make_room(1):
+            return False
+        self._order(layer, expert, urgency)
+        return True
 
     def _order(self, layer: int, expert: int, urgency: int) -> None:
         order = Order(self._next, layer, expert, urgency)
         self._orders[layer, expert] = self._numbered[order.id] = order
         self._next += 1
         self._state[layer, expert] = READING
-        self._held += 1
+        self._frame_of[layer, expert] = self._free.pop()
         if len(self._orders) == 1:
             self._heard = time.monotonic()
         self._send(order)
 
     def _send(self, order: Order) -> None:
-        self._socket.send(0, ReadExpert(order.id, order.layer, order.expert, order.urgency))
+        frame = int(self._frame_of[order.layer, order.expert])
+        self._socket.send(0, ReadExpert(order.id, order.layer, order.expert, frame, order.urgency))
 
     def _make_room(self, experts: int) -> bool:
         """Evict until so many more experts find room; False where none can be evicted any more."""
-        while self._held + experts > self.capacity:
+        while len(self._free) < experts:
             key = next(self._victims, None)
             if key is None:
                 self._victims = self._choose_victims()
                 if (key := next(self._victims, None)) is None:
                     return False
-            layer, expert = key
-            self._state[layer, expert] = ABSENT
-            self._unused[layer, expert] = False
-            self._held -= 1
+            self._drop(key)
             self.figures.evicted += 1
-            self._give_back(layer, expert)
         return True
 
     def _choose_victims(self) -> Iterator[tuple[int, int]]:
         """The experts that will be needed last, that one first. It is right until the next layer."""
         expected = self._use.until_needed(self._layer)
+        if self.movers:
+            expected[self._on_device() & ~self._used_here] += NEVER
         expected[self._state != RESIDENT] = -1
         expected[self._layer, list(self._needed)] = -1
         layer, experts = self._ahead
         expected[layer, experts] = -1
+        for key in self._kept():
+            expected[key] = -1
         flat = expected.ravel()
         some = np.argpartition(flat, -min(VICTIMS, flat.size))[-VICTIMS:]
         for place in some[np.argsort(-flat[some])].tolist():
             layer, expert = divmod(place, self._experts)
             ahead = layer == self._ahead[0] and expert in self._ahead[1]
-            if flat[place] >= 0 and self._state[layer, expert] == RESIDENT and not ahead:
+            if flat[place] < 0 or self._state[layer, expert] != RESIDENT or ahead:
+                continue
+            if (layer, expert) not in self._kept():
                 yield layer, expert
 
-    def _give_back(self, layer: int, expert: int) -> None:
-        for _, pages in self._store.pages(layer, expert):
-            give_back(pages)
+    def _kept(self) -> set[Key]:
+        """What is not evicted beside the experts of this layer: of the next one, and what a mover waits for
+        or a prefetch process may be reading."""
+        kept = {*self._early, *chain.from_iterable(map(self._awaited, self.movers))}
+        return kept.union(*(mover.link.keys for mover in self.movers))
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        """An expert is not in memory any more, and nothing is read to its frame."""
+        self._state[key] = ABSENT
+        self._unused[key] = False
+        self._free.append(int(self._frame_of[key]))
+        self._frame_of[key] = -1
 
     # --- the reader's messages ---------------------------------------------------------------------------
 
@@ -315,11 +411,8 @@ class DiskTier:
         key = order.layer, order.expert
         self._end(order)
         self._failed[key] = why
-        self._state[key] = ABSENT
-        self._unused[key] = False
-        self._held -= 1
+        self._drop(key)
         self.figures.failed += 1
-        self._give_back(*key)
 
 
 def _experts_of(descriptor: Descriptor) -> tuple[int, IntArray]:

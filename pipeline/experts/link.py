@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from pipeline.arrays import IntArray
-from pipeline.experts.mover import Link, Order
+from pipeline.experts.mover import Key, Link, Order
 from pipeline.experts.peers import ChildServerSocket, ProgressWatch
 from protocol.messages import AttachSlab, CancelFetch, Fetch, Fetched, Ready, SlabAttached, WorkerDied
 from shm.control import ControlLine
 
 log = logging.getLogger(__name__)
+
+Place = Callable[[int, int], tuple[int, int]]
 
 STALL_LIMIT = 3.0  # seconds without a tile after which a prefetcher with orders is hung
 ATTACH_LIMIT = 60.0  # the same while it maps the slab
@@ -28,14 +31,20 @@ class PrefetchLink(Link):
     """Sends orders and tracks their progress. Used by the engine's thread alone."""
 
     def __init__(
-        self, socket: ChildServerSocket, slab: AttachSlab | None, line: ControlLine, index: int = 0
+        self,
+        socket: ChildServerSocket,
+        slab: AttachSlab | None,
+        line: ControlLine,
+        index: int = 0,
+        place: Place = lambda layer, expert: (layer, expert),
     ) -> None:
         """`slab`: what every new prefetcher maps; None where it cannot be shared, so that the link stays
         down. `line`: the prefetcher's, with its progress and the order that it moves. `index`: the device's,
-        and so the prefetcher's."""
+        and so the prefetcher's. `place`: as Store.place."""
         self.refusal = "" if slab is not None else "the slab cannot be shared"  # why it is not mapped
         self.copied = (0, 0.0)  # tiles so far, and the seconds in which the prefetcher copied them
         self._socket, self._slab, self._line, self._index = socket, slab, line, index
+        self._place = place
         self._attaching = False
         self._next = 0
         self._orders: dict[int, Order] = {}
@@ -46,6 +55,10 @@ class PrefetchLink(Link):
     def up(self) -> bool:
         """A prefetcher has mapped the slab and takes orders."""
         return self._socket.is_up(self._index)
+
+    @property
+    def keys(self) -> set[Key]:
+        return {order.key for order in self._orders.values()}
 
     def wait_up(self, limit: float) -> bool:
         """Wait until the link is up; False after `limit` seconds, or once the slab cannot be mapped. It is
@@ -73,7 +86,8 @@ class PrefetchLink(Link):
             return order
         self._orders[order.id] = order
         chosen = NO_CHANNELS if channels is None else channels
-        self._socket.send(self._index, Fetch(order.id, layer, expert, lo, tuple(slots), urgency, chosen))
+        place = self._place(layer, expert)
+        self._socket.send(self._index, Fetch(order.id, *place, lo, tuple(slots), urgency, chosen))
         return order
 
     def cancel(self, order: Order) -> None:

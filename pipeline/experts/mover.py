@@ -13,6 +13,10 @@ ended, and copies the rest itself. A tile may so be copied twice: the second cop
 Whole tiles land in their order, so that resident tiles are always a prefix. Chosen channels never become
 resident: they lie in slots beside the cached tiles, packed, and are given back once their layer was computed.
 No torch and no process is known here: the replay runs the same mover on a clock.
+
+Where some experts are on disk (`disk_tier.py`), tiles are copied from those in host memory alone: a demanded
+expert is waited for, others are copied once they were read. An expert that an order may be reading stays
+there.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import numpy as np
 from pipeline.arrays import IntArray
 from pipeline.config import BACKGROUND_ORDERS
 from pipeline.counters import PhaseCounters, PrefetchedTiles
+from pipeline.errors import DiskFailed
 from pipeline.experts.cache import ExpertCache
 from pipeline.policies.view import Target
 from workers.copiers import TileCopy
@@ -102,6 +107,11 @@ class Link:
         """Orders are taken."""
         return False
 
+    @property
+    def keys(self) -> set[Key]:
+        """The experts that it may be reading."""
+        return set()
+
     def order(
         self, layer: int, expert: int, lo: int, slots: list[int], urgency: int, channels: IntArray | None
     ) -> Order:
@@ -120,6 +130,30 @@ class Link:
 
     def wait(self, order: Order, landed: int) -> None:
         """Return when so many have landed, or the order is final. The wait is bounded."""
+
+
+class Stored:
+    """Tells which experts are in host memory. Here all of them are."""
+
+    def has(self, layer: int, expert: int) -> bool:
+        """Return whether an expert of the present layer is there: it stays until the layer was computed."""
+        return True
+
+    def await_one(self, layer: int, experts: Iterable[int]) -> None:
+        """Wait a moment for one of these experts, which the present layer needs. Raises DiskFailed where one
+        cannot be read."""
+
+    def of(self, mover: Mover, keys: set[Key], first: Iterable[Key]) -> set[Key]:
+        """Return those of the experts that the mover may order tiles of now. Others are read as memory
+        allows, those of `first` first."""
+        return keys
+
+    def reads(self, mover: Mover) -> bool:
+        """Return whether any is being read for a mover."""
+        return False
+
+    def bring(self, layer: int, expert: int) -> None:
+        """Wait until an expert is there, while nothing is computed. Raises DiskFailed."""
 
 
 class Copier(Protocol):
@@ -168,7 +202,7 @@ class Mover:
         """`wait`: return once the device has passed a fence. `each`: demanded tiles are given one by one, as
         where the device computes at once; else in few groups, of which the last is small, because the layer
         waits for it. `channels`: of a tile."""
-        self.cache, self.link = cache, link
+        self.cache, self.link, self.stored = cache, link, Stored()
         # the same memory, of which Python reads and writes single numbers sooner
         self._resident, self._target = cache.residency.data, cache.target.data
         self.counters = PhaseCounters(len(cache.residency))  # of the present phase
@@ -182,13 +216,14 @@ class Mover:
         self._predicted: dict[Key, Prediction] = {}
         self._demanded: set[Key] = set()  # of the present demand
         self._waiting: deque[_Part] = deque()  # demanded tiles without a slot
+        self._absent: list[_Part] = []  # demanded tiles of experts that are being read from disk
         self._copying: deque[tuple[list[_Part], Any]] = deque()
         self._streamed: list[int] = []  # slots of tiles that are given next and not kept
 
     @property
     def idle(self) -> bool:
-        """No order is under way, and no channels are held."""
-        return not (self._orders or self._guesses or self._ended)
+        """No order is under way or waits for the disk, and no channels are held."""
+        return not (self._orders or self._guesses or self._ended or self.stored.reads(self))
 
     # --- targets -------------------------------------------------------------------------------------------
 
@@ -247,9 +282,10 @@ class Mover:
         """Order tiles below target that are not under way: predicted ones first. Residency does not change.
         While demanded tiles wait for slots, no others are ordered."""
         most = BACKGROUND_ORDERS - len(self._orders)
-        if self._waiting or most <= 0 or not self.cache.below_target or not self.link.up:
+        if self._waiting or self._absent or most <= 0 or not self.cache.below_target or not self.link.up:
             return
         missing = self.cache.below_target.difference(self._orders, self._demanded)
+        missing = self.stored.of(self, missing, self._predicted)
         predicted = [key for key in self._predicted if key in missing][:most]
         placed = nsmallest(most - len(predicted), missing.difference(self._predicted))
         for key in predicted + placed:
@@ -272,15 +308,18 @@ class Mover:
 
     def wait_idle(self) -> None:
         """Return when residency equals the targets. What the prefetch process does not bring, because it is
-        down, is copied here."""
+        down, is copied here. Raises DiskFailed where an expert cannot be read."""
         self.forget()
         while self.cache.below_target or not self.idle:
             self.update()
             under_way = [*self._orders.values(), *self._ended]
             if under_way:
                 self.link.wait(under_way[0], under_way[0].landed + 1)
-            elif self.cache.below_target and not self.link.up:
-                self._place(min(self.cache.below_target))
+            elif self.cache.below_target:
+                key = min(self.cache.below_target)
+                self.stored.bring(*key)
+                if not self.link.up:
+                    self._place(key)
         self.cache.audit(idle=True)
 
     def _place(self, key: Key) -> None:
@@ -291,6 +330,7 @@ class Mover:
         assert self._copier is not None
         copies = [TileCopy(*key, lo + index, slot) for index, slot in enumerate(slots)]
         self._copier.ready(self._copier.begin(copies))
+        self._wait(self.cache.fence())  # its expert may be evicted from host memory
         order.landed = len(slots)
         self._book(order)
 
@@ -392,7 +432,8 @@ class Mover:
     def demand(self, layer: int, wanted: Sequence[Wanted]) -> Iterator[list[Landed]]:
         """Begin to copy what a layer needs; predicted channels of this layer and earlier ones that it does
         not need are dropped. Yields groups of landed tiles, those of an expert in their order. The iterator
-        has to be exhausted. One demand at a time."""
+        has to be exhausted; at its end it raises DiskFailed where an expert could not be read. One demand at
+        a time."""
         items: dict[int, list[Wanted]] = {}
         for item in wanted:
             items.setdefault(item.expert, []).append(item)
@@ -414,9 +455,25 @@ class Mover:
             if moving:
                 awaited.append((moving, its))
             else:
-                self._waiting.extend(self._parts(its, orders[1]))
+                self._want(layer, self._parts(its, orders[1]))
         self._begin_copies(layer, split=not awaited)
         return self._landings(layer, awaited)
+
+    def _want(self, layer: int, parts: Iterable[_Part]) -> None:
+        """Have tiles of an expert copied, now or once it is in memory."""
+        for part in parts:
+            (self._waiting if self.stored.has(layer, part.expert) else self._absent).append(part)
+
+    def _await_disk(self, layer: int) -> None:
+        """Wait a moment for the experts that are being read, and have those that are there copied. Raises
+        DiskFailed, and forgets them."""
+        try:
+            self.stored.await_one(layer, {part.expert for part in self._absent})
+        except DiskFailed:
+            self._absent.clear()
+            raise
+        absent, self._absent = self._absent, []
+        self._want(layer, absent)
 
     def _note_demand(self, key: Key, items: list[Wanted]) -> None:
         """An expert is demanded: tiles that were predicted for it are late."""
@@ -485,6 +542,7 @@ class Mover:
         self, layer: int, awaited: list[tuple[list[Order], list[Wanted]]]
     ) -> Iterator[list[Landed]]:
         adopted: list[Landed] = []
+        failure: DiskFailed | None = None
         for orders, (first, *others) in awaited:
             for order in orders:
                 self.link.wait(order, order.size)
@@ -494,14 +552,21 @@ class Mover:
                     adopted += landed
                     first = first._replace(lo=first.lo + len(landed))
             guess = next((used for used in self._used if used.key == orders[0].key), None)
-            self._waiting.extend(self._parts([first, *others], guess))
+            self._want(layer, self._parts([first, *others], guess))
         self._collect_ended()
         self._begin_copies(layer, split=not awaited)
         if self._each or not self._copying:
             yield from self._give(adopted)
             adopted = []
-        while self._copying or self._waiting:
-            if not self._copying:
+        while self._copying or self._waiting or self._absent:
+            if not self._copying and not self._waiting:
+                yield from self._give(adopted)
+                adopted = []
+                try:
+                    self._await_disk(layer)
+                except DiskFailed as e:
+                    failure = e
+            elif not self._copying:
                 self._make_room()
             else:
                 group, begun = self._copying.popleft()
@@ -515,6 +580,8 @@ class Mover:
         self._used.clear()
         self._collect_ended()
         self._demanded.clear()
+        if failure is not None:
+            raise failure
 
     def _give(self, landed: list[Landed]) -> Iterator[list[Landed]]:
         """Yield tiles together, if there are any, and then end the use of slots that are not kept."""

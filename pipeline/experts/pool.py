@@ -335,9 +335,12 @@ class HostPool:
     def _place(self, task: Task, beside: int | None = None) -> None:
         """Have a task computed: here where no worker need be woken for it; later where an expert of it is on
         disk."""
-        if self.tier is not None and not self.tier.has(task.descriptor):
-            task.ticket.held.append(task)
-        elif not self.workers or (task.preferred == beside and self.cores.cores[beside] == 1):
+        if self.tier is not None:
+            if (placed := self.tier.placed(task.descriptor)) is None:
+                task.ticket.held.append(task)
+                return
+            task.descriptor = placed
+        if not self.workers or (task.preferred == beside and self.cores.cores[beside] == 1):
             task.ticket.own.append(task)
         else:
             self._assign(task)
@@ -347,11 +350,7 @@ class HostPool:
         Raises DiskFailed."""
         while ticket.held:
             assert self.tier is not None
-            held, ticket.held = ticket.held, []
-            for task in held:
-                self._place(task)
-            if len(ticket.held) < len(held):
-                self._carrier.flush()
+            if self.begin_stored(ticket):
                 continue
             if own := next((task for task in ticket.own if task.seq not in ticket.answers), None):
                 self._compute_own(own)
@@ -362,6 +361,16 @@ class HostPool:
                 self.abandon(ticket)
                 raise
             self.update(0)
+
+    def begin_stored(self, ticket: Ticket) -> bool:
+        """Begin those of the tasks that wait for the disk whose experts have landed; False where there are
+        none."""
+        held, ticket.held = ticket.held, []
+        for task in held:
+            self._place(task)
+        if begun := len(ticket.held) < len(held):
+            self._carrier.flush()
+        return begun
 
     def _assign(self, task: Task) -> None:
         """Send a task to the worker it was cut for if that is up or no other is; else to the least loaded."""

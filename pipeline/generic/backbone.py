@@ -183,6 +183,9 @@ class GenericStep:
         backbone = self._backbone
         return answers(backbone.head, backbone.facts.vocabulary, backbone.device, self._h, inputs)
 
+    def hidden(self) -> Tensor:
+        return self._h
+
 
 class GenericCall:
     """One layer at its experts: a LayerCall."""

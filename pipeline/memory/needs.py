@@ -15,6 +15,9 @@ from dataclasses import dataclass, replace
 from pipeline.checkpoint.model_source import ModelSource, OwnMatrix
 from pipeline.config import (
     DEFAULT_CONTEXT,
+    DRAFT_RECENT,
+    DRAFT_SEQUENCES,
+    DRAFT_TOKENS,
     EXPANDED_KV_BYTES,
     GRAPH_BYTES,
     KV_BLOCK,
@@ -33,6 +36,7 @@ from pipeline.errors import UsageError
 from pipeline.models.architecture import TensorSpec, stacks
 from pipeline.models.facts import ModelFacts, expert_shape, facts_of, is_own, narrowed
 from pipeline.models.registry import architecture_of, model_spec
+from pipeline.policies.view import Policy
 from shm.codes import CODE_FORMATS, format_of_all
 from shm.fp8 import BLOCK
 from shm.layout import FORMATS, MatrixFormat, format_named
@@ -52,8 +56,6 @@ STAGING_TILES = 4  # slots beside the cache's: two to stream through, two so tha
 STAGING_SHARE = 1 / 32  # of a GPU's free memory, at most, for more staging slots than the fewest
 # Of a partial store, at least: a prompt's layer is computed while the experts of the next are read.
 LAYERS_IN_MEMORY = 2
-# why a policy cannot be used with experts on disk
-NEEDS_ALL = "keeps experts on the device, which needs all of them in memory: give no --host-memory"
 CHUNK_MAX = 1024  # rows of a step, where --chunk does not say otherwise
 
 
@@ -82,6 +84,7 @@ class Needs:
     head: int  # which the last one has
     position: int  # cosines and sines of one position
     kv_token: int  # one token of the KV cache
+    drafting: int  # what a layer that drafts keeps of sequences
     states: int  # recurrent states of one sequence, with its snapshots
     max_sequences: int  # that run together
     processes: int  # private memory of the processes, on the host
@@ -110,7 +113,8 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     cuda = config.kind == "cuda"
     slot, heads = manifest.layout.tile_bytes, manifest.layout.head_stride
     staging = staging_tiles(shape.tiles, facts.top_k, heads > 0)
-    tiles = shape.layers * shape.experts * shape.tiles
+    layers = len(facts.moe_layers)  # a layer that drafts is computed on the host
+    tiles = layers * shape.experts * shape.tiles
     rows = min(config.chunk or CHUNK_MAX, config.context or facts.max_positions)
     activations = 4 * rows * (facts.vocabulary + HIDDEN_COPIES * facts.hidden)
     activations += MASK_BYTES * rows * (config.context or min(facts.max_positions, DEFAULT_CONTEXT))
@@ -142,7 +146,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         layer=manifest.layout.layer_stride,
         fingerprint=fingerprint,
         present=0 if partial else min(store, allocated_bytes(store_name(fingerprint))),
-        heads=shape.layers * shape.experts * heads if cuda else 0,
+        heads=layers * shape.experts * heads if cuda else 0,
         slot=-(-slot // SLOT_ALIGNMENT) * SLOT_ALIGNMENT if cuda else slot,
         tiles=tiles,
         staging=staging,
@@ -153,12 +157,21 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         head=_head_bytes(facts, config),
         position=8 * facts.rope_numbers,
         kv_token=kv_token_bytes(facts, kv_dtype(config)),
+        drafting=drafting_bytes(facts, config),
         states=state_bytes(facts),
         max_sequences=config.max_sequences,
         processes=processes + (largest if cuda else max(largest, activations)),
         steps=activations + CONTEXT_BYTES + graphs if cuda else 0,
         facts=facts,
     )
+
+
+def needs_all(policy: Policy, heads: bool) -> str:
+    """Tells why a policy cannot be used with experts on disk; empty where it can. `heads`: the format has
+    them."""
+    if not heads or not policy.uses_device:
+        return ""
+    return f"policy {policy.name} has the up matrices of all experts on the device: give no --host-memory"
 
 
 def speed_on_disk(needs: Needs, rate: float) -> float:
@@ -198,6 +211,16 @@ def kv_token_bytes(facts: ModelFacts, dtype: KvDType) -> int:
     if dtype == "int8":
         return sum(heads * (width + 4 * math.ceil(width / KV_RUN)) for heads, width in streams)
     return facts.kv_numbers_per_token * (4 if dtype == "f32" else 2)
+
+
+def drafting_bytes(facts: ModelFacts, config: EngineConfig) -> int:
+    """Bytes of hidden states, and of keys and values of the layer that drafts."""
+    if not facts.drafts:
+        return 0
+    streams = facts.kv_streams[-1:]  # of the last layer, and so of this one
+    token = kv_token_bytes(replace(facts, kv_streams=streams), kv_dtype(config))
+    hidden = 4 * facts.hidden * (DRAFT_RECENT + CHUNK_MAX)
+    return DRAFT_SEQUENCES * (DRAFT_TOKENS * token + hidden) + DRAFT_TOKENS * 8 * facts.rope_numbers
 
 
 def backbone_dtype(source: ModelSource, config: EngineConfig) -> BackboneDType:
@@ -287,8 +310,8 @@ def own_matrices(source: ModelSource, facts: ModelFacts) -> dict[str, OwnMatrix]
         if facts.tied_embeddings:
             kept.add(architecture.outer(spec)["embedding"].name)
         own = {name: matrix for name, matrix in source.own_matrices.items() if name in kept}
-        for layer in range(spec.layers):
-            _stack(own, architecture.layer(spec, layer, source.fused))
+        for layer in architecture.layers(spec, source.fused):
+            _stack(own, layer)
         return own
     table = facts.vocabulary, facts.hidden
 

@@ -129,6 +129,14 @@ class Architecture:
             tensors["shared_gate"] = TensorSpec(f"{shared}_gate.weight", (1, spec.hidden))
         return tensors
 
+    def draft(self, spec: ModelSpec, layer: int) -> Tensors:
+        """What a layer that drafts has beside those of a decoder layer with experts, by role. Embedding and
+        head are the model's own, whatever copies a checkpoint has."""
+        at = f"{self.prefix}.layers.{layer}"
+        tensors = norm("token_norm", f"{at}.enorm", spec) | norm("hidden_norm", f"{at}.hnorm", spec)
+        tensors |= matrix("joined", f"{at}.eh_proj", spec.hidden, 2 * spec.hidden)
+        return tensors | norm("norm", f"{at}.shared_head.norm", spec)
+
     def expert(self, spec: ModelSpec, layer: int, expert: int, fused: bool) -> ExpertRows:
         """The location of a decoder layer's expert in the checkpoint."""
         wide, hidden = spec.intermediate, spec.hidden
@@ -158,8 +166,15 @@ class Architecture:
     def backbone(self, spec: ModelSpec, fused: bool) -> Iterator[TensorSpec]:
         """Every tensor but those of routed experts."""
         yield from self.outer(spec).values()
+        for layer in self.layers(spec, fused):
+            yield from layer.values()
+
+    def layers(self, spec: ModelSpec, fused: bool) -> Iterator[Tensors]:
+        """The tensors of each decoder layer, and of one that drafts, without routed experts."""
         for layer in range(spec.layers):
-            yield from self.layer(spec, layer, fused).values()
+            yield self.layer(spec, layer, fused)
+        if spec.drafts:
+            yield self.layer(spec.deeper, spec.layers, fused) | self.draft(spec, spec.layers)
 
     def fewest_tensors(self, spec: ModelSpec, fused: bool) -> int:
         """Fewer than `tensors` has, without making them: a config.json can describe any number."""
@@ -168,7 +183,7 @@ class Architecture:
     def tensors(self, spec: ModelSpec, fused: bool) -> dict[str, tuple[int, ...]]:
         """The shapes of all tensors that a checkpoint must have, by name."""
         shapes = {tensor.name: tensor.shape for tensor in self.backbone(spec, fused)}
-        for layer in spec.moe_layers:
+        for layer in spec.deeper.moe_layers:
             for expert in range(1 if fused else spec.experts):  # fused, all have the same tensors
                 shapes |= {part.name: part.shape for part in self.expert(spec, layer, expert, fused)}
         return shapes

@@ -23,6 +23,8 @@ SCALED = ("linear", "dynamic", "yarn", "llama3")
 ROPE_KINDS = ("default", *SCALED, "longrope")
 MAX_COUNT = 10_000  # layers, or experts a layer
 LAYERS = re.compile(r"(^|_)layers?$")  # the end of a key that counts layers
+# A key of ours: the checkpoint has a layer that drafts, which is to be read. No checkpoint's file may say so.
+DRAFTS = "tandem_drafts"
 LABELS = ("num_labels", "id2label", "label2id")
 
 

@@ -78,6 +78,7 @@ class ModelFacts:
     whole_prompts: bool = False  # a prompt is one chunk, and so is the context
     left_aside: str = ""  # a line about parts of the model that are not used
     own_router: Router | None = None
+    drafts: bool = False  # as of ModelSpec; the store has that layer's experts behind the others
 
     @property
     def router(self) -> Router:
@@ -115,7 +116,12 @@ class ModelFacts:
     def weights(self) -> int:
         """Numbers of the whole model."""
         expert = self.math.matrices * self.hidden * self.intermediate + self.math.biases * self.intermediate
-        return self.matrix_numbers + self.other_numbers + len(self.moe_layers) * self.experts * expert
+        return self.matrix_numbers + self.other_numbers + self.stored_layers * self.experts * expert
+
+    @property
+    def stored_layers(self) -> int:
+        """Layers of the store."""
+        return len(self.moe_layers) + self.drafts
 
 
 def is_own(config: Config) -> bool:
@@ -127,7 +133,7 @@ def is_own(config: Config) -> bool:
 def facts_of(config: Config) -> ModelFacts:
     """Raises ModelError for a model that cannot be run."""
     if is_own(config):
-        return _facts_of_spec(ARCHITECTURES[config["model_type"]], model_spec(config))
+        return facts_of_spec(ARCHITECTURES[config["model_type"]], model_spec(config))
     return _described(_question(config))
 
 
@@ -151,9 +157,7 @@ def expert_shape(config: Config, tile: int | None, tile_format: TileFormat) -> E
             f"use a multiple, like {_up(tile, group)}"
         )
     tile = min(tile, _up(facts.intermediate, group))
-    return ExpertShape(
-        len(facts.moe_layers), facts.experts, facts.hidden, facts.intermediate, tile, facts.math
-    )
+    return ExpertShape(facts.stored_layers, facts.experts, facts.hidden, facts.intermediate, tile, facts.math)
 
 
 def narrowed(part: Part, shape: ExpertShape) -> ExpertShape:
@@ -178,7 +182,8 @@ def _up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def _facts_of_spec(architecture: Architecture, spec: ModelSpec) -> ModelFacts:
+def facts_of_spec(architecture: Architecture, spec: ModelSpec) -> ModelFacts:
+    """The facts of a model of a family of our own."""
     groups = Counter((tensor.kind, tensor.shape) for tensor in architecture.backbone(spec, fused=False))
     return ModelFacts(
         layers=spec.layers,
@@ -198,6 +203,7 @@ def _facts_of_spec(architecture: Architecture, spec: ModelSpec) -> ModelFacts:
         rope_numbers=spec.attention.rope_dim * (1 if spec.rope_switch is None else 2),
         latent=isinstance(spec.attention, Latent),
         own_router=spec.router,
+        drafts=spec.drafts,
     )
 
 

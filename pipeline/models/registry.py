@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pipeline.errors import ModelError
 from pipeline.models.architecture import Architecture
 from pipeline.models.config_keys import (
+    DRAFTS,
     Config,
     check_rope,
     shown,
@@ -28,8 +31,9 @@ def architecture_of(config: Config) -> Architecture:
 
 def model_spec(config: Config) -> ModelSpec:
     """The checked spec. Raises ModelError for an unknown family, or a variant that is not supported."""
+    drafts = config.get(DRAFTS) is True
     architecture, config = architecture_of(config), text_config(config)
-    spec = architecture.spec(config)
+    spec = replace(architecture.spec(config), drafts=drafts)
     if spec.top_k > spec.experts:
         raise ModelError(f"config.json: {spec.top_k} experts a token, but only {spec.experts} a layer")
     if not spec.moe_layers:

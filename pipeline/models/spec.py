@@ -3,8 +3,8 @@ weights. Without torch, so that a command line is checked before a process is st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 from pipeline.policies.view import Router
 from shm.expert_math import SWIGLU, ExpertMath
@@ -123,11 +123,20 @@ class ModelSpec:
     dense_intermediate: int = 0  # I of the layers without experts
     shared_intermediate: int = 0  # I of all shared experts of a layer together; 0: none
     router_bias: bool = False  # of the router's logits
-    extra_layers: int = 0  # behind the last, in checkpoints: they predict further tokens, and are not read
+    extra_layers: int = 0  # behind the last, in checkpoints: they predict further tokens
+    drafts: bool = False  # the first of these is read: it guesses the token behind the next one
     shared_gate: bool = False  # a sigmoid gate scales the shared experts' output for each token
     math: ExpertMath = SWIGLU  # of the routed experts
     recurrent: GatedDelta | None = None  # takes the place of attention in `recurrent_layers`
     recurrent_layers: tuple[int, ...] = ()
+
+    @property
+    def deeper(self) -> Self:
+        """The same decoder with the layer that drafts as its last one, where it has that."""
+        if not self.drafts:
+            return self
+        layers, windows = (*self.moe_layers, self.layers), (*self.windows, None)
+        return replace(self, layers=self.layers + 1, moe_layers=layers, windows=windows, drafts=False)
 
     @property
     def kv_streams(self) -> tuple[tuple[tuple[int, int], ...], ...]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from math import inf
+from typing import NamedTuple
 
 from pipeline.arrays import IntArray
 from pipeline.policies.costs import Costs
@@ -15,50 +14,39 @@ from pipeline.policies.view import Active, View
 _TABLES = 8  # of costs that are kept
 
 
-@dataclass(frozen=True)
-class Balanced:
+class Balanced(NamedTuple):
     """A layer's tiles divided by the balanced cut, and what follows by the costs."""
 
     groups: list[Group]
     fixed: Fixed
     sides: Sides
-    floor: float = 0.0  # seconds until other machines have computed their tiles
-    members: Sequence[list[int]] = ()  # the places of each group's experts; none: all are of one
+    members: Sequence[list[int]]  # the places of each group's experts; none: all are of one
+    seconds: float  # until the layer has ended
+    alone: float  # until it would have ended without the device
+    moved: int  # missing tiles that the device computes
+    spare: float  # seconds in which the link has nothing to move before the layer ends
+    leaves: bool  # the host computes even resident tiles, so that others would not be used
+    pays: bool  # the device alone, with every tile there, saves more than ordering an expert takes
 
-    @cached_property
-    def seconds(self) -> float:
-        """Seconds until the layer has ended."""
-        return max(self.sides.seconds, self.floor)
-
-    @cached_property
-    def alone(self) -> float:
-        """Seconds until it would have ended without the device."""
-        return max(self.floor, self.fixed.host + sum([group.host * group.tiles for group in self.groups]))
-
-    @cached_property
-    def moved(self) -> int:
-        """Missing tiles that the device computes."""
-        return sum([max(0, group.taken - group.resident) for group in self.groups])
-
-    @cached_property
-    def spare(self) -> float:
-        """Seconds in which the link has nothing to move before the layer ends."""
-        return max(0.0, self.seconds - self.moved * self.fixed.tile) if self.moved else self.seconds
-
-    @cached_property
-    def leaves(self) -> bool:
-        """True where the host computes even resident tiles, so that others would not be used."""
-        return any([group.taken < group.resident for group in self.groups])
-
-    @cached_property
-    def there(self) -> float:
-        """Seconds until it would end on the device alone, with every tile there."""
-        return max(self.floor, self.fixed.launch + sum([group.device * group.tiles for group in self.groups]))
-
-    @cached_property
-    def pays(self) -> bool:
-        """True where the device alone, with every tile there, saves more than ordering an expert takes."""
-        return self.alone - self.there > self.fixed.fetch
+    @classmethod
+    def of(
+        cls, groups: list[Group], fixed: Fixed, floor: float = 0.0, members: Sequence[list[int]] = ()
+    ) -> Balanced:
+        """Divides the groups' tiles. `floor`: seconds until other machines have computed their tiles."""
+        sides = balance(groups, fixed, floor)
+        alone, there, moved, leaves = fixed.host, fixed.launch, 0, False
+        for group in groups:
+            tiles = group.resident + group.missing
+            alone += group.host * tiles
+            there += group.device * tiles
+            if group.taken > group.resident:
+                moved += group.taken - group.resident
+            elif group.taken < group.resident:
+                leaves = True
+        seconds, alone = max(sides.seconds, floor), max(alone, floor)
+        spare = max(0.0, seconds - moved * fixed.tile) if moved else seconds
+        pays = alone - max(there, floor) > fixed.fetch
+        return cls(groups, fixed, sides, members, seconds, alone, moved, spare, leaves, pays)
 
 
 class _Table:
@@ -140,7 +128,7 @@ class Divider:
         floor = 0.0
         if self._used.costs.machines:
             floor = self._used.costs.floor(sum([group.host * group.tiles for group in groups]))
-        return Balanced(groups, fixed, balance(groups, fixed, floor), floor, members)
+        return Balanced.of(groups, fixed, floor, members)
 
     def _group(self, rows: int, resident: int, missing: int, lacking: int) -> Group:
         costs = self._used.costs

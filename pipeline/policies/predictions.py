@@ -23,7 +23,6 @@ DEPTH = 3  # layers that are looked ahead at most
 NARROW = 16  # active experts up to which a layer's simulations are kept
 MOST_KNOWN = 4096  # simulations that are kept
 CANDIDATES = 16  # numbers of rows that are tried, the highest: a prompt has more, and each costs a simulation
-MANY = 256  # of a routing's pairs, from which on they are counted as arrays
 FEW_EXPERTS = 16  # experts of a layer up to which a model counts as one with few large experts
 
 
@@ -36,19 +35,12 @@ def by_probability(routing: Routing) -> list[int]:
             return named
         pairs = zip(named, routing.weights[0].tolist(), strict=True)
         return [expert for expert, weight in pairs if weight]
-    rows, sums = dict[int, int](), dict[int, float]()
-    chosen, given = routing.experts.ravel(), routing.weights.ravel()
-    if len(chosen) > MANY:
-        used = given != 0
-        counted, weighed = np.bincount(chosen[used]), np.bincount(chosen[used], given[used])
-        rows = {int(expert): int(counted[expert]) for expert in np.flatnonzero(counted)}
-        sums = dict(enumerate(weighed.tolist()))
-    else:
-        for expert, weight in zip(chosen.tolist(), given.tolist(), strict=True):
-            if weight:
-                rows[expert] = rows.get(expert, 0) + 1
-                sums[expert] = sums.get(expert, 0.0) + weight
-    return sorted(rows, key=lambda expert: (-rows[expert], -sums[expert], expert))
+    used = np.flatnonzero(routing.weights)
+    chosen, given = routing.experts.ravel()[used], routing.weights.ravel()[used]
+    rows, sums = np.bincount(chosen), np.bincount(chosen, given)
+    experts = np.flatnonzero(rows)
+    order: list[int] = experts[np.lexsort((-sums[experts], -rows[experts]))].tolist()
+    return order
 
 
 def _not_kept(layer: int, experts: list[int], view: View) -> list[Expert]:

@@ -12,11 +12,14 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
+from pipeline.text.grammar import Grammar
+
 LONGEST = 32  # tokens of a match that are compared
 LOOKED_AT = 8  # earlier places with the same last two tokens, the latest first
 LENGTHS = (2, 3, 4, 6, 9, 17)  # matches from so many tokens on are one class
 CLASS = [max(c for c, least in enumerate(LENGTHS) if n >= least) for n in range(2, LONGEST + 1)]
 FIRST_GUESS, WEIGHT = 0.25, 4.0  # a class is first thought as good as the one below; this many judgements
+LEAST_CHANCE = 0.2  # of a guess: a row costs more of a step than that
 FADING = 0.97  # of earlier judgements, with each new one
 
 
@@ -97,3 +100,68 @@ class Draft:
             rate = (right + WEIGHT * rate) / (judged + WEIGHT)
             rates.append(rate)
         return rates
+
+
+class Guesses:
+    """Guesses of an answer's next tokens: those of a draft, and where it has a grammar, what that allows of
+    them and what it forces."""
+
+    def __init__(self, tokens: Sequence[int], longest: int, grammar: Grammar | None) -> None:
+        """`tokens`: as of Draft, at most `longest`."""
+        self._tokens, self._longest, self._grammar = tokens, longest, grammar
+        self._draft: Draft | None = None
+        self.ahead = 0  # so many guesses the next steps may have
+
+    def next(self, most: int) -> tuple[list[int], list[float]]:
+        """Returns at most so many guesses, and how probable each is with those before."""
+        most = self.room(most)
+        guesses, chances = self._drafted(most)
+        if self._grammar is None:
+            return guesses, chances
+        allowed = self._grammar.guesses[:most]
+        return [token for token, _ in allowed], _within(allowed, guesses, chances)
+
+    def look(self) -> None:
+        """Ask the grammar, if there is one, for the next mask, and for those behind what may be guessed."""
+        if self._grammar is None or not self._grammar.due:
+            return
+        most = self.room(self.ahead)
+        guesses, chances = self._drafted(most) if most else ([], [])
+        likely = sum(chance >= LEAST_CHANCE for chance in chances)
+        self._grammar.look(most, guesses[:likely])
+
+    def wait(self, step: float) -> None:
+        """Wait for the grammar's answer where that probably gains. `step`: seconds of one."""
+        if self._grammar is not None:
+            self._grammar.wait(step)
+
+    @property
+    def bound(self) -> bool:
+        """Returns whether a grammar says what may be guessed."""
+        return self._grammar is not None
+
+    def room(self, most: int) -> int:
+        """Returns how many guesses, at most so many, the answer has room for."""
+        return min(most, self._longest - len(self._tokens) - 1)
+
+    def _drafted(self, most: int) -> tuple[list[int], list[float]]:
+        if self._draft is None:
+            self._draft = Draft(self._tokens)
+        self._draft.follow()
+        return self._draft.tokens(most), self._draft.chances(most)
+
+
+def _within(
+    allowed: Sequence[tuple[int, bool]], guesses: Sequence[int], chances: Sequence[float]
+) -> list[float]:
+    """Returns the chances of guesses within a grammar, given those of a Draft: what the grammar forces is
+    certain, and beside the draft nothing else is guessed."""
+    found: list[float] = []
+    chance = before = 1.0
+    for at, (token, forced) in enumerate(allowed):
+        drafted = at < len(guesses) and guesses[at] == token
+        if not forced:
+            chance *= chances[at] / before if drafted else 0.0
+        before = chances[at] if at < len(chances) else 1.0
+        found.append(chance)
+    return found

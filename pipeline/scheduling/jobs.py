@@ -15,7 +15,7 @@ from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.kv_cache import SequenceKV
 from pipeline.fairness import ID_BYTES
-from pipeline.scheduling.drafts import Draft
+from pipeline.scheduling.drafts import Guesses
 from pipeline.scheduling.prefix_tree import Tokens
 from pipeline.text.detokenizer import TextStream
 from pipeline.text.grammar import Grammar
@@ -57,6 +57,7 @@ class Job(ABC):
         self.stops: set[int] = set()  # KV tokens at which a prefill chunk ends, for a snapshot
         self.published = 0  # blocks that others could begin with, when that was last told
         self.guesses: list[int] = []  # of the tokens behind the next one, for its step
+        self.guesser = Guesses((), 0, None)  # that guesses nothing
         self.guessed = self.accepted = 0  # guesses that were computed, and those that came true
         self.awaited: tuple[Job, int] | None = None  # whose prefill this one waits for, up to so many tokens
         self.preemptions = 0
@@ -98,10 +99,6 @@ class Job(ABC):
     def take_logits(self, logits: FloatArray) -> None:
         """Take the last `step_input`'s logits [n, vocabulary] or choice; may set `reason`. Raises
         PipelineError."""
-
-    def draft(self, most: int) -> tuple[list[int], list[float]]:
-        """Returns at most so many guesses for the next step, and how probable each is with those before."""
-        return [], []
 
     def resume(self) -> None:  # noqa: B027 - most never wait
         """Go on where the last step left something to wait for; may set `reason`. Raises PipelineError."""
@@ -206,7 +203,7 @@ class GenerateJob(Job):
             text.resume(message.resume)
         self._eos = eos
         self._rows: list[FloatArray] = []  # logits of the next tokens, while a mask is missing
-        self._draft: Draft | None = None
+        self.guesser = Guesses(tokens, self.max_kv_tokens, grammar)
         self._end: dict[str, Any] = {}  # content for the missing Token message of an end token
 
     @property
@@ -230,15 +227,6 @@ class GenerateJob(Job):
         wanted = self._wanted if known == len(self.tokens) else "none"
         return StepInput(new, wanted, self.counted)
 
-    def draft(self, most: int) -> tuple[list[int], list[float]]:
-        if self._grammar is not None:  # its masks are made one behind the other
-            return [], []
-        if self._draft is None:
-            self._draft = Draft(self.tokens)
-        self._draft.follow()
-        most = min(most, self.max_kv_tokens - len(self.tokens) - 1)
-        return self._draft.tokens(most), self._draft.chances(most)
-
     def take_logits(self, logits: FloatArray) -> None:
         if len(logits) == 0:
             return  # the prompt has more chunks
@@ -253,8 +241,10 @@ class GenerateJob(Job):
             self.reason = self._end_reason()  # a resumed answer may lack only its Done
             waits = self._grammar is not None and not self._grammar.ready
             if self.reason is not None or waits:
-                return
+                break
             self._take_next()
+        if self.reason is None:
+            self.guesser.look()
 
     def _take_next(self) -> None:
         """Choose the next token from its row; where it is the one that was guessed, another row follows."""

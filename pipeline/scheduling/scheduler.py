@@ -24,6 +24,7 @@ from pipeline.backbone.batch import StepInput
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.config import KV_BLOCK, SpeculateName
 from pipeline.counters import difference, fidelity
+from pipeline.engine.drafter import Drafter
 from pipeline.engine.engine import Engine
 from pipeline.errors import DOUBTFUL, NumberInUse, OutOfDeviceMemory, PipelineError, RequestError, StepFailed
 from pipeline.fairness import Debts, Held, Turns
@@ -53,19 +54,20 @@ class Scheduler:
         congested: Callable[[bytes], bool],
         suspects: Suspects,
         speculate: SpeculateName | int = "off",
+        drafter: Drafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`chunk`: prefill tokens of a step. `send` delivers messages to clients, those of a step
         together; while a client is `congested`, because it does not read its messages, its requests pause.
-        `speculate`: as in EngineConfig; `clock`: in seconds, by which prefill chunks and others' decode steps
-        share the time."""
+        `speculate`, `drafter`: as of Speculation; `clock`: in seconds, by which prefill chunks and others'
+        decode steps share the time."""
         self.engine, self.kv = engine, kv
         self.chunk = self.chunk_alone = chunk
         self._jobs, self._max_sequences = jobs, max_sequences
         self._send = send
         self._step_answers: list[tuple[bytes, object]] | None = None  # during a step's end
         self._congested, self._suspects = congested, suspects
-        self.speculation = Speculation(engine, kv, speculate)
+        self.speculation = Speculation(engine, kv, speculate, drafter)
         self._waiting = WaitingQueue()
         self._running: list[Job] = []  # in the order of their latest admission
         self._live: dict[tuple[bytes, int], Job] = {}  # waiting and running, by client and request
@@ -205,6 +207,7 @@ class Scheduler:
 
     def _preempt(self, job: Job) -> None:
         self._running.remove(job)
+        self.speculation.forget(job)
         self.prefixes.end(job, job.preempt())
         self._waiting.add(job)
         self._preemptions += 1
@@ -264,7 +267,7 @@ class Scheduler:
     ) -> None:
         """Give the jobs of a step its logits, and end those that are complete or have failed."""
         failed: dict[Job, PipelineError] = {}
-        accepted = sum(job.accepted for job in jobs)
+        before = [(job.accepted, job.filled) for job in jobs]
         for job in jobs:
             if phase == "prefill" or job.filled // KV_BLOCK != job.published:
                 self.prefixes.publish(job)
@@ -274,10 +277,11 @@ class Scheduler:
             except PipelineError as e:  # for example, this job's logits are not finite; the others continue
                 failed[job] = e
         seconds = time.perf_counter() - started
+        accepted = [job.accepted - then for job, (then, _) in zip(jobs, before, strict=True)]
+        self._keep_hidden(jobs, inputs, [filled for _, filled in before])
         if phase == "decode":
-            guesses = sum(item.span.drafted for item in inputs)
-            accepted = sum(job.accepted for job in jobs) - accepted
-            self.speculation.note(jobs, guesses, accepted, seconds)
+            self.speculation.note(jobs, [item.span.drafted for item in inputs], accepted, seconds)
+            seconds += self.speculation.drafting
         for job, step_input in zip(jobs, inputs, strict=True):
             span = step_input.span
             job.count_step(phase, len(span.tokens) - span.drafted, seconds)
@@ -286,6 +290,17 @@ class Scheduler:
                 self._end(job, "error", failed[job])
             elif job.reason is not None:
                 self._end(job, job.reason)
+
+    def _keep_hidden(self, jobs: list[Job], inputs: list[StepInput], certain: list[int]) -> None:
+        """Have the speculation keep the step's hidden states, where the engine has some. `certain`: tokens
+        that each job had before guesses came true."""
+        row = 0
+        for job, item, filled in zip(jobs, inputs, certain, strict=True):
+            rows, drafted = len(item.span.tokens), item.span.drafted
+            first = filled - (rows - drafted)
+            if job.reason is None and job.filled >= filled and self.engine.hidden is not None:
+                self.speculation.keep(job, first, self.engine.hidden[row : row + job.filled - first])
+            row += rows
 
     def _answer(self, client: bytes, message: object) -> None:
         """Send a message, or keep it for the end of the step that is being ended."""
@@ -297,6 +312,7 @@ class Scheduler:
     def _end(self, job: Job, reason: str, error: PipelineError | None = None) -> None:
         """Remove a job and send its Done. Its KV is kept, unless a failure made it doubtful."""
         del self._live[job.client, job.request]
+        self.speculation.forget(job)
         self._held.give_back(job.client, job.size)
         engine, policy = self.engine, self.engine.policy
         stats: dict[str, Any] = {"policy": policy.name, "fidelity": {"exact": engine.exact}}

@@ -1,30 +1,37 @@
-"""Exact speculation: how many guesses of next tokens (`drafts.py`) a decode step computes beside the tokens
-that are certain. A guess's logits are used only where the token before was chosen as guessed, so no token
-depends on guesses.
+"""Exact speculation: how many guesses of next tokens a decode step computes beside the tokens that are
+certain. They are a text's own repetitions (`drafts.py`), or those of the checkpoint's layer that drafts
+(`layer_drafts.py`), whichever are surer of the next token. A guess's logits are used only where the token
+before was chosen as guessed, so no token depends on guesses.
 
 A step with guesses touches more experts and takes longer, so each is chosen for the most expected tokens a
 second: the chances that guesses come true, over the seconds that such steps have taken. What has not been
-measured is foretold from fewer guesses, by the experts that tokens of a step share. Without a clear gain a
-step has no guesses. Used by the engine's thread alone."""
+measured is foretold from fewer guesses, by the experts that tokens of a step share. What the layer takes for
+each of its guesses counts too. Without a clear gain a step has no guesses. Used by the engine's thread
+alone."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
+
+from torch import Tensor
 
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import FEW_ROWS
 from pipeline.config import SpeculateName
 from pipeline.counters import Part, PhaseCounters
+from pipeline.engine.drafter import Drafter
 from pipeline.engine.engine import Engine
 from pipeline.policies.view import Policy
+from pipeline.scheduling.drafts import LEAST_CHANCE
 from pipeline.scheduling.jobs import Job
+from pipeline.scheduling.layer_drafts import LayerDrafts
 
 MOST = FEW_ROWS - 1  # guesses of a step
-LEAST_CHANCE = 0.2  # of a guess: a row costs more of a step than that
 GAIN = 1.06  # in tokens a second, without which a step has no guesses
 OVERLAP = 0.82  # n tokens touch n ** OVERLAP times the experts of one (1.8, 2.5, 3.1), unless measured
 RECENT, ENOUGH = 15, 3  # steps of a kind whose median counts, and from which on it does
@@ -107,29 +114,44 @@ class StepCosts:
         return {f"{s}+{1 << bits >> 1}": kind.typical for (s, bits), kind in kinds if kind.known}
 
 
-def best_numbers(chances: Sequence[Sequence[float]], costs: StepCosts, most: int) -> list[int]:
+def best_numbers(
+    chances: Sequence[Sequence[float]], costs: StepCosts, most: int, making: Sequence[float] = ()
+) -> list[int]:
     """Returns how many guesses of each sequence, `most` in all, give the most expected tokens a second.
-    `chances`: as of Draft; a sequence's own fall, so that none is taken without those before it."""
+    `chances`: as of Draft; a sequence's own fall, so that none is taken without those before it. `making`:
+    what it takes to make one guess of each sequence, as a multiple of a step without guesses."""
     each = ((chance, -at, n) for n, row in enumerate(chances) for at, chance in enumerate(row))
     falling = sorted((one for one in each if one[0] >= LEAST_CHANCE), reverse=True)[:most]
     sequences = len(chances)
     multiples = costs.multiples(sequences, len(falling))
-    expected, best, taken = float(sequences), sequences * GAIN, 0
-    for guesses, (chance, _, _) in enumerate(falling, 1):
+    expected, best, taken, made = float(sequences), sequences * GAIN, 0, 0.0
+    for guesses, (chance, _, n) in enumerate(falling, 1):
         expected += chance
-        if expected / multiples[guesses] > best:
-            best, taken = expected / multiples[guesses], guesses
+        made += making[n] if making else 0.0
+        if expected / (multiples[guesses] + made) > best:
+            best, taken = expected / (multiples[guesses] + made), guesses
     numbers = [0] * sequences
     for _, _, n in falling[:taken]:
         numbers[n] += 1
     return numbers
 
 
+@dataclass
+class Source:
+    """What one kind of guesses came to."""
+
+    drafted: int = 0
+    accepted: int = 0
+    more_seconds: float = 0.0  # of steps with guesses, than without
+
+
 class Speculation:
     """Plans the guesses of each decode step."""
 
-    def __init__(self, engine: Engine, kv: KVCache, wish: SpeculateName | int) -> None:
-        """`wish`: as in EngineConfig."""
+    def __init__(
+        self, engine: Engine, kv: KVCache, wish: SpeculateName | int, drafter: Drafter | None = None
+    ) -> None:
+        """`wish`: as in EngineConfig; `drafter`: of a model with a layer that drafts."""
         self._engine, self._wish = engine, wish
         self._off = ""  # why there are never any
         if wish == "off":
@@ -138,10 +160,14 @@ class Speculation:
             self._off = "the model has recurrent states, which cannot go back"
         elif not engine.backbone.chunks:
             self._off = "the model's sequences cannot be computed in parts"
+        self._layer = None if drafter is None or self._off else LayerDrafts(drafter)
+        self._making = _Kind()  # seconds for each guess of the layer
+        self.drafting = 0.0  # seconds that the guesses of the next step have taken to make
+        self._by_layer: set[Job] = set()  # whose guesses for the next step are the layer's
+        self.sources = {kind: Source() for kind in (["n-gram"] if self._layer is None else ["n-gram", "mtp"])}
         self._policy: Policy | None = None  # which the costs are of
         self.costs = StepCosts()
-        self._steps = self._drafted = self._accepted = 0
-        self._more_seconds = 0.0  # of steps with guesses, than without
+        self._steps = 0  # with guesses
         self._experts: dict[int, float] = {}  # of a step by its rows, a mean
         self._before = 0, 0  # decode steps and the experts they used, at the latest step
 
@@ -155,39 +181,98 @@ class Speculation:
 
     def plan(self, jobs: Sequence[Job]) -> None:
         """Set the guesses of each job for its next step."""
+        self.drafting = 0.0
+        self._by_layer.clear()
         for job in jobs:
-            job.guesses = []
+            job.guesses, job.guesser.ahead = [], 0
         if self.off or not 0 < len(jobs) <= MOST:
             return
         if self._policy is not self._engine.policy:
-            self._policy, self.costs = self._engine.policy, StepCosts()
+            self._policy, self.costs, self._making = self._engine.policy, StepCosts(), _Kind()
         most = MOST + 1 - len(jobs)
-        if isinstance(self._wish, int):
-            fixed = min(self._wish, most // len(jobs))
-            for job in jobs:
-                job.guesses = job.draft(fixed)[0]
-            return
-        drafts = [job.draft(most) for job in jobs]
-        if not any(chances and chances[0] >= LEAST_CHANCE for _, chances in drafts):
-            return
-        if self.costs.stale(len(jobs)):
-            return
-        numbers = best_numbers([chances for _, chances in drafts], self.costs, most)
+        step = self.costs.base(len(jobs)) / len(jobs)
+        for job in jobs:
+            job.guesser.ahead = most
+            job.guesser.wait(step)
+        drafts = [job.guesser.next(most) for job in jobs]
+        chances = [self._surer(job, own, most) for job, (_, own) in zip(jobs, drafts, strict=True)]
+        numbers = self._numbers(jobs, chances, most)
         for job, (guesses, _), number in zip(jobs, drafts, numbers, strict=True):
-            job.guesses = guesses[:number]
+            if job not in self._by_layer:
+                job.guesses = guesses[:number]
+        self._make(dict(zip(jobs, numbers, strict=True)))
 
-    def note(self, jobs: Sequence[Job], guesses: int, accepted: int, seconds: float) -> None:
-        """A decode step of these jobs has been computed."""
+    def _surer(self, job: Job, chances: list[float], most: int) -> list[float]:
+        """Returns the chances of the guesses of a job that are surer of the next token."""
+        if self._layer is None or job.guesser.bound or not self._layer.knows(job):
+            return chances
+        others = self._layer.chances(job.guesser.room(most))
+        if not others or (chances and chances[0] >= others[0]):
+            return chances
+        self._by_layer.add(job)
+        return others
+
+    def _numbers(self, jobs: Sequence[Job], chances: Sequence[Sequence[float]], most: int) -> list[int]:
+        """Returns how many guesses of each job the next step computes."""
+        if isinstance(self._wish, int):
+            return [min(self._wish, most // len(jobs), len(row)) for row in chances]
+        likely = any(row and row[0] >= LEAST_CHANCE for row in chances)
+        if not likely or self.costs.stale(len(jobs)):
+            return [0] * len(jobs)
+        if self._by_layer and self._layer is not None and not self._layer.tried:
+            chances = [() if job in self._by_layer else row for job, row in zip(jobs, chances, strict=True)]
+        each = self._making.typical / self.costs.base(len(jobs))
+        making = [each * (job in self._by_layer) for job in jobs]
+        return best_numbers(chances, self.costs, most, making)
+
+    def _make(self, numbers: dict[Job, int]) -> None:
+        """Have the layer make its guesses: so many, or now and then one to be judged."""
+        if self._layer is None or not self._by_layer:
+            return
+        wanted = {job: n for job, n in numbers.items() if n and job in self._by_layer}
+        tried = {} if wanted or not self._layer.due else dict.fromkeys(list(self._by_layer)[:1], 1)
+        if not (wanted or tried):
+            return
+        steps, seconds = self._layer.steps, self._layer.seconds
+        made = self._layer.draft(wanted or tried)
+        self.drafting = self._layer.seconds - seconds
+        self._making.note(self.drafting / max(1, self._layer.steps - steps), self._layer.steps)
+        for job in wanted:
+            job.guesses = made.get(job, [])
+
+    def keep(self, job: Job, first: int, hidden: Tensor | None) -> None:
+        """A step has computed a job's tokens from position `first` on, of which these hidden states are
+        certain."""
+        wanted = self._layer is not None and job.grows and not job.guesser.bound and not self.off
+        if wanted and self._layer is not None and hidden is not None:
+            self._layer.keep(job, first, hidden)
+
+    def forget(self, job: Job) -> None:
+        """A job has ended, or has lost its sequence."""
+        if self._layer is not None:
+            self._layer.forget(job)
+
+    def note(
+        self, jobs: Sequence[Job], guesses: Sequence[int], accepted: Sequence[int], seconds: float
+    ) -> None:
+        """A decode step of these jobs has been computed, with so many guesses of each, of which so many came
+        true."""
         sequences, counters = len(jobs), self._engine.counters.phases["decode"]
         if any(job.counted for job in jobs):
-            counters.rows += accepted
-        if guesses:
-            self._steps += 1
-            self._drafted += guesses
-            self._accepted += accepted
-            self._more_seconds += seconds - (self.costs.base(sequences) or seconds)
-        self.costs.note(sequences, guesses, seconds)
-        self._note_experts(counters, sequences + guesses, guesses > 0)
+            counters.rows += sum(accepted)
+        more = seconds - (self.costs.base(sequences) or seconds)
+        every = sum(guesses)
+        self._steps += every > 0
+        for job, drafted, true in zip(jobs, guesses, accepted, strict=True):
+            source = self.sources["mtp" if job in self._by_layer else "n-gram"]
+            source.drafted += drafted
+            source.accepted += true
+            source.more_seconds += more * drafted / max(1, every)
+        if self._layer is not None:
+            self.sources["mtp"].more_seconds += self.drafting
+            self._layer.judge()
+        self.costs.note(sequences, every, seconds)
+        self._note_experts(counters, sequences + every, every > 0)
 
     def _note_experts(self, counters: PhaseCounters, rows: int, drafted: bool) -> None:
         """Learn what share of a step grows with its experts, and how many of them its rows share."""
@@ -210,12 +295,21 @@ class Speculation:
             "wish": self._wish,
             "off": self.off,
             "steps": self._steps,
-            "drafted": self._drafted,
-            "accepted": self._accepted,
-            "more_seconds": self._more_seconds,
+            **asdict(sum_of(self.sources.values())),
+            "sources": {name: asdict(source) for name, source in self.sources.items()},
             "overlap": self.costs.overlap,
             "added": self.costs.report(),
         }
+
+
+def sum_of(sources: Iterable[Source]) -> Source:
+    """Returns what all kinds of guesses came to."""
+    total = Source()
+    for source in sources:
+        total.drafted += source.drafted
+        total.accepted += source.accepted
+        total.more_seconds += source.more_seconds
+    return total
 
 
 def _share(counters: PhaseCounters) -> float:

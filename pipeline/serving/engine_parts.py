@@ -17,6 +17,7 @@ import numpy as np
 from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.disk_cache import BackboneCache, backbone_fingerprint
+from pipeline.backbone.draft_layer import DraftLayer
 from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.backbone.protocol import AnyBackbone
@@ -25,8 +26,9 @@ from pipeline.calibration.cost_probe import ROWS
 from pipeline.checkpoint.open import open_model
 from pipeline.cluster.machines import WAIT_LIMIT, Machines
 from pipeline.cluster.pool import LanesPool
-from pipeline.config import CoordinatorConfig, WorkerCores
+from pipeline.config import DRAFT_RECENT, DRAFT_TOKENS, CoordinatorConfig, WorkerCores
 from pipeline.device import open_devices
+from pipeline.engine.drafter import Drafter
 from pipeline.engine.engine import Engine
 from pipeline.errors import PeerLost, UsageError
 from pipeline.experts.carriers import ArenaCarrier, SocketCarrier
@@ -101,6 +103,7 @@ class EngineParts:
         self.sockets: dict[str, ChildServerSocket] = {}  # the sockets to the children, by role
         self.exits = exits
         self.carrier: ArenaCarrier | SocketCarrier | None = None  # of Works to workers
+        self._draft_layer: DraftLayer | None = None
         options = config.options
         self.source = open_model(config.model)
         self.facts = facts = facts_of(self.source.config)
@@ -151,6 +154,9 @@ class EngineParts:
         layout = self.store.layout
         self.engine = Engine(backbone, layout, pool, options.graphs)
         self.engine.tick = self.tick
+        recent = min(DRAFT_RECENT, options.chunk or CHUNK_MAX, self.context)
+        layer = self._draft_layer
+        self.drafter = None if layer is None else Drafter(self.engine, layer, recent)
         self.engine.tier = pool.tier = self.tier
         if self.tier is not None:
             self.tier.probing = self.engine.first.can_probe
@@ -163,6 +169,8 @@ class EngineParts:
             f"context: {self.context} tokens; the KV cache holds {self.kv.budget} in {kv_dtype(options)}"
             + (", an approximation" if self.engine.kv_cache else ""),
         ]
+        if self.drafter is not None:
+            self.notes.append("guesses of next tokens: also by the checkpoint's own layer for that")
 
     def _backbone_notes(self, backbone: AnyBackbone) -> list[str]:
         """Returns what each device has of the backbone, in a line each."""
@@ -185,15 +193,27 @@ class EngineParts:
         return Detokenizer.read(self.config.runtime / DECODER)
 
     def _lock_store(self) -> str:
-        """Lock the store's pages, unless most of them are on disk; the result in one line."""
-        return self.store.manifest.file if self.store.partial else lock_pages(self.store.segment.array)
+        """Lock the store's pages; the result in one line."""
+        of = f" for the experts of {self.store.manifest.file}" if self.store.partial else ""
+        return lock_pages(self.store.segment.array) + of
 
     def _open_tier(self, top_k: int) -> DiskTier | None:
         """Returns what has experts read that are not in memory; None where all are."""
         if not self.store.partial:
             return None
-        budget, line = self.config.options.host_memory or 0, self.control.line("reader", 0)
-        return DiskTier(self.store, budget, top_k, self.sockets["reader"], line)
+        layers, line = len(self.facts.moe_layers), self.control.line("reader", 0)
+        return DiskTier(self.store, top_k, layers, self.sockets["reader"], line)
+
+    def _load_drafter(
+        self, model: Backbone, precision: Precision, progress: Callable[[int], None]
+    ) -> DraftLayer | None:
+        """Load the layer that drafts; None where there is none, or nothing would ask it. It is for one
+        device that has all of a model, and for experts that are all in this machine's memory."""
+        options = self.config.options
+        wanted = options.speculate != "off" and options.record is None
+        if not (self.facts.drafts and wanted) or self.store.partial or options.lanes is not None:
+            return None
+        return DraftLayer(model, self.source, precision, DRAFT_TOKENS, progress)
 
     def bind_socket(self, role: str, largest: int = 0) -> None:
         """Open the socket to the children of a role. `largest`: bytes of the largest array that they send."""
@@ -244,7 +264,9 @@ class EngineParts:
     def _backbone_of(self, precision: Precision, progress: Callable[[int], None]) -> AnyBackbone:
         config = self.source.config
         if is_own(config):
-            return Backbone(self.source, model_spec(config), precision, self.context, progress)
+            model = Backbone(self.source, model_spec(config), precision, self.context, progress)
+            self._draft_layer = self._load_drafter(model, precision, partial(_further, progress, model.bytes))
+            return model
         # here, because importing transformers' models takes seconds
         from pipeline.checkpoint.decoder import decoder_of
         from pipeline.generic.backbone import GenericBackbone

@@ -77,6 +77,7 @@ class EngineService:
             suspects=parts.suspects,
             # A recorded routing is of an answer's tokens alone.
             speculate="off" if options.record is not None else options.speculate,
+            drafter=parts.drafter,
         )
         self._calibrations = CalibrationService(
             parts, self._policies, self._scheduler, send=self._send, drain_inbox=self._drain_inbox
@@ -184,7 +185,7 @@ class EngineService:
         engine = self._parts.engine
         engine.poll_children()
         if engine.tier is not None:
-            engine.tier.tidy()
+            engine.tier.update(0)
         self._policies.keep_heat()
         idle = all(stage.memory.idle for stage in engine.stages)
         for stage in engine.stages if idle else ():

@@ -15,7 +15,7 @@ from pipeline.errors import CalibrationError, NoRoom, PolicyError, PrefetcherLos
 from pipeline.experts.channel_share import ChannelMemory
 from pipeline.experts.device_share import DeviceMemory, Slab
 from pipeline.experts.link import PrefetchLink
-from pipeline.memory.needs import NEEDS_ALL, cache_tiles, full_memory_in_one_line, staging_tiles
+from pipeline.memory.needs import cache_tiles, full_memory_in_one_line, needs_all, staging_tiles
 from pipeline.policies.calibration import Calibration
 from pipeline.policies.costs import Costs
 from pipeline.policies.presets import canonical, make_policy
@@ -58,13 +58,16 @@ class PolicySwitch:
         if policy.runs_ahead and self._parts.machines is not None:
             why = "on other machines, experts of the device's would have another input, too"
             raise PolicyError(f"policy {policy.name} is for one machine alone, unless with early=0: {why}")
-        if self._parts.tier is not None and (policy.uses_device or policy.needs_costs):
-            raise PolicyError(f"policy {policy.name} {NEEDS_ALL}")
+        if self._parts.tier is not None and (why := needs_all(policy, engine.layout.head_bytes > 0)):
+            raise PolicyError(why)
         if not policy.exact:  # before it is asked to be calibrated
             engine.backbone.check_choices(f"policy {policy.name}")
         for index, stage in enumerate(engine.stages):
             if policy.uses_device and stage.memory.slab is None:
                 stage.memory = self._opener.open(index)
+                if (tier := self._parts.tier) is not None:
+                    stage.memory.mover.stored = tier
+                    tier.movers.append(stage.memory.mover)
         costs, calibration = self._costs_for(policy), self._calibration_for(policy)
         follow = self._parts.config.options.costs is None  # those of a file are meant as they are
         heat = self._heat_for(policy)
@@ -191,7 +194,7 @@ def _open(parts: EngineParts, index: int) -> Slab:
     except CudaError as e:
         log.warning(f"the slab cannot be shared: {e}")
         address = None
-    link = PrefetchLink(parts.sockets["prefetcher"], address, prefetcher, index)
+    link = PrefetchLink(parts.sockets["prefetcher"], address, prefetcher, index, parts.store.place)
     return Slab(memory, capacity, link, copier)
 
 

@@ -48,7 +48,7 @@ ONCE_MORE = 0.2  # seconds; an event loop that was stopped runs its timers befor
 def limit_of(asked: Encode | Follow) -> float:
     """Returns the seconds for its answer."""
     if isinstance(asked, Follow):
-        characters = len(asked.grammar) + TOKEN_CHARACTERS * len(asked.tokens)
+        characters = len(asked.grammar) + TOKEN_CHARACTERS * (len(asked.tokens) + asked.ahead)
     else:
         texts = [asked.text or "", *(turn.content for turn in asked.messages or ())]
         characters = len(asked.grammar) + sum(map(len, texts))
@@ -196,7 +196,10 @@ def answers(asked: Encode | Follow, answer: Encoded | Allowed) -> bool:
     """Returns whether it is an answer to what was asked, and complete."""
     match asked, answer:
         case Follow(), Allowed():
-            whole = len(answer.mask) in (0, 0 if answer.error else words(asked.vocabulary))
+            size, guesses = words(asked.vocabulary), len(answer.guesses)
+            whole = len(answer.mask) in (0, 0 if answer.error else size)
+            whole &= guesses == len(answer.forced) == len(answer.masks) <= asked.ahead
+            whole &= not guesses or answer.masks.shape[1] == size == len(answer.mask)
             return whole and answer.answer == asked.answer
         case Encode(), Encoded():
             return True

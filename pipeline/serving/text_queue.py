@@ -259,11 +259,14 @@ class TextQueue:
                 return
             start = asked.start + (0 if new else following.known)
             grammar = asked.grammar if new else ""
-            following.generation, following.known = self._link.generation, len(asked.tokens) - asked.start
+            following.generation, following.known = self._link.generation, asked.end - asked.start
             client = following.client if new else b""
-            wanted = Follow(answer, asked.vocabulary, tuple(asked.tokens[start:]), grammar, client)
+            tokens = tuple(asked.tokens[start : asked.end])
+            wanted = Follow(
+                answer, asked.vocabulary, tokens, grammar, client, asked.ahead, tuple(asked.guesses)
+            )
             try:
-                asked.allowed = await self._link.ask(wanted)
+                asked.give(await self._link.ask(wanted))
             except (TextProcessExited, TimeoutError, MalformedMessage) as e:
                 following.exits += 1
                 following.suspect |= _doubtful(e)
@@ -271,7 +274,7 @@ class TextQueue:
                     self._compile(following)
                     return
                 reason = f"the grammar cannot be followed further: {reason}"
-                asked.allowed = Allowed(answer, np.empty(0, np.int32), reason)
+                asked.give(Allowed(answer, np.empty(0, np.int32), reason))
         self._wake()
 
     def _compile(self, following: _Following) -> None:

@@ -150,15 +150,18 @@ def test_an_expert_needs_to_be_in_memory_once_it_is_brought(tmp_path: Path, devi
     windows = windows_of(CASES[0])
     with stored(tmp_path, "f32", tile=16) as store:
         expected = found(tmp_path, device, store, windows)
-        whole = store.all_tiles().copy()
+        whole, layout = store.all_tiles().copy(), store.layout
+        layers, experts = layout.shape.layers, layout.shape.experts
         with Store.attach(store.segment.name, writable=True) as partial:
+            partial.frame_of = np.full((layers, experts), -1, np.int32)
 
             def bring(layer: int, expert: int) -> None:
-                partial.every_page[:] = 0
-                for at, pages in partial.pages(layer, expert):
-                    pages[:] = whole[at : at + len(pages)]
+                partial.frame_of[:] = -1
+                partial.frame_of[layer, expert] = 1
+                for (at, size), frame in zip(layout.ranges(layer, expert), partial.frame(1), strict=True):
+                    frame[:] = whole[at : at + size]
 
-            assert found(tmp_path, device, store, windows, bring=bring).tolist() == expected.tolist()
+            assert found(tmp_path, device, partial, windows, bring=bring).tolist() == expected.tolist()
 
 
 def test_grouping_of_windows_does_not_change_sensitivities(tmp_path, device: Device, monkeypatch) -> None:

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from pipeline.device import cuda
 from pipeline.device.base import DeviceChannelKernel, DeviceKernel
-from pipeline.device.cuda_kernels import TorchKernel
 from shm.layout import StoreLayout
-from workers.kernels.cuda.attention import DecodeAttention, program
+from workers.kernels.cuda.attention import DecodeAttention
 from workers.kernels.cuda.compiler import Program
 from workers.kernels.reference import ReferenceChannels
+from workers.kernels.tile_sums import TorchKernel
 
 
 @contextmanager
@@ -94,9 +94,7 @@ class FakeCudaDevice(cuda.CudaDevice):
         self, streams: Sequence[tuple[int, int]], dtype: torch.dtype, context: int
     ) -> DecodeAttention | None:
         """The kernels, where they are emulated."""
-        if not self.attention:
-            return None
-        return DecodeAttention(RecordedLauncher(library(program(dtype)), self), context)
+        return super().decode_attention(streams, dtype, context) if self.attention else None
 
     def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:
         kernel = super().expert_kernel(layout) if self.experts else TorchKernel(layout, self.from_host)

@@ -16,7 +16,6 @@ from waiting import until
 from launch.errors import WrongUsage
 from launch.runtime import EngineInfo, RuntimeDir
 from launch.stress.chaos import Chaos, Injector, runtime_of, supervisor_of
-from protocol.errors import EngineGone
 from protocol.messages import VERSION
 
 
@@ -90,37 +89,6 @@ async def test_stopped_processes_are_resumed_when_the_block_ends(pool: Pool, tmp
     with pytest.raises(RuntimeError, match="the load failed"):
         await fail()
     assert pool.stopped() == pool.dead() == []
-
-
-async def test_kinds_of_faults_follow_from_the_seed_alone(pool: Pool, tmp_path: Path) -> None:
-    """They do not depend on which peers are up."""
-
-    async def kinds(up: bool, seed: int) -> list[int]:
-        """The number of `corrupt` faults so far, at each fault."""
-        pool.up = [up] * 4
-        moments: list[int] = []
-
-        async def stats() -> dict[str, Any]:
-            moments.append(sum(fault.kind == "corrupt" for fault in made.faults))
-            return await pool.stats()
-
-        asked = Chaos(("stop", "corrupt"), 200.0, seed)
-        async with Injector(stats, tmp_path, asked, supervisor=os.getpid()) as made:
-            await until(lambda: len(moments) >= 40)
-        return moments[:40]
-
-    seen = [await kinds(True, 3), await kinds(False, 3), await kinds(True, 4)]
-    assert seen[0] == seen[1] != seen[2]
-
-
-async def test_engine_that_ends_ends_the_injection(tmp_path: Path) -> None:
-    async def gone() -> dict[str, Any]:
-        raise EngineGone("it was there a moment ago")
-
-    async with Injector(gone, tmp_path, Chaos(("kill",), 1000.0), supervisor=os.getpid()) as made:
-        await until(lambda: bool(made.failure))
-    assert made.failure == "it was there a moment ago"
-    assert made.unrecovered == ["faults ended early: it was there a moment ago"]
 
 
 def test_chaos_is_for_a_running_engine_of_this_machine(tmp_path: Path) -> None:

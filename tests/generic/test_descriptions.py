@@ -5,23 +5,27 @@ from __future__ import annotations
 import json
 import logging
 import math
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 from expected_errors import expect_error
+from fork_server import ForkedPython
 from tiny_families import FAMILIES, tiny_config, tiny_model
 from torch import nn
 
 from launch.cache.command import scan
+from pipeline.checkpoint.converted import check_headers
 from pipeline.checkpoint.decoder import decoder_of, experts_used, found_math, without_memory
 from pipeline.errors import ModelError
 from pipeline.generic.describe import describe
 from pipeline.models import facts
-from pipeline.models.facts import ModelFacts, check_headers, facts_of, pack
+from pipeline.models.facts import ModelFacts, facts_of, pack
 from pipeline.models.registry import ARCHITECTURES
 from pipeline.models.transformers_log import to_own_log
 from shm.expert_math import GELU_ALPHA, GELU_CUBIC, SWIGLU, ExpertMath, Glu, Relu2
@@ -207,8 +211,15 @@ def test_a_description_is_kept_by_config_and_version(
 def test_a_config_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whatever transformers would make of it: beyond its limit the child's allocations fail, in one line."""
     code = "from pipeline.generic import describe as d; d.decoder_of = lambda _: bytearray(5 << 30); d.main()"
+
+    def run(_: list[str], *, input: bytes, env: dict[str, str], **options: Any) -> SimpleNamespace:
+        pipe = subprocess.PIPE
+        with ForkedPython("-c", code, stdin=pipe, stdout=pipe, stderr=pipe, env=env) as child:
+            out, err = child.communicate(input.decode(), options["timeout"])
+        return SimpleNamespace(returncode=child.returncode, stdout=out.encode(), stderr=err.encode())
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(facts, "PYTHON", (*facts.PYTHON, "-c", code))
+    monkeypatch.setattr(facts, "subprocess", SimpleNamespace(run=run, TimeoutExpired=TimeoutError))
     with pytest.raises(ModelError, match=r"cannot describe this model: MemoryError$"):
         facts_of({"model_type": "granitemoe"})
 
@@ -237,16 +248,16 @@ def test_an_own_family_is_described_by_its_spec(asked: list[Any]) -> None:
     assert (own.weights, own.vocabulary, own.max_positions) == (found.weights, found.vocabulary, 256)
 
 
-def test_the_child_process_answers_and_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    facts._described.cache_clear()
+def test_the_child_process_answers_and_headers_that_lack_a_tensor_are_refused() -> None:
     config = config_of("granitemoe")
-    assert facts_of(config) == described(config)
     model = without_memory(*decoder_of(config))
     headers = {name: ("BF16", tuple(t.shape)) for name, t in model.state_dict().items()}
+    answer = facts._ask(facts._question(config, headers=headers))
+    assert facts._unpack(answer) == described(config)
     missing = "model.layers.1.self_attn.q_proj.weight"
     del headers[missing]
-    expect_error(ModelError, check_headers, config, headers, match=f"no tensor gives the parameter {missing}")
+    match = f"no tensor gives the parameter {missing}"
+    expect_error(ModelError, check_headers, model, headers, match=match)
 
 
 def test_numbers_of_matrices_and_others_are_all_of_the_backbone() -> None:

@@ -56,6 +56,14 @@ def test_a_faster_link_speeds_up_what_waits_for_it_and_the_host_what_it_computes
         assert 5 < fast["bf16", policy] / slow["bf16", policy] <= 10.1
 
 
+def test_several_requests_at_once_are_of_a_described_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    only = ["--policy", "all-host", "--format", "int8", "--batch", "4"]
+    four, one = advise(capsys, *MACHINE, *only), advise(capsys, *MACHINE, *only[:-2])
+    assert "4 requests at once" in str(four["routing"])
+    assert speeds(four)["int8", "all-host"] > speeds(one)["int8", "all-host"]
+    assert "--batch" in refusal(capsys, *only)
+
+
 def test_every_format_has_a_plan_and_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     found = advise(capsys, *MACHINE, "--policy", "all-host,on-demand", "--host-gb", "11")
     fits = {each["format"]: each["fits"] for each in found["formats"]}  # type: ignore[attr-defined]
@@ -93,7 +101,8 @@ def test_speed_is_that_of_the_costs_and_of_a_steps_rest() -> None:
     setting = Setting(PolicyRequest("all-host"), "int4", sizes.needs.tiles // 2, 0.5)
     plain = by_replay(setting, sizes, Priced(costs, 2e-3), text, 32, 0)
     layer = 2 * sizes.header.shape.tiles * 1e-4 + 1e-4 + 2e-4  # of two experts
-    assert 1 / plain.tok_s == pytest.approx(4 * layer + 2e-3)
+    assert 0 < plain.planning < 1
+    assert (1 - plain.planning) / plain.tok_s == pytest.approx(4 * layer + 2e-3)
 
 
 def test_a_trial_records_and_prices_this_machine(

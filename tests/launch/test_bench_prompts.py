@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch.bench import measure as module
 from launch.bench.measure import (
     LEAST,
     OTHER_TOKENS,
     SCORED,
-    STRIDE,
     Texts,
     make_prompts,
     read_other_texts,
@@ -24,21 +22,19 @@ from launch.errors import WrongUsage
 from pipeline.assets import heldout
 from pipeline.policies.placements import ENOUGH_TOKENS
 
-BOS = 256
 FILES = [path.read_bytes() for path in heldout().values()]
 
 
 class ByteEngine:
-    """Puts `bos` in front of a text; row i of a text gives the next token log-probability -0.01 i."""
+    """Row i of a text gives the next token log-probability -0.01 i."""
 
-    def __init__(self, context: int = 300, bos: bool = False, tokenizer: bool = True) -> None:
+    def __init__(self, context: int = 300, tokenizer: bool = True) -> None:
         self.welcome = SimpleNamespace(context=context, has_tokenizer=tokenizer, vocabulary=50)
-        self.bos = [BOS] * bos
         self.read: list[list[int]] = []
         self.asked: list[dict[str, Any]] = []
 
     async def score(self, text: str = "", token_ids: Sequence[int] = (), **how: Any) -> AsyncIterator[Any]:
-        ids = list(token_ids) or [*self.bos, *text.encode()]
+        ids = list(token_ids) or [*text.encode()]
         assert len(ids) <= self.welcome.context
         self.read.append(ids)
         self.asked.append(how)
@@ -46,44 +42,6 @@ class ByteEngine:
         for start in range(0, len(ids), 50):
             tokens = np.array(ids[start : start + 50], np.int32)
             yield SimpleNamespace(start=start, tokens=tokens, chosen=chosen[start : start + 50])
-
-
-def whole_line(text: bytes, near: int) -> bytes:
-    """The text from the first line that begins after `near`."""
-    return text[text.index(b"\n", near) + 1 :]
-
-
-@pytest.mark.parametrize("bos", [False, True])
-async def test_prompts_begin_each_text_and_then_further_on(bos: bool) -> None:
-    count = len(FILES) + 2
-    found = await make_prompts(ByteEngine(bos=bos), count, 700, seed=0)  # type: ignore[arg-type]
-    assert [len(prompt) for prompt in found] == [700] * count
-    for i, prompt in enumerate(found):
-        text = FILES[i] if i < len(FILES) else whole_line(FILES[i - len(FILES)], STRIDE)
-        assert list(prompt) == [BOS] * bos + list(text[: 700 - bos])  # once, over several requests
-
-
-async def test_prompt_longer_than_a_text_goes_on_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = b"a\nbb\nccc\n", b"DD\nE\n"
-    files = [SimpleNamespace(read_bytes=lambda text=text: text) for text in (one, two)]
-    monkeypatch.setattr(module, "heldout", lambda: dict(enumerate(files)))
-    monkeypatch.setattr(module, "STRIDE", 4)
-    found = await make_prompts(ByteEngine(bos=True), 3, 31, 0)  # type: ignore[arg-type]
-    assert [prompt[0] for prompt in found] == [BOS] * 3
-    # The third from the first whole line after 4 bytes of the first text.
-    for prompt, expected in zip(found, (one + two, two + one, b"ccc\n" + two + b"a\nbb\n"), strict=True):
-        assert bytes(prompt[1:]) == (expected * 3)[:30]
-
-
-async def test_other_text_is_of_every_kind_and_long_enough() -> None:
-    engine = ByteEngine()
-    await read_other_texts(engine, seed=0)  # type: ignore[arg-type]
-    assert len(engine.read) == len(FILES)
-    assert all(len(ids) >= OTHER_TOKENS for ids in engine.read)
-    assert len({bytes(ids[:32]) for ids in engine.read}) == len(FILES)
-    short = ByteEngine(context=64)
-    await read_other_texts(short, seed=0)  # type: ignore[arg-type]
-    assert sum(map(len, short.read)) >= max(64 * len(FILES), ENOUGH_TOKENS)
 
 
 async def test_without_a_tokenizer_there_are_random_ids_from_the_seed() -> None:

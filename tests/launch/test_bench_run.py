@@ -13,7 +13,6 @@ from launch.bench.measure import measure
 from launch.bench.plan import BenchPlan
 from launch.command_line.options import parse
 from launch.errors import AnswerLost, Disturbed, WrongUsage
-from pipeline.config import EngineConfig
 from pipeline.policies.presets import PRESETS, make_policy
 from pipeline.policies.view import PolicyRequest
 from protocol.client import Client
@@ -57,17 +56,6 @@ class StandInClient:
 PROMPTS = ((1, 2, 3, 4), (5, 6, 7, 8))
 
 
-async def test_figures_are_those_of_the_counters() -> None:
-    client = StandInClient(3)
-    run, ends = await measure(cast(Client, client), PROMPTS, 3)
-    assert [end.request for end in ends] == [1, 2]
-    assert run.decode == {"rows": 4}
-    assert [(s["token_ids"], s["max_tokens"], s["ignore_eos"], s["reuse"]) for s in client.sent] == [
-        (prompt, 3, True, False) for prompt in PROMPTS
-    ]  # prompts come again, and are computed again
-    assert [(s["sampling"].temperature, s["sampling"].seed) for s in client.sent] == [(1.0, 0), (1.0, 1)]
-
-
 @pytest.mark.parametrize(
     ("client", "error", "line"),
     [
@@ -91,29 +79,6 @@ async def test_answers_without_a_common_step_are_refused() -> None:
 
 def plan(*words: str) -> BenchPlan:
     return BenchPlan.of(parse(["bench", *words]))
-
-
-def test_lengths_that_exceed_the_engine_s_are_refused() -> None:
-    found = plan("--prompt-len", "10", "--gen-len", "6", "--batch", "3")
-    found.check_lengths(16, 129)  # a KV cache has whole blocks
-    for context, kv_tokens, words in (
-        (15, 192, "10 .* 6 make 16 .* is 15"),
-        (16, 128, "3 of 16 .* 192 .* 128"),
-    ):
-        with pytest.raises(WrongUsage, match=words):
-            found.check_lengths(context, kv_tokens)
-    most = EngineConfig().max_sequences
-    short = ("--prompt-len", "1", "--gen-len", "2")
-    assert plan(*short, "--batch", str(most)).batch == most
-    with pytest.raises(WrongUsage, match=f"--batch {most + 1}"):
-        plan(*short, "--batch", str(most + 1))
-    for words in ("--context 191", "--kv-tokens 320 --batch 2", "--context 400 --prompt-len 337"):
-        with pytest.raises(WrongUsage, match=r"context is|it holds"):
-            plan(*words.split())
-    plan("--context", "192")
-    plan("--kv-tokens", "384", "--batch", "2")
-    with pytest.raises(WrongUsage, match=r"\.jpg"):
-        plan("--plot", "a.jpg")
 
 
 def test_only_policies_that_run_every_router_are_recorded(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 from scripted_children import ScriptedProcess
 
-from launch.errors import EngineFailed, StartFailed
+from launch.errors import StartFailed
 from launch.processes import children
-from launch.processes.children import PIPE_CAPACITY, Child, TaskGuard, spawn
+from launch.processes.children import PIPE_CAPACITY, Child, spawn
 from protocol.sockets import Identity
 
 KEY = b"k" * 32
@@ -65,60 +65,3 @@ async def test_child_that_the_system_refuses_leaves_no_descriptor(
 
 
 # --- the guard ----------------------------------------------------------------------------------------------
-
-
-async def guarded(body: Any) -> str:
-    """How a block with a guard ends."""
-    guard = TaskGuard()
-
-    async def block() -> None:
-        guard.enter()
-        error: BaseException | None = None
-        try:
-            await body(guard)
-        except BaseException as e:
-            error = e
-        await guard.end_tasks()
-        guard.raise_failure(error)
-        if error is not None:
-            raise error
-
-    task = asyncio.create_task(block())
-    await asyncio.wait([task], timeout=5)
-    if task.cancelled():
-        return "cancelled"
-    failure = task.exception()
-    return "done" if failure is None else f"{failure}"
-
-
-async def test_failed_task_cancels_the_block_and_is_raised_from_it() -> None:
-    async def fail(text: str) -> None:
-        raise EngineFailed(text)
-
-    async def body(guard: TaskGuard) -> None:
-        guard.keep(fail("first"))
-        guard.keep(fail("second"))
-        await asyncio.sleep(100)
-
-    assert await guarded(body) == "first"
-
-
-async def test_cancellation_from_outside_wins_over_a_failure() -> None:
-    async def both(guard: TaskGuard) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        guard.fail(EngineFailed("it failed"))
-        task.cancel()
-        await asyncio.sleep(100)
-
-    async def failure_alone(guard: TaskGuard) -> None:
-        guard.fail(EngineFailed("it failed"))
-        guard.fail(EngineFailed("and again"))
-        await asyncio.sleep(100)
-
-    async def error_of_the_block(guard: TaskGuard) -> None:
-        raise ValueError("its own")
-
-    assert await guarded(both) == "cancelled"
-    assert await guarded(failure_alone) == "it failed"
-    assert await guarded(error_of_the_block) == "its own"

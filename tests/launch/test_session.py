@@ -15,7 +15,6 @@ import pytest
 from msgspec import structs
 from msgspec.structs import replace
 from rich.console import Console, RenderableType
-from waiting import until
 
 from launch.chat.conversation import KEYS, Conversation, View, change
 from launch.chat.session import Output, Session, as_typed, parse_line, parse_policy
@@ -212,20 +211,6 @@ async def test_failed_and_lost_answers_leave_the_conversation_unchanged() -> Non
         assert len(chat.engine.sent) == asked + 1  # not again with fewer turns
 
 
-async def test_ctrl_c_ends_an_answer_and_keeps_what_there_is() -> None:
-    chat = Chat()
-    chat.engine.end = None  # type: ignore[assignment]  # the answer goes on
-    with chat.interrupts.installed():
-        asking = asyncio.create_task(chat.session.handle("one?"))
-        await until(lambda: chat.output.answers == ["yes."])
-        os.kill(os.getpid(), signal.SIGINT)
-        assert await asyncio.wait_for(asking, 10)
-    assert chat.conversation.turns == (user("one?"), ANSWER)
-    assert chat.output.notes[0].endswith("cancelled")
-    assert chat.output.events == [2, "ended"]
-    assert not chat.interrupts.received
-
-
 async def test_ctrl_c_ends_a_command_that_waits_for_the_engine() -> None:
     chat = Chat()
     chat.engine.slow.clear()
@@ -251,16 +236,6 @@ def test_set_takes_several_values_and_returns_to_defaults() -> None:
     sampling = structs.asdict(Sampling(0.5, 3, 0.9, 0.1, 1.1, 7))
     assert after == START | {"max_tokens": 5} | sampling
     assert change(after, " ".join(f"{key}=" for key in KEYS), START) == START
-
-
-async def test_settings_hold_for_the_next_question() -> None:
-    chat = Chat(max_tokens=7)
-    assert await chat.says("/set max_tokens=5 seed=3") == ["max_tokens=5 · seed=3"]
-    await chat.says("one?")
-    assert (chat.engine.sent[0]["max_tokens"], chat.engine.sent[0]["sampling"]) == (5, Sampling(0.5, seed=3))
-    await chat.says("/set")
-    assert "max_tokens" in chat.output.tables[0]
-    assert max(map(len, chat.output.tables[0].splitlines())) <= 80
 
 
 async def test_policy_is_switched_with_its_options_and_shown_as_the_engine_has_it() -> None:

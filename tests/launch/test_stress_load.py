@@ -5,23 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
 from launch.command_line.options import parse
-from launch.equality import Comparison, Verdict
 from launch.errors import WrongUsage
 from launch.stress import command
-from launch.stress.load import End, Entry, Finding, Load, Outcome, Request, ask, count_strays, run_load
-from launch.stress.report import StressRun, report, report_parts
+from launch.stress.load import End, Request, ask
 from launch.terminal.interrupts import Interrupts
-from launch.terminal.tables import render
 from protocol.answer import Answer
 from protocol.client import Client
-from protocol.errors import EngineGone, MalformedMessage, ProtocolError, RequestFailed
-from protocol.messages import VERSION, ChatMessage, Done, Sampling, Token, Welcome
+from protocol.errors import EngineGone, MalformedMessage, ProtocolError
+from protocol.messages import VERSION, Done, Sampling, Token, Welcome
 
 WELCOME = Welcome(
     VERSION,
@@ -65,74 +61,6 @@ class AnsweringClient:
         return self.idle.pop(0) if len(self.idle) > 1 else self.idle[0]
 
 
-async def loaded(entries: list[Entry], *clients: AnsweringClient) -> tuple[Load, list[Outcome]]:
-    load, ended = Load([[] for _ in clients]), list[Outcome]()
-    await run_load(cast(list[Client], [*clients]), entries, load, ended.append)
-    return load, ended
-
-
-async def test_entries_are_sent_once_in_order_with_their_fields() -> None:
-    chat = (ChatMessage("user", "q"),)
-    entries = [
-        Entry("text", prompt="p", max_tokens=5, temperature=0.5, seed=3),
-        Entry("chat", messages=chat, cancel_after=9),
-        Entry("talk", turns=("one", "two", "three"), max_tokens=4),
-    ]
-    client = AnsweringClient()
-    load, ended = await loaded(entries, client)
-    assert [outcome.request.label for outcome in ended] == [
-        "text",
-        "chat",
-        *(f"talk, turn {n}" for n in (1, 2, 3)),
-    ]
-    assert load.outcomes == [ended]
-    assert load.all == ended
-    assert (load.unsent, load.seconds > 0) == (0, True)
-    plain = {"prompt": None, "messages": None, "resume": (), "rival": -1, "reuse": True}
-    first, second, *talk = client.sent
-    sampling = Sampling(temperature=0.5, seed=3)
-    assert first == plain | {"prompt": "p", "max_tokens": 5, "sampling": sampling}
-    assert second == plain | {"messages": chat, "max_tokens": 64, "sampling": Sampling()}
-    assert ended[1].request.cancel_after == 9
-    said = [("user", "one"), ("assistant", "a2"), ("user", "two"), ("assistant", "a3"), ("user", "three")]
-    for number, turn in enumerate(talk):
-        assert [(m.role, m.content) for m in turn["messages"]] == said[: 2 * number + 1]
-        assert (turn["prompt"], turn["max_tokens"]) == (None, 4)
-
-
-@pytest.mark.parametrize(
-    ("end", "sent", "unsent"),
-    [
-        (Done(0, "length"), 4, 0),
-        (Done(0, "stop"), 4, 0),
-        (RequestFailed("no"), 2, 2),  # the rest of the conversation
-        (EngineGone("gone"), 1, 3),  # and of the queue
-    ],
-)
-async def test_what_an_unserved_turn_leaves_is_counted(
-    end: Done | ProtocolError, sent: int, unsent: int
-) -> None:
-    client = AnsweringClient(lambda number: Done(0, "length") if number else end)
-    load, ended = await loaded([Entry("talk", turns=("a", "b", "c")), Entry("text", prompt="d")], client)
-    assert (len(client.sent), len(ended), load.unsent) == (sent, sent, unsent)
-
-
-async def test_other_clients_serve_the_queue_of_one_whose_engine_has_ended() -> None:
-    gone, serving = AnsweringClient(lambda number: EngineGone("gone")), AnsweringClient()
-    load, ended = await loaded([Entry(f"{n}", prompt="p") for n in range(5)], gone, serving)
-    assert [len(outcomes) for outcomes in load.outcomes] == [1, 4]
-    assert load.unsent == 0
-    assert {outcome.request.label for outcome in ended} == set("01234")
-
-
-async def test_strays_are_counted_behind_a_reply_of_the_engine() -> None:
-    clients = [AnsweringClient() for _ in range(3)]
-    load = Load([[], [], []])
-    clients[1].strays = 5
-    await count_strays(cast(list[Client], clients), load)
-    assert load.strays == {0: 2, 1: 7, 2: 2}
-
-
 # --- one request --------------------------------------------------------------------------------------------
 
 REQUEST = Request("r", "p", None, 9, Sampling())
@@ -169,65 +97,7 @@ async def test_answer_without_any_message_is_lost() -> None:
     assert (outcome.end, outcome.error) == (End.LOST, "no message for 0.001 s after 0 tokens")
 
 
-@pytest.mark.parametrize(
-    ("cancel_after", "asked", "end"),
-    [
-        *((number, True, End.CANCELLED) for number in (0, 1, 2)),
-        *((number, False, End.FAILED) for number in (5, None)),
-    ],
-)
-async def test_only_an_answer_that_was_to_be_cancelled_ends_as_cancelled(
-    cancel_after: int | None, asked: bool, end: End
-) -> None:
-    cancels: list[int] = []
-
-    def cancel(request: int) -> None:
-        cancels.append(request)
-        answer.feed(Done(0, "cancelled", text="!", stats={"decode_s": 1.0}))
-
-    answer = Answer(7, cancel)
-    for index in range(2):
-        answer.feed(Token(0, index, 7, "ab"[index]))
-    if not asked:
-        cancel(7)
-    client = AnsweringClient()
-    client.generate = lambda **fields: answer  # type: ignore[method-assign]
-    outcome = await ask(cast(Client, client), replace(REQUEST, cancel_after=cancel_after), silence=1.0)
-    assert (outcome.end, cancels) == (end, [7])
-    assert outcome.error == ("the engine cancelled this answer" if end is End.FAILED else "")
-    assert (outcome.text, outcome.stats, outcome.in_order) == ("ab!", {"decode_s": 1.0}, True)
-    assert outcome.sent <= outcome.arrivals[0] <= outcome.arrivals[1] <= outcome.ended
-
-
 # --- the report ---------------------------------------------------------------------------------------------
-
-
-SNAPSHOT = """\
-1 request by 1 client in 2.0 s, 3 tokens, 2 tok/s
-all-host on cpu, experts bf16, backbone bf16
-
-requests  completed 1, cancelled 0, refused 0, unsent 0
-alone     compared 1, equal 0, near ties 1
-errors    mismatches 0, failures 0, lost 0, doubled 0, leaks 0, unhealed 0
-
-milliseconds          p50    p95    p99    max
-to the first token  100.0  100.0  100.0  100.0
-between tokens      300.0  390.0  398.0  400.0
-
-near ties: first differences where rounding decides, less than 0.5 nats below
-the best token; no errors
-  r: near-tie
-passed: 1 answer compared with the same request run alone
-"""
-
-
-def test_report_of_a_run_that_passed() -> None:
-    tokens = [Token(0, index, 5, "x") for index in range(3)]
-    outcome = Outcome(REQUEST, 1.0, tokens, [1.1, 1.3, 1.7], End.LENGTH, 2.0)
-    findings = [Finding("r", Comparison(Verdict.NEAR_TIE))]
-    load = Load([[outcome]], seconds=2.0)
-    run = StressRun("s", WELCOME, 0.5, load, findings, leaks_checked=True, finished=True)
-    assert render(*report_parts(report(run))) == SNAPSHOT
 
 
 # --- the command --------------------------------------------------------------------------------------------
@@ -282,16 +152,6 @@ async def test_what_the_engine_holds_afterwards_is_a_leak(
     both = ["64 tokens of KV still in use", "1 token of KV still kept"]
     assert found["details"]["leaks"] == (both if leaks is None else leaks)
     assert found["leaks_checked"]
-
-
-async def test_what_the_engine_releases_in_time_is_no_leak(stressed: Any) -> None:
-    client = AnsweringClient()
-    # A reply for each of the eight clients' strays, then those of the check.
-    client.idle = [*[stats()] * 8, stats(running=1), stats(2), stats()]
-    found = await stressed(client)
-    assert found["details"]["leaks"] == []
-    assert found["leaks_checked"]
-    assert len(client.idle) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Scripts of `stress`: their fields, and the one-line error for an invalid script."""
+"""Scripts of `stress`: their fields, and the one-line error for an invalid script; the options of --chaos."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from expected_errors import expect_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from launch.assets import stress_script
+from launch.command_line.options import parse
 from launch.errors import WrongUsage
+from launch.stress.chaos import Chaos
 from launch.stress.load import Entry, read_script
 from pipeline.assets import model_dir
 from pipeline.text.tokenizer import Tokenizer
@@ -117,3 +120,20 @@ def test_shipped_script_covers_all_kinds_of_requests() -> None:
     assert {0, 1, 3, 10, 40} <= {e.cancel_after for e in entries}
     assert sum(e.temperature > 0 for e in entries) >= 5
     assert any(e.delay for e in entries)
+
+
+def test_chaos_options() -> None:
+    def asked(*words: str) -> Chaos | None:
+        return Chaos.asked(parse(["stress", *words]).written, 5)
+
+    assert asked() is None
+    assert asked("--chaos", "kill, stop,kill") == Chaos(("kill", "stop"), 1.0, 5)
+    assert asked("--chaos", "corrupt", "--chaos-rate", "0.3") == Chaos(("corrupt",), 0.3, 5)
+    known = r"\(kill, stop, corrupt\)$"
+    for wrong, line in (("kil", f"^--chaos: unknown kind 'kil'; did you mean kill. {known}"), ("", known)):
+        expect_error(WrongUsage, asked, "--chaos", wrong, match=line)
+    with pytest.raises(WrongUsage, match=r"^--chaos-rate belongs to --chaos \(stress"):
+        asked("--chaos-rate", "2")
+    assert parse(["stress", "--chaos", "kill", "--seed", "3", "--connect"]).config().seed == 3
+    with pytest.raises(WrongUsage, match=r"^--seed does not change a running engine"):
+        parse(["stress", "--seed", "3", "--connect"])

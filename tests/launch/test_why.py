@@ -18,7 +18,9 @@ from launch.chat.conversation import Reply
 from launch.chat.repl import LogLines, Screen
 from launch.chat.why import engine_table, summary, why_text
 from launch.errors import WrongUsage
+from launch.profile import CAUSES
 from launch.terminal.log import CLEAR
+from pipeline.counters import PARTS
 from protocol.messages import VERSION, Done, Welcome
 
 WELCOME = Welcome(VERSION, "e", "/models/m", "f", "cuda", "lru", True, 100, 100, True, True)
@@ -204,3 +206,7 @@ async def test_log_lines_go_to_the_screen_alone(capsys: pytest.CaptureFixture[st
         assert capsys.readouterr().out == ""
     finally:
         root.removeHandler(own)
+
+
+def test_every_counted_part_of_a_step_belongs_to_one_cause() -> None:
+    assert sorted(part for parts in CAUSES.values() for part in parts) == sorted(PARTS)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_checkpoint
@@ -20,7 +22,7 @@ from protocol.codec import decode, encode
 from protocol.messages import Failed, Heartbeat, Progress, Shutdown
 from shm.disk_cache import CachedStore, CacheWriter
 from shm.errors import NotEnoughMemory, ShmError, UnknownFormat
-from shm.store import StoreBuilder
+from shm.store import StoreBuilder, store_segments
 
 
 class Clock:
@@ -102,6 +104,22 @@ def test_a_file_that_cannot_be_written_is_a_warning(
     assert "No space left" in record.message
     assert not list(supervisor.cache.glob("*/*"))
     assert_right(fingerprint(model), tiny_checkpoint.expert_tensors())
+
+
+@pytest.mark.parametrize("place", [CacheWriter, os])
+def test_a_full_disk_ends_a_start_that_needs_it_and_leaves_nothing(
+    supervisor: Supervisor, model: Path, monkeypatch, place: Any
+) -> None:
+    """Before the first byte, and while experts are written."""
+    full = raising(OSError(28, "No space left on device"))
+    monkeypatch.setattr(place, "__init__" if place is CacheWriter else "pwrite", full)
+    assert loader.main(supervisor.config(model, host_memory=1 << 20)) == 2
+    failed = received(supervisor)[-1]
+    assert isinstance(failed, Failed)
+    assert failed.text.startswith("the experts that memory does not hold must be on disk, and ")
+    assert failed.text.endswith("store.bin cannot be written: No space left on device")
+    assert not list(supervisor.cache.glob("*/*"))
+    assert not store_segments()
 
 
 def test_interrupted_read_of_the_cached_file_leaves_no_store(

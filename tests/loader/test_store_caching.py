@@ -49,7 +49,7 @@ def test_experts_that_memory_does_not_hold_are_written_to_disk(supervisor: Super
     name = store_name(made.ready.fingerprint)
     with Store.attach(name, made.ready.fingerprint) as store:
         assert store.partial
-        assert not store.all_tiles().any()
+        assert len(store.all_tiles()) == store.manifest.frames * store.layout.expert_pages <= 1 << 20
     again = supervisor.load(model, format="bf16", host_memory=1 << 20)
     assert (made.source, again.source) == ("checkpoint", "disk")
     unlink(name)

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
 
 Options = dict[str, Any]
 
@@ -44,7 +46,7 @@ RECURRENT: Options = {
     "linear_value_head_dim": 12,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
-LATENT: Options = {"q_lora_rank": None, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8}
+LATENT: Options = {"q_lora_rank": None, "kv_lora_rank": 24, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8}
 GROUPS: Options = {"n_group": 2, "topk_group": 1}
 PLAIN: dict[str, Options] = {
     "mixtral": {"num_local_experts": 5},
@@ -138,7 +140,7 @@ def draw(model: nn.Module, seed: int, dtype: torch.dtype) -> None:
     """Random weights. A layer changes a hidden state by about its own size, and the logits of a token differ
     by a few nats; were they much livelier, float32 would differ from exact numbers by 1e-4."""
     generator = torch.Generator().manual_seed(seed)
-    tied = model.config.tie_word_embeddings
+    tied = getattr(model, "config", None) is not None and model.config.tie_word_embeddings
     biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
     for name, weight in (*model.named_parameters(), *biases):
         numbers = torch.randn(weight.shape, generator=generator)
@@ -166,6 +168,42 @@ def save(case: Case, folder: Path) -> None:
     if not case.fused:
         path = folder / "config.json"
         path.write_text(json.dumps(of_version_4(json.loads(path.read_bytes())) | case.written))
+
+
+def save_with_draft_layer(case: Case, folder: Path) -> MtpModel:
+    """`save`, and a layer that predicts one more token, as checkpoints have it behind the last; returns that.
+    It is made of transformers' own parts for such layers."""
+    save(case, folder)
+    model = build(case)
+    model.config.num_mtp_layers = 1
+    if hasattr(model.config, "mlp_layer_types"):
+        model.config.mtp_mlp_layer_types = ["sparse"]
+    mtp = MtpModel(model, 1).eval()
+    mtp.set_experts_implementation("eager")
+    draw(mtp.layers, case.seed + 1, case.dtype)
+    add_draft_layer(mtp, case.config["num_hidden_layers"], folder)
+    return mtp
+
+
+def add_draft_layer(mtp: MtpModel, number: int, folder: Path) -> None:
+    """Write the layer's tensors, by expert, into a checkpoint of so many other layers."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in mtp.layers[0].state_dict().items():
+        name = name.replace("post_norm", "shared_head.norm", name.startswith("post_norm"))
+        at = f"model.layers.{number}.{name.removeprefix('mtp_block.')}"
+        if at.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            for expert, both in enumerate(tensor):
+                each = zip(("gate_proj", "up_proj"), both.chunk(2), strict=True)
+                parts = each if "gate_up" in at else [("down_proj", both)]
+                start = at.rpartition(".")[0]
+                tensors |= {f"{start}.{expert}.{part}.weight": one.contiguous() for part, one in parts}
+        else:
+            tensors[at] = tensor.contiguous()
+    save_file(tensors, folder / "draft.safetensors")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_bytes())
+    index["weight_map"] |= dict.fromkeys(tensors, "draft.safetensors")
+    path.write_text(json.dumps(index))
 
 
 def of_version_4(config: Options) -> Options:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +22,13 @@ from pipeline.experts.link import PrefetchLink
 from pipeline.experts.mover import Mover, Wanted
 from pipeline.experts.peers import ExitEvents
 from pipeline.policies.view import Target
+from shm.disk_cache import CacheWriter, store_path
 from shm.layout import ExpertShape
 from shm.segment import unlink
 from shm.store import Store, StoreBuilder, StoreManifest, store_name
 from workers.copiers import Copier, EmulatedLink
 
+OWN = "f" * 32  # the fingerprint of a store with frames
 SLOTS = 24
 SHAPE = ExpertShape(layers=2, experts=3, hidden=32, intermediate=38, tile=8)  # 5 tiles of 3072 bytes
 _EVERY = [(layer, expert) for layer in range(SHAPE.layers) for expert in range(SHAPE.experts)]
@@ -182,6 +184,23 @@ def _filled(
 
 
 @contextmanager
+def with_frames(store: Store, folder: Path, frames: int) -> Iterator[Store]:
+    """The same with frames, whose fingerprint is OWN, and with a file; removed at the end."""
+    with CacheWriter(folder, store.manifest) as writer:
+        for layer, data in enumerate(store.all_tiles().reshape(store.layout.shape.layers, -1)):
+            writer.write(layer, data)
+        writer.finish(lambda done: None)
+    file = str(store_path(folder, store.fingerprint))
+    manifest = replace(store.manifest, fingerprint=OWN, file=file, frames=frames)
+    StoreBuilder.create(store_name(OWN), manifest).finish()
+    try:
+        with Store.attach(store_name(OWN), OWN, writable=True) as partial:
+            yield partial
+    finally:
+        unlink(store_name(OWN))
+
+
+@contextmanager
 def attached_again(source: str) -> Iterator[Store]:
     """Another attachment to the store that this process made of this source."""
     with Store.attach(store_name(_fingerprint(source)), _fingerprint(source), writable=True) as store:
@@ -199,8 +218,10 @@ def mover_parts(
     slots: int,
     link_gbps: float | None = None,
     device: Device | None = None,
+    others: Store | None = None,
 ) -> Iterator[MoverParts]:
-    """A slab of `slots` slots beside a store, and a running prefetcher, at `link_gbps` or at full speed."""
+    """A slab of `slots` slots beside a store, and a running prefetcher, at `link_gbps` or at full speed.
+    `others`: the prefetcher's attachment to the store, where it has frames."""
     runtime.chmod(0o700)
     exits = ExitEvents()
     with ExitStack() as stack:
@@ -218,8 +239,8 @@ def mover_parts(
         ]
         copier = slab.copier(store, links[0])
         stack.callback(copier.close)
-        link = PrefetchLink(socket, slab.address(), other)
-        prefetcher = FailingPrefetcher(runtime, store, socket, exits, other, links[1], slab)
+        link = PrefetchLink(socket, slab.address(), other, place=store.place)
+        prefetcher = FailingPrefetcher(runtime, others or store, socket, exits, other, links[1], slab)
         prefetcher.start()
         assert link.wait_up(LIMIT)
         stack.callback(prefetcher.shut_down)

@@ -13,6 +13,7 @@ from thread_engine import engine_in_threads
 
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
+from pipeline.scheduling.drafts import Draft
 from pipeline.text.grammar import Grammars, MaskDropped, MaskRequest
 from pipeline.text.tokenizer import Tokenizer
 from protocol.messages import Done, Follow, Generate, Sampling, Shaping
@@ -42,12 +43,12 @@ def engine(tiny_model, tmp_path_factory) -> Iterator[Any]:
 class Rounds(Harness):
     """A scheduler whose masks a test makes."""
 
-    def __init__(self, engine: Any, tokenizer: Tokenizer) -> None:
+    def __init__(self, engine: Any, tokenizer: Tokenizer, **options: Any) -> None:
         self.asked: list[MaskRequest] = []
         self.dropped: list[int] = []
         self.grammars = Grammars(tokenizer)
         self._known: dict[int, int] = {}
-        super().__init__(engine, 4 * CONTEXT, slots=4, decoder=tokenizer.decoder, ask=self._ask)
+        super().__init__(engine, 4 * CONTEXT, slots=4, decoder=tokenizer.decoder, ask=self._ask, **options)
 
     def _ask(self, wanted: MaskRequest | MaskDropped) -> None:
         if isinstance(wanted, MaskDropped):
@@ -60,10 +61,12 @@ class Rounds(Harness):
         while self.asked:
             wanted = self.asked.pop(0)
             known = self._known.get(wanted.answer)
-            tokens = tuple(wanted.tokens[wanted.start + (known or 0) :])
-            self._known[wanted.answer] = len(wanted.tokens) - wanted.start
-            asked = Follow(wanted.answer, wanted.vocabulary, tokens, "" if known else wanted.grammar)
-            wanted.allowed = (self.grammars.follow if known else self.grammars.compile)(asked)
+            tokens = tuple(wanted.tokens[wanted.start + (known or 0) : wanted.end])
+            self._known[wanted.answer] = wanted.end - wanted.start
+            grammar = "" if known else wanted.grammar
+            ahead = wanted.ahead, tuple(wanted.guesses)
+            asked = Follow(wanted.answer, wanted.vocabulary, tokens, grammar, b"", *ahead)
+            wanted.give((self.grammars.follow if known else self.grammars.compile)(asked))
 
     def tokens(self, request: int) -> list[int]:
         return [m.token for m in self.answered(request)]
@@ -82,13 +85,15 @@ class Rounds(Harness):
         raise AssertionError("not idle")
 
 
-def with_grammar(request: int, tokenizer: Tokenizer, seed: int = 1) -> Generate:
+def with_grammar(
+    request: int, tokenizer: Tokenizer, seed: int = 1, temperature: float = 1.0, prompt: Any = PROMPT
+) -> Generate:
     from llguidance import LLMatcher
 
     grammar = str(LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA)))
-    sampling = Sampling(temperature=1.0, seed=seed)
+    sampling = Sampling(temperature=temperature, seed=seed)
     return Generate(
-        request, token_ids=PROMPT, max_tokens=40, sampling=sampling, shaping=Shaping(grammar=grammar)
+        request, token_ids=prompt, max_tokens=40, sampling=sampling, shaping=Shaping(grammar=grammar)
     )
 
 
@@ -145,3 +150,35 @@ def test_a_waiting_row_can_be_preempted_and_cancelled(
     assert rounds.tokens(0) == reference[0]
     assert rounds.done(1).reason == "cancelled"  # type: ignore[union-attr]
     assert len(rounds.dropped) == 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_guesses_within_a_grammar_change_no_token(
+    engine: Any, tokenizer: Tokenizer, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the grammar forces comes true, what the text has said before may, what it forbids is not computed,
+    and a second request beside them has its own."""
+    prompt = tuple(tokenizer.encode('["red","blue"]'))
+
+    def answers(speculate: Any) -> tuple[list[list[int]], dict[str, Any], int]:
+        rounds = Rounds(engine, tokenizer, speculate=speculate)
+        for request in (0, 1):
+            message = with_grammar(request, tokenizer, request, temperature, prompt)
+            rounds.scheduler.enqueue(b"c", message)
+        rounds.finish()
+        given = [Harness.answer(rounds, request) for request in (0, 1)]
+        assert [done.reason for _, done in given] == ["stop", "stop"]
+        rounds.check_empty()
+        stats = rounds.scheduler.speculation.stats()
+        return [[token.token for token in tokens] for tokens, _ in given], stats, len(rounds.dropped)
+
+    expected, stats, _ = answers("off")
+    assert stats["drafted"] == 0
+    found, stats, dropped = answers(4)
+    assert (found, dropped) == (expected, 2)
+    assert stats["drafted"] >= stats["accepted"] > 0
+    monkeypatch.setattr(Draft, "tokens", lambda self, most: [5] * most)  # which the schema has nowhere
+    monkeypatch.setattr(Draft, "chances", lambda self, most: [1.0] * most)
+    found, stats, _ = answers(4)
+    assert found == expected
+    assert stats["drafted"] == stats["accepted"] > 0

@@ -3,7 +3,6 @@ id, so what a sequence begins with can be read."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -246,26 +245,3 @@ def test_what_has_to_be_prefilled_before_another_request_goes_on(
             given.compute(first, end)
             given.cache.publish(first)
         assert (of_states in first.stops) == (given is recurrent and of_states is not None)
-
-
-def test_a_hundred_conversations_over_a_full_cache() -> None:
-    """Four turns each over one opening, at random, in a cache for a quarter of them: most begin where they
-    were, and all that begins is right."""
-    requests = Requests(KVCache(SPEC, torch.float32, torch.device("cpu"), 100 * KV_BLOCK))
-    draws = random.Random(1)
-    opening = [5] * 150
-    talks = [opening + [100 + number] * 20 for number in range(100)]
-    found = known = 0
-    for _ in range(400):
-        number = min(int(draws.expovariate(1 / 12)), 99)  # some talk more than others
-        talk = talks[number]
-        tokens = np.array(talk, np.int32)
-        found += requests.run(tokens)
-        known += len(tokens) - 20
-        talk += [draws.randrange(1000) for _ in range(20)]
-        assert requests.kv.used <= requests.kv.budget
-        assert requests.cache.available == 100
-    assert requests.cache.stats()["kv_evicted_blocks"] > 100
-    assert found > 0.6 * known
-    requests.cache.clear()
-    assert (requests.kv.free, requests.kv.used) == (100, 0)

@@ -45,6 +45,7 @@ class Harness:
         ask=print,
         clock=lambda: 0.0,
         speculate="off",
+        drafter=None,
     ) -> None:
         self.sent: list[tuple[bytes, object]] = []
         self.batches: list[int] = []  # messages that were sent together
@@ -68,6 +69,7 @@ class Harness:
             congested=self.slow.__contains__,
             suspects=Suspects(cast(ControlSegment, SimpleNamespace(requests=[])), {}),
             speculate=speculate,
+            drafter=drafter,
             clock=clock,
         )
 

@@ -23,7 +23,7 @@ from pipeline.device.cpu import CpuDevice
 from pipeline.models.registry import model_spec
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
-from pipeline.scheduling import jobs
+from pipeline.scheduling import drafts
 from pipeline.scheduling.drafts import Draft
 from pipeline.scheduling.speculation import GAIN, MOST, OVERLAP, StepCosts, best_numbers
 from protocol.messages import Generate, Sampling, Shaping, Token
@@ -94,7 +94,7 @@ def test_no_guess_changes_a_token(engine, asked, monkeypatch) -> None:
     assert stats["drafted"] == 0
     assert all(len(tokens) == COUNT for tokens, _ in alone)
     for wrong in (0, 1):
-        monkeypatch.setattr(jobs, "Draft", knowing([tokens for tokens, _ in alone], wrong))
+        monkeypatch.setattr(drafts, "Draft", knowing([tokens for tokens, _ in alone], wrong))
         guessed, stats = answers(engine, 3, asked)
         for (tokens, done), (expected, _) in zip(guessed, alone, strict=True):
             assert same(tokens, expected)
@@ -108,7 +108,7 @@ def test_no_guess_changes_a_token(engine, asked, monkeypatch) -> None:
 def test_answer_ends_within_right_guesses(engine, monkeypatch) -> None:
     """At its end token no guess behind it is told."""
     (first, second), _ = answers(engine, "off", GREEDY)
-    monkeypatch.setattr(jobs, "Draft", knowing([first[0], second[0]], 0))
+    monkeypatch.setattr(drafts, "Draft", knowing([first[0], second[0]], 0))
     tokens = [t.token for t in first[0]]
     end = next(at for at in range(5, COUNT) if tokens[at] not in tokens[:at])
     harness = Harness(engine, speculate=MOST)

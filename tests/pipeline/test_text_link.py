@@ -29,6 +29,11 @@ from protocol.messages import (
 from protocol.sockets import Identity, connect_dealer, ipc_endpoint
 
 ASKED, FOLLOW = Encode("abc"), Follow(0, 100, (1,))
+AHEAD = Follow(0, 100, (1,), ahead=1)
+
+
+def bits(guesses: int, words: int) -> Any:
+    return np.ones((guesses, words), np.int32)
 
 
 def ids(count: int) -> Any:
@@ -144,6 +149,11 @@ def test_longer_texts_have_more_time() -> None:
         (FOLLOW, Allowed(0, ids(3)), False),
         (FOLLOW, Allowed(1, ids(4)), False),
         (FOLLOW, Encoded(ids(0), "no"), False),
+        (AHEAD, Allowed(0, ids(4), "", (7,), (1,), bits(1, 4)), True),
+        (AHEAD, Allowed(0, ids(4), "", (7,), (1,), bits(1, 3)), False),
+        (AHEAD, Allowed(0, ids(4), "", (7,), (), bits(1, 4)), False),
+        (AHEAD, Allowed(0, ids(0), "", (7,), (1,), bits(1, 0)), False),
+        (AHEAD, Allowed(0, ids(4), "", (7, 7), (1, 1), bits(2, 4)), False),
     ],
 )
 def test_answers_that_are_none_to_what_was_asked(asked: Any, answer: Any, right: bool) -> None:

@@ -142,7 +142,7 @@ def text(request: int, prompt: str) -> Generate:
 
 def wanted(answer: int, *tokens: int, client: bytes = b"m") -> MaskRequest:
     """A mask behind these tokens of an answer, whose prompt is 7, 7."""
-    return MaskRequest(client, answer, "g", 32, [7, 7, *tokens], 2)
+    return MaskRequest(client, answer, "g", 32, [7, 7, *tokens], 2, 2 + len(tokens))
 
 
 async def test_only_messages_with_a_text_wait(queue: Queue) -> None:

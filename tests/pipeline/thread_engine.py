@@ -140,15 +140,18 @@ def engine_in_threads(
     arena: bool = False,
     context: int = CONTEXT,
     dies: Callable[[], bool] = lambda: False,
+    others: Store | None = None,
 ) -> Iterator[tuple[Engine, FailingPrefetcher]]:
     """With a DeviceMemory for `capacity` tiles, of a store's experts or of random ones, of 24 tiles in
-    all. `arena`: Work goes through shared memory. `dies`: as of pool_in_threads."""
+    all. `arena`: Work goes through shared memory. `dies`: as of pool_in_threads; `others`: of mover_parts."""
     source = open_model(model)
     with ExitStack() as stack:
         if store is None:
             shape = expert_shape(source.config, 32, format_named("bf16"))
             store = stack.enter_context(random_store(shape, "thread_engine"))
-        parts = stack.enter_context(mover_parts(folder, store, capacity + staging, device=device))
+        parts = stack.enter_context(
+            mover_parts(folder, store, capacity + staging, device=device, others=others)
+        )
         exchange = "shm" if arena else "zmq"
         pool = stack.enter_context(
             pool_in_threads(folder, store, 1, exchange, device=parts.device, dies=dies)

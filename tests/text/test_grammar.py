@@ -138,11 +138,11 @@ class Answers:
             self.grammars, self._known = Grammars(self._tokenizer), {}
         self.asked += 1
         known = self._known.get(wanted.answer)
-        tokens = tuple(wanted.tokens[wanted.start + (known or 0) :])
+        tokens = tuple(wanted.tokens[wanted.start + (known or 0) : wanted.end])
         grammar = wanted.grammar if known is None else ""
-        self._known[wanted.answer] = len(wanted.tokens) - wanted.start
+        self._known[wanted.answer] = wanted.end - wanted.start
         asked = Follow(wanted.answer, wanted.vocabulary, tokens, grammar)
-        wanted.allowed = (self.grammars.compile if grammar else self.grammars.follow)(asked)
+        wanted.give((self.grammars.compile if grammar else self.grammars.follow)(asked))
         return None
 
 
@@ -161,6 +161,7 @@ def write(answers: Answers, schema: str, seed: int, resume: list[int] | None = N
     while not grammar.complete and len(tokens) < 150:
         tokens.append(chooser.next(logits[len(tokens)], tokens, grammar.allowed()).token)
         grammar.advance()
+        grammar.look(0, ())
     grammar.end()
     return tokens[2:]
 
@@ -200,6 +201,7 @@ def test_a_grammar_without_its_mask_is_not_ready(tokenizer: Tokenizer, schema: s
     assert {tokenizer.decoder.decode([token])[0] for token in np.flatnonzero(grammar.allowed())} == {"{"}
     tokens.append(5)
     grammar.advance()
+    grammar.look(0, ())
     assert not grammar.ready
     grammar.begin(tokens, 1)  # admitted again: a late answer to the last request is none to this one
     second, dropped, third = asked[1:]

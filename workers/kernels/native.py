@@ -255,7 +255,7 @@ def store_kernel(
     """Returns what computes Works on a store's tiles; `line` is ticked for each. The rest is as of
     WorkKernel. Raises NotCompiled."""
     ticks = None if line is None else line.address
-    return WorkKernel(best(), store.layout, store.all_tiles(), team, ticks, guarded, generation)
+    return WorkKernel(best(), store.held, store.all_tiles(), team, ticks, guarded, generation)
 
 
 def best() -> Library:

@@ -4,7 +4,7 @@
  * without a sequence has the position -1; the n-th block of row r is blocks[n * stride + r].
  *
  * Keys and values are of BITS bits: float32, bf16, or int8 with a scale for each RUN numbers of a token, with queries in
- * bf16; sums are float32.
+ * bf16; sums are float32. Widths are whole vectors of 16 bytes (attention.py).
  * A sequence's tokens are divided into chunks by its own number alone: a block of threads takes one
  * chunk of one head of keys and values with a few query heads, and `merge` adds the chunks in their order. So a row's bits
  * depend on its own sequence alone. */
@@ -91,38 +91,31 @@ KERNEL(APPEND_THREADS, append, const number *first, int64_t first_stride, const 
 #endif
 }
 
-/* VECTOR numbers, 0 beyond `count`. Where rows are no `whole` vectors, they are not aligned either. */
-DEVICE void read(const cached *from, bool whole, int64_t count, float *to) {
-    if (whole) {
-        uint4 all = __ldg((const uint4 *)from);
-        uint32_t words[4] = {all.x, all.y, all.z, all.w};
+/* VECTOR numbers. */
+DEVICE void read(const cached *from, float *to) {
+    uint4 all = __ldg((const uint4 *)from);
+    uint32_t words[4] = {all.x, all.y, all.z, all.w};
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 4; i++) {
 #if BITS == 8
 #pragma unroll
-            for (int k = 0; k < 4; k++) to[4 * i + k] = (float)(int8_t)(words[i] >> 8 * k);
+        for (int k = 0; k < 4; k++) to[4 * i + k] = (float)(int8_t)(words[i] >> 8 * k);
 #elif BITS == 16
-            to[2 * i] = __uint_as_float(words[i] << 16), to[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
+        to[2 * i] = __uint_as_float(words[i] << 16), to[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
 #else
-            to[i] = __uint_as_float(words[i]);
+        to[i] = __uint_as_float(words[i]);
 #endif
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < VECTOR; i++) to[i] = i < count ? wide(from[i]) : 0.0f;
     }
 }
 
-/* Two numbers that follow each other, the second only if there is one. */
-DEVICE void read_pair(const cached *from, bool aligned, bool two, float *to) {
+/* Two numbers that follow each other. */
+DEVICE void read_pair(const cached *from, float *to) {
 #if BITS == 16
-    if (aligned) {
-        uint32_t word = __ldg((const uint32_t *)from);
-        to[0] = __uint_as_float(word << 16), to[1] = two ? __uint_as_float(word & 0xFFFF0000u) : 0.0f;
-        return;
-    }
+    uint32_t word = __ldg((const uint32_t *)from);
+    to[0] = __uint_as_float(word << 16), to[1] = __uint_as_float(word & 0xFFFF0000u);
+#else
+    to[0] = wide(from[0]), to[1] = wide(from[1]);
 #endif
-    to[0] = wide(from[0]), to[1] = two ? wide(from[1]) : 0.0f;
 }
 
 #define ATTEND_ARGUMENTS                                                                                         \
@@ -154,9 +147,8 @@ template <int HEADS> DEVICE void attend_of(ATTEND_ARGUMENTS) {
         queries[i] = __fmul_rn(one, __uint_as_float((uint32_t)scale));
     }
     if (thread < HEADS) most[thread] = LEAST, total[thread] = 0.0f;
-    int pairs = (int)(value_width + 1) / 2, strips = ATTEND_THREADS / pairs, strip = thread / pairs;
+    int pairs = (int)value_width / 2, strips = ATTEND_THREADS / pairs, strip = thread / pairs;
     int column = 2 * (thread % pairs);
-    bool two = column + 1 < value_width, aligned = value_stride % 2 == 0, whole = width % VECTOR == 0;
     float added[HEADS][2];
 #pragma unroll
     for (int h = 0; h < HEADS; h++) added[h][0] = added[h][1] = 0.0f;
@@ -175,7 +167,7 @@ template <int HEADS> DEVICE void attend_of(ATTEND_ARGUMENTS) {
 #pragma unroll 2
             for (int c = thread % 2 * VECTOR; c < (int)width; c += 2 * VECTOR) {
                 float numbers[VECTOR];
-                read(key + c, whole, width - c, numbers);
+                read(key + c, numbers);
 #if BITS == 8
                 float step = key_scales[line * runs_of(width) + c / RUN];
 #pragma unroll
@@ -217,7 +209,7 @@ template <int HEADS> DEVICE void attend_of(ATTEND_ARGUMENTS) {
 #pragma unroll 8
             for (int t = strip; t < number_of; t += strips) {
                 float pair[2];
-                read_pair(values + lines[t] * value_stride + column, aligned, two, pair);
+                read_pair(values + lines[t] * value_stride + column, pair);
 #if BITS == 8
                 float step = value_scales[lines[t] * runs_of(value_stride) + column / RUN];
                 pair[0] = __fmul_rn(pair[0], step), pair[1] = __fmul_rn(pair[1], step);
@@ -245,8 +237,7 @@ template <int HEADS> DEVICE void attend_of(ATTEND_ARGUMENTS) {
                 one = __fadd_rn(one, sums[2 * (s * pairs + thread)]);
                 other = __fadd_rn(other, sums[2 * (s * pairs + thread) + 1]);
             }
-            to[column] = one;
-            if (two) to[column + 1] = other;
+            to[column] = one, to[column + 1] = other;
         }
         if (thread == 0) to[value_width] = most[h], to[value_width + 1] = total[h];
     }

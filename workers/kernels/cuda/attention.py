@@ -18,6 +18,7 @@ THREADS = {"append": 128, "attend": 256, "merge": 128}
 STEP, MOST_CHUNKS = 128, 64  # tokens of the smallest chunk; chunks of a sequence
 MOST_KEY, MOST_VALUE = 576, 512  # numbers of a key and of a value
 HEADS = (1, 2, 4, 8)  # most query heads of a block, of the kernels that there are
+VECTOR_BYTES = 16  # that a thread reads together
 EXTRA = 2  # numbers of a chunk beside its values
 ROW_NUMBERS = 1 << 19  # of the chunks of a row together: models with many wide heads have fewer chunks
 
@@ -27,14 +28,10 @@ def program(dtype: torch.dtype) -> Program:
     return Program("attention.cu", (("BITS", 8 * dtype.itemsize),))
 
 
-def fits(streams: Sequence[tuple[int, int]]) -> bool:
+def fits(streams: Sequence[tuple[int, int]], dtype: torch.dtype) -> bool:
     """Tells whether the kernels take streams of these heads and widths."""
-    return max(width for _, width in streams) <= (MOST_KEY if len(streams) == 1 else MOST_VALUE)
-
-
-def bits_of(number: float) -> int:
-    """Returns a float32 as a kernel's argument."""
-    return int(np.float32(number).view(np.uint32))
+    most, vector = MOST_KEY if len(streams) == 1 else MOST_VALUE, VECTOR_BYTES // dtype.itemsize
+    return all(width <= most and width % vector == 0 for _, width in streams)
 
 
 @dataclass(frozen=True)
@@ -99,8 +96,8 @@ class DecodeAttention:
         self._launch(
             f"attend_{limit}", number * kv_heads * -(-group // limit) * chunks,
             q.data_ptr(), q.stride(0), *_places(rows),
-            kv_heads, group, width, value_width, wide, window or 0, chunks, bits_of(scale),
-            parts.data_ptr(),
+            kv_heads, group, width, value_width, wide, window or 0, chunks,
+            int(np.float32(scale).view(np.uint32)), parts.data_ptr(),
         )  # fmt: skip
         self._launch(
             "merge", number * heads,
