@@ -17,7 +17,7 @@ def open_devices(config: EngineConfig, cache: Path | None = None) -> list[Device
     errors as of `open_device`."""
     if config.kind != "cuda":
         return [open_device(config.kind, cache)] * max(1, len(config.cards))
-    numbers = [card.number for card in config.cards] or [None]
+    numbers: list[int | None] = [card.number for card in config.cards] or [None]
     return [open_device("cuda", cache, number) for number in numbers]
 
 

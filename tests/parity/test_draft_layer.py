@@ -147,9 +147,11 @@ def test_layer_changes_no_token(asked: dict[str, Any], tmp_path: Path) -> None:
                 own = (*prompt[: 66 + request], 9) if request < 2 else prompt[40:]
                 message = Generate(request, token_ids=own, max_tokens=50, ignore_eos=True, **asked)
                 harness.scheduler.enqueue(b"c", message)
+            for _ in range(25):
+                harness.scheduler.round()
+            harness.scheduler._preempt(harness.scheduler._running[-1])
             harness.finish()
             given.append([harness.answer(request)[0] for request in range(3)])
-            preempted = harness.scheduler.stats()["preemptions"]
             harness.check_empty()
         sources = harness.scheduler.speculation.stats()["sources"]
         assert sources["mtp"]["drafted"] > 20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,9 @@ class Weighted(NamedTuple):
 def sums_table(rows: int, added: Sequence[Tensor | Weighted], parts: Sequence[int]) -> NDArray[np.uint8]:
     """Returns the bytes that tell a launch what is added up, in this order. parts: addresses, as the device
     reads them, of float32 [rows, H]; added together behind all else."""
-    named = [array for one in added if isinstance(one, Weighted) for array in (one.offsets, one.terms)]
+    named: list[NDArray[Any]] = [
+        array for one in added if isinstance(one, Weighted) for array in (one.offsets, one.terms)
+    ]
     if parts:
         named.append(np.array(parts, np.int64))
     number = len(added) + bool(parts)
