@@ -7,13 +7,15 @@ import errno
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
-from protocol.files import sync_folder
+from protocol.errors import NotPrivate
+from protocol.files import check_private, make_folders, read_small, sync_folder
 
+Parsed = TypeVar("Parsed")
 PRIVATE, SHARED = 0o600, 0o666  # modes; the umask applies
 
 
@@ -51,6 +53,35 @@ def warn_unkept(log: logging.Logger, what: str, error: OSError) -> None:
     more = "; nor can anything else be kept there" if full else ""
     fact = {"fact": "full-disk"} if full else None
     log.warning(f"{what}: {place}{error.strerror or error}{more}", extra=fact)
+
+
+def keep(path: Path, content: bytes, log: logging.Logger, unkept: str) -> bool:
+    """Write a file of the user's cache. Tells whether it is there; else `unkept`, and why, is logged."""
+    try:
+        make_folders(path.parent)
+        with atomic_file(path) as file:
+            file.write(content)
+    except OSError as e:
+        warn_unkept(log, unkept, e)
+        return False
+    return True
+
+
+def read_kept(
+    path: Path, limit: int, parse: Callable[[bytes], Parsed], log: logging.Logger, instead: str
+) -> Parsed | None:
+    """Returns what `parse` makes of a file of the user's cache with at most so many bytes; None without one.
+    A file that another user can have written, or for which `parse` raises ValueError, is removed, and a line
+    says so and what is done instead."""
+    try:
+        return parse(read_small(path, limit, flags=os.O_NOFOLLOW, check=check_private))
+    except FileNotFoundError:
+        return None
+    except (OSError, NotPrivate, ValueError, RecursionError) as e:
+        log.warning(f"{path} is not used, {instead}: {' '.join(str(e).split())[:100]}")
+        with suppress(OSError):
+            path.unlink()
+        return None
 
 
 def check_creatable(path: Path, room: int = 0) -> None:

@@ -16,11 +16,11 @@ PROGRAM = ("protocol", "shm", "workers", "pipeline", "launch")
 SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
     "protocol": 2_590,
-    "shm": 4_760,
-    "workers": 10_360,
+    "shm": 4_790,
+    "workers": 10_400,
     "pipeline": 43_100,
-    "launch": 14_580,
-    "benchmarks": 8_490,
+    "launch": 14_610,
+    "benchmarks": 8_570,
     "tests": 65_220,
 }
 ROOMS = 305  # Python files of the program, without those that only mark a package

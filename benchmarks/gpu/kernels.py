@@ -27,11 +27,11 @@ from torch import Tensor
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.device import Device, open_device
 from pipeline.device.base import DeviceKernel
-from pipeline.device.cuda_kernels import TorchKernel
 from pipeline.errors import UsageError
 from shm.layout import ExpertShape, StoreLayout, format_named
 from workers.kernels.c_types import Geometry
 from workers.kernels.native import best
+from workers.kernels.tile_sums import TorchKernel
 
 Arrays = tuple[IntArray, IntArray, IntArray, FloatArray]
 

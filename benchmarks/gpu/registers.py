@@ -23,6 +23,7 @@ from shm.layout import FP8, format_named
 from workers.cuda import CudaError
 from workers.kernels.cuda import attention, compiler
 from workers.kernels.cuda.compiler import OPTIONS, Nvrtc, Program
+from workers.kernels.cuda.sums import SUMS
 
 # After the formats: matrices of a backbone in fp8; channels of three kinds; the workers' partial sums;
 # attention over a KV cache of either type.
@@ -74,7 +75,7 @@ def program(name: str) -> Program:
         return Program.of_channels(CHANNELS[name], SWIGLU)
     if name == "fp8-matrix":
         return Program.of_matrices(FP8())
-    found = Program.of_sums() if name == "sums" else Program.of_format(format_named(name))
+    found = SUMS if name == "sums" else Program.of_format(format_named(name))
     assert found is not None
     return found
 

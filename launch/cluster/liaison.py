@@ -172,7 +172,8 @@ class Placing:
         self._said: dict[str, Any] = {}  # by machine, what each of its hosts says
         self._down: dict[str, str] = {}  # by machine, why Ray does not reach its actor
         self._there_at: dict[str, float] = {}  # monotonic seconds, by machine: Ray or its host last answered
-        self._ended: set[str] = set()  # that stood in for a machine which is back
+        self._standing: set[str] = set()  # titles of hosts that stand in for a lost machine
+        self._ended: set[str] = set()  # of those whose machine is back
 
     def run(self) -> None:
         """Serve until a line on standard input."""
@@ -191,7 +192,8 @@ class Placing:
     def _adopt(self) -> None:
         """Have a spare machine load what a lost one alone held, or serve it from disk, until that one is
         back."""
-        stand_ins = StandIns({name: spare["machines"] for name, spare in self._spares.items()})
+        before = {(name, spare) for spare, _, name in (title.partition(" for ") for title in self._endpoints)}
+        stand_ins = StandIns({n: spare["machines"] for n, spare in self._spares.items()}, before)
         while True:
             time.sleep(LOOK_SECONDS)
             try:
@@ -199,16 +201,22 @@ class Placing:
             except RayError:
                 continue  # the head is not there, which loses nobody
             for name in [name for name in self._spares if name in self._hosts]:
-                lost, present = self._lost(name, name in there), stand_ins.now(name)
-                if not lost and present is not None and self._serves(name):
-                    self._ended |= {f"{spare} for {name}" for spare in stand_ins.end(name)}
-                elif lost > ADOPT_SECONDS:
-                    title = f"{present} for {name}"
-                    failed = any(host["state"] == "failed" for host in self._said.get(title, {}).values())
-                    failed |= self._lost(title, present in there) > ADOPT_SECONDS
-                    if (spare := stand_ins.begin(name, there, failed)) is not None:
-                        configs = self._adopted(name, spare, there[spare]["address"])
-                        self._begin(f"{spare} for {name}", spare, configs)
+                self._see_to(name, there, stand_ins)
+
+    def _see_to(self, name: str, there: dict[str, dict[str, Any]], stand_ins: StandIns) -> None:
+        """Begin or end what stands in for a machine."""
+        lost, present = self._lost(name, name in there), stand_ins.now(name)
+        if not lost and present is not None and self._serves(name):
+            self._ended |= self._standing & {f"{spare} for {name}" for spare in stand_ins.end(name)}
+        elif lost > ADOPT_SECONDS:
+            title = f"{present} for {name}"
+            failed = any(host["state"] == "failed" for host in self._said.get(title, {}).values())
+            failed |= self._lost(title, present in there) > ADOPT_SECONDS
+            stand_ins.begin(name, there, failed)
+        for spare in stand_ins.begun[name]:
+            if spare in there and (title := f"{spare} for {name}") not in self._standing:
+                self._standing.add(title)
+                self._begin(title, spare, self._adopted(name, spare, there[spare]["address"]))
 
     def _lost(self, title: str, there: bool) -> float:
         """Returns the seconds for which neither Ray nor its hosts know a machine."""
@@ -243,7 +251,6 @@ class Placing:
         """Keep an actor with these hosts on a machine, until they are no longer needed. `title`: what is said
         of them."""
         keeps = {"max_restarts": -1, "max_task_retries": 0, "max_concurrency": 4}
-        self._ended.discard(title)
         while title not in self._ended:
             try:
                 machine = _machines().get(name)
@@ -266,6 +273,8 @@ class Placing:
             with suppress(RayError):
                 ray.kill(actor)
         self._say(title, {n: host | {"state": "ended"} for n, host in self._said.get(title, {}).items()})
+        self._ended.discard(title)
+        self._standing.discard(title)
 
     def _listen(self, title: str, name: str, actor: Any) -> None:
         """Pass on what an actor says, until it is no longer needed, or Ray gives it up: it does not restart

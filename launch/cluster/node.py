@@ -281,21 +281,40 @@ def stop(name: str) -> None:
     if (watcher := _watcher(read_place(name))) is not None:
         with suppress(psutil.Error):
             watcher.terminate()
-        psutil.wait_procs([watcher], STOP_LIMIT)
+        if not _exited([watcher], 3 * STOP_LIMIT):  # it waits twice for Ray itself
+            watcher.kill()
     _end_ray(ray_folder(name))
     with suppress(WrongUsage):
         RuntimeDir.claim(f"machine-{name}").remove()
 
 
 def _end_ray(folder: Path) -> None:
-    """Kill every process of this user that has this folder of Ray's on its command line, and remove the
-    folder. Expert hosts have not, and go on."""
-    ours = [process for process in psutil.process_iter() if _uses(process, folder)]
+    """Kill every process of this user that has this folder of Ray's on its command line, with what it has
+    started, which may have another title, and remove the folder. Expert hosts are neither, and go on."""
+    ours = {process for process in psutil.process_iter() if _uses(process, folder)}
+    for process in list(ours):
+        with suppress(psutil.Error):
+            ours |= set(process.children(recursive=True))
     for process in ours:
         with suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(ours, STOP_LIMIT)
+    _exited(list(ours), STOP_LIMIT)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _exited(processes: list[psutil.Process], limit: float) -> bool:
+    """Wait until all of these have exited; False where one still runs after so many seconds. A zombie has
+    exited: the first process of a container may never ask how."""
+
+    def runs(process: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+        return False
+
+    until = time.monotonic() + limit
+    while (left := any(map(runs, processes))) and time.monotonic() < until:
+        time.sleep(POLL_SECONDS)
+    return not left
 
 
 def _uses(process: psutil.Process, folder: Path) -> bool:

@@ -135,19 +135,21 @@ class StandIns:
     """Who stands in for lost machines: of each the best of its spares, as long as that does not fail and is
     there itself."""
 
-    def __init__(self, spares: Mapping[str, Sequence[str]]) -> None:
-        """`spares`: of each machine those that could, the best first."""
+    def __init__(self, spares: Mapping[str, Sequence[str]], begun: Container[tuple[str, str]] = ()) -> None:
+        """`spares`: of each machine those that could, the best first; `begun`: each that does already, behind
+        the machine."""
         self._spares = spares
-        self._begun: dict[str, list[str]] = {name: [] for name in spares}  # by lost machine, the latest last
+        # By lost machine, those that began, the latest last.
+        self.begun = {name: [one for one in every if (name, one) in begun] for name, every in spares.items()}
 
     def now(self, name: str) -> str | None:
         """Returns the machine that stands in for a lost one, the latest that began."""
-        return self._begun[name][-1] if self._begun[name] else None
+        return self.begun[name][-1] if self.begun[name] else None
 
     def begin(self, name: str, there: Container[str], failed: bool) -> str | None:
         """Returns the machine that begins to stand in for a lost one; None where another does, or none that
         has not tried is `there`. `failed`: the one of now does not, or is lost."""
-        begun = self._begun[name]
+        begun = self.begun[name]
         if begun and not failed:
             return None
         chosen = next((each for each in self._spares[name] if each in there and each not in begun), None)
@@ -157,5 +159,5 @@ class StandIns:
 
     def end(self, name: str) -> list[str]:
         """A lost machine is back: returns those that began to stand in for it, and may do so again."""
-        begun, self._begun[name] = self._begun[name], []
+        begun, self.begun[name] = self.begun[name], []
         return begun

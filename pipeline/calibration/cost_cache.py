@@ -24,8 +24,8 @@ from msgspec import Meta
 from pipeline.errors import PolicyError
 from pipeline.policies.costs import Costs
 from protocol.errors import NotPrivate
-from protocol.files import check_private, make_folders, read_small
-from shm.atomic_file import atomic_file, warn_unkept
+from protocol.files import check_private, read_small
+from shm import atomic_file
 from shm.kernel_files import contents, parse_cpuinfo
 
 log = logging.getLogger(__name__)
@@ -89,12 +89,8 @@ def find(cache: Path, setting: Setting) -> Record | None:
 def keep(cache: Path, record: Record) -> None:
     """Write the record, replacing that of the same setting. A failure is logged."""
     path = cache / FOLDER / record.setting.name
-    try:
-        make_folders(path.parent)
-        with atomic_file(path) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
-    except OSError as e:
-        warn_unkept(log, f"costs could not be kept in {path.parent}, the next start measures again", e)
+    unkept = f"costs could not be kept in {path.parent}, the next start measures again"
+    atomic_file.keep(path, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n", log, unkept)
 
 
 def measured_here(cache: Path) -> list[tuple[Path, Record]]:

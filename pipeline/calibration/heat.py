@@ -11,8 +11,6 @@ time, the counts of the one that writes last stay.
 from __future__ import annotations
 
 import logging
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,9 +20,7 @@ from msgspec import Meta
 
 from pipeline.arrays import Counts
 from pipeline.policies.view import ModelShape
-from protocol.errors import NotPrivate
-from protocol.files import check_private, make_folders, read_small
-from shm.atomic_file import atomic_file, warn_unkept
+from shm.atomic_file import keep, read_kept
 from shm.disk_cache import CacheRecord, note_use
 
 NAME = "heat.json"
@@ -59,30 +55,22 @@ class Heat:
             return
         self._written = tokens
         every = counted if self.earlier is None else counted + self.earlier
-        try:
-            make_folders(self._path.parent)
-            with atomic_file(self._path) as file:
-                file.write(msgspec.json.encode(_Heat(every.tolist())))
+        unkept = f"the use of experts could not be kept in {self._path}"
+        if keep(self._path, msgspec.json.encode(_Heat(every.tolist())), log, unkept):
             note_use(self._path.parent, self._record)
-        except OSError as e:
-            warn_unkept(log, f"the use of experts could not be kept in {self._path}", e)
 
     def _read(self) -> Counts | None:
-        try:
-            raw = read_small(self._path, MAX_BYTES, flags=os.O_NOFOLLOW, check=check_private)
-            counts = np.array(msgspec.json.decode(raw, type=_Heat).counts, np.int64)
-            if counts.shape != (self._shape.layers, self._shape.experts):
-                raise ValueError("it is of another shape")
-        except FileNotFoundError:
-            return None
-        except (OSError, NotPrivate, ValueError, RecursionError) as e:
-            reason = " ".join(str(e).split())[:100]
-            log.warning(f"{self._path} is not used, experts are counted anew: {reason}")
-            with suppress(OSError):
-                self._path.unlink()
+        counts = read_kept(self._path, MAX_BYTES, self._parsed, log, "experts are counted anew")
+        if counts is None:
             return None
         note_use(self._path.parent, self._record)
         tokens = int(counts[0].sum()) // self._shape.top_k
         if tokens > LASTING_TOKENS:
             counts = (counts * (LASTING_TOKENS / tokens)).astype(np.int64)
         return counts if counts.any() else None
+
+    def _parsed(self, raw: bytes) -> Counts:
+        counts = np.array(msgspec.json.decode(raw, type=_Heat).counts, np.int64)
+        if counts.shape != (self._shape.layers, self._shape.experts):
+            raise ValueError("it is of another shape")
+        return counts

@@ -52,6 +52,7 @@ from protocol.machines import (
 HELLO_SECONDS = 0.25  # between two HostHellos to a host that is not ready
 PING_SECONDS, IDLE_PING_SECONDS = 0.05, 1.0  # between two Pings to one that owes an answer, to another
 HEDGE_SECONDS = 0.3  # of silence, after which a machine that owes an answer counts as silent
+LOST_SECONDS = 1.0  # the same, after which its step may be interrupted: before that it may only be busy
 SMOOTH = 1 / 16  # weight of an answer in a mean
 LOOK_SECONDS = 0.02  # between two looks for what is late
 SLICE_MS = 10  # of a wait
@@ -128,7 +129,11 @@ class Link:
     @property
     def silent(self) -> bool:
         """It has not answered for a while."""
-        return self.unheard_since > 0 and time.monotonic() - self.unheard_since > HEDGE_SECONDS
+        return self.unheard(HEDGE_SECONDS)
+
+    def unheard(self, seconds: float) -> bool:
+        """It owes an answer, and has sent nothing for so long."""
+        return self.unheard_since > 0 and time.monotonic() - self.unheard_since > seconds
 
     def look(self) -> None:
         """Notice why there is no connection."""
@@ -289,7 +294,7 @@ class Machines:
             self.abandon(question)
             self._waited_at = 0.0
             raise ShardFailed(f"for {WAIT_LIMIT:.0f} s there was no answer: {self._why(missing)}")
-        if any(self._lost(question, lane) for lane in missing) and self._interrupted():
+        if any(self._lost(question, lane, LOST_SECONDS) for lane in missing) and self._interrupted():
             self.abandon(question)
             raise StepInterrupted(f"waiting for {self._why(missing)}")
 
@@ -485,9 +490,9 @@ class Machines:
         missing = [lane for lane in self._copies & set(question.pieces) if lane not in question.answers]
         return [lane for lane in missing if self._lost(question, lane)]
 
-    def _lost(self, question: Question, lane: int) -> bool:
-        """Returns whether nobody who answers computes a lane."""
-        return not any(self._has(a) and not a.link.silent for a in question.asked.get(lane, ()))
+    def _lost(self, question: Question, lane: int, seconds: float = HEDGE_SECONDS) -> bool:
+        """Returns whether nobody who has answered for so long computes a lane."""
+        return not any(self._has(a) and not a.link.unheard(seconds) for a in question.asked.get(lane, ()))
 
     def _has(self, asked: Asked) -> bool:
         """Returns whether the process that was asked is still the one that would answer."""

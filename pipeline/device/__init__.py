@@ -17,9 +17,8 @@ def open_devices(config: EngineConfig, cache: Path | None = None) -> list[Device
     errors as of `open_device`."""
     if config.kind != "cuda":
         return [open_device(config.kind, cache)] * max(1, len(config.cards))
-    if not config.cards:
-        return [open_device("cuda", cache)]
-    return [open_device("cuda", cache, card.number) for card in config.cards]
+    numbers: list[int | None] = [card.number for card in config.cards] or [None]
+    return [open_device("cuda", cache, number) for number in numbers]
 
 
 def open_device(name: str, cache: Path | None = None, number: int | None = None) -> Device:

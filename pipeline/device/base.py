@@ -74,8 +74,8 @@ class LayerSum(Protocol):
         in the slab, uint8. Of one item they come in their order, also from one call to the next."""
 
     def result(self) -> Added:
-        """The sum, item after item, of the items' weights times the sums of their tiles so far. Called
-        once."""
+        """The sum, item after item, of the items' weights times the sums of their tiles, which all have been
+        added. Called once."""
 
 
 class DeviceKernel(Protocol):
@@ -89,7 +89,7 @@ class DeviceKernel(Protocol):
         self, x: Any, cuts: IntArray, offsets: IntArray, rows: IntArray, weights: FloatArray
     ) -> LayerSum:
         """A share whose item i has the rows rows[offsets[i]:offsets[i + 1]] of x, float32 [R, H] or its
-        rounded `inputs`, with the weights at the same places, and at most cuts[i] tiles. The result's bits
+        rounded `inputs`, with the weights at the same places, and cuts[i] tiles, 1 or more. The result's bits
         depend on these and on the tiles alone, not on how many are added together."""
 
 

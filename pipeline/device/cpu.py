@@ -22,7 +22,6 @@ from pipeline.device.base import (
     SlabMemory,
     heads_of,
 )
-from pipeline.device.tile_sums import TileByTile
 from pipeline.errors import NoRoom
 from protocol.messages import AttachSlab
 from shm.floe import FloeFormat
@@ -37,6 +36,7 @@ from workers.kernels.channels import ChannelInputs, ChannelKernel
 from workers.kernels.matrix import HostMatrix
 from workers.kernels.native import Library, Team, best
 from workers.kernels.reference import ReferenceChannels, UpByExpert
+from workers.kernels.tile_sums import TileByTile
 
 # Multiply-adds from which a product is faster on all cores. Below it, waking other threads costs more than
 # they compute; they do not spin, because the workers need the cores.

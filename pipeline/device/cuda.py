@@ -3,13 +3,15 @@
 torch computes on its current stream; demanded tiles are copied on another one, and predicted ones by the
 prefetch process, through CUDA IPC: these are computed once their landing was reported. A slot is written
 again only behind the fence of its last reader. Between the host and the device go page-locked buffers: only
-`to_host` waits for the stream, once a layer.
+`to_host` waits for the stream, once a layer. Compiled kernels compute tiles and matrices,
+torch what these do not take.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,19 +21,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.arrays import FloatArray, sum_on_host
+from pipeline.arrays import FloatArray, IntArray, sum_on_host
 from pipeline.device.base import (
     CONTEXT_BYTES,
     SLOT_ALIGNMENT,
     Added,
     Device,
+    DeviceChannelKernel,
+    DeviceKernel,
     SlabMemory,
     heads_of,
     spare_bytes,
 )
-from pipeline.device.cuda_kernels import KernelDevice
-from pipeline.errors import NoRoom
+from pipeline.errors import NoRoom, UsageError
 from protocol.messages import AttachSlab
+from shm.blocks import BlockFormat
+from shm.floe import FloeFormat
+from shm.formats import Bytes, MatrixFormat
 from shm.layout import StoreLayout
 from shm.segment import byte_size
 from shm.store import Store
@@ -47,12 +53,20 @@ from workers.cuda import (
     lasting_error,
 )
 from workers.cuda_copier import CudaCopier
+from workers.kernels.cuda import attention
+from workers.kernels.cuda.attention import DecodeAttention
+from workers.kernels.cuda.compiler import Program
+from workers.kernels.cuda.experts import CudaExperts
+from workers.kernels.cuda.launcher import CudaLauncher
+from workers.kernels.cuda.matrix import CudaChannels, CudaMatrix
+from workers.kernels.cuda.products import fits
+from workers.kernels.cuda.sums import SUMS, TERM, OutputSums, Weighted
+from workers.kernels.native import best
+from workers.kernels.tile_sums import TorchKernel
 
 BLOCK = 1 << 21  # cudaMalloc places smaller allocations in a shared block, and IPC exports whole blocks
 FLASH = (8, 0)  # the least compute capability with flash attention
 FLOAT = 4  # bytes
-# Of arrays that are copied to the device.
-DTYPES = {"float32": torch.float32, "int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8}
 
 
 class _Fence:
@@ -72,7 +86,7 @@ class _Fence:
         return event if self._reads == self._device.reads else None  # else `to_host` has waited since
 
 
-class CudaDevice(KernelDevice):
+class CudaDevice(Device):
     """A CUDA device."""
 
     name = "cuda"
@@ -80,8 +94,9 @@ class CudaDevice(KernelDevice):
     process_bytes = CONTEXT_BYTES
 
     def __init__(self, cache: Path | None = None, number: int | None = None) -> None:
-        """`number`: of the device; None: the present one. `cache` as KernelDevice."""
-        super().__init__(cache)
+        """`number`: of the device; None: the present one. `cache`: a folder of compiled kernels."""
+        self._cache = cache
+        self._launchers: dict[Program, CudaLauncher] = {}  # each is compiled once
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if number is None else number)
         self.flash = torch.cuda.get_device_capability(self.torch_device) >= FLASH
         # cuDNN's attention makes a plan for each length of a sequence: 40 to 400 ms a token.
@@ -92,9 +107,59 @@ class CudaDevice(KernelDevice):
         self._made: list[Any] = []  # all events of fences
         self.events: list[Any] = []  # of them, those that no fence uses
         self._graphs: CudaGraphs | None = None
-        self._boundary: Any = None  # an event; who waits for it keeps to the moment at which it was recorded
         self._prepared = False
         self._shared: dict[int, tuple[int, int]] = {}  # memory by its start: end, and distance on the device
+
+    def launcher(self, program: Program) -> CudaLauncher:
+        """Return the compiled kernels. Raises UsageError where they cannot be compiled."""
+        if program not in self._launchers:
+            place = self.torch_device, self._cache
+            try:
+                self._launchers[program] = CudaLauncher(program, *place, self.from_host)
+            except CudaError as e:
+                raise UsageError(f"--device cuda: no kernels for this GPU: {e}; use --device cpu") from None
+        return self._launchers[program]
+
+    def check_kernels(self) -> None:
+        """Raise UsageError where no kernels can be compiled for this GPU, or the host's have other bits."""
+        if best().variant == "portable":
+            raise UsageError("--device cuda: the CPU has no fused additions (AVX2 and FMA); use --device cpu")
+        self.launcher(SUMS)
+
+    @cached_property
+    def sums(self) -> OutputSums:
+        """What adds up a layer's outputs."""
+        return OutputSums(self.launcher(SUMS))
+
+    def weighted_lines(self, lines: Tensor, chosen: IntArray, weights: FloatArray) -> Added:
+        terms = np.zeros(chosen.size, TERM)
+        terms["first"], terms["parts"], terms["weight"] = chosen.reshape(-1), 1, weights.reshape(-1)
+        offsets = np.arange(len(chosen) + 1, dtype=np.int32) * chosen.shape[1]
+        return Weighted(lines.data_ptr(), terms, offsets, lines)
+
+    def expert_kernel(self, layout: StoreLayout) -> DeviceKernel:
+        in_torch = TorchKernel(layout, self.from_host)
+        program = Program.of_format(layout.format, layout.shape.math)
+        if program is None or not fits(layout.format, layout.shape.hidden):
+            return in_torch
+        many = None if isinstance(layout.format, BlockFormat) else in_torch
+        return CudaExperts(self.launcher(program), layout, many)
+
+    def channel_kernel(self, layout: StoreLayout) -> DeviceChannelKernel:
+        assert isinstance(layout.format, FloeFormat)
+        program = Program.of_matrices(layout.format.up)
+        channels = Program.of_channels(layout.format.rows.bits, layout.shape.math)
+        return CudaChannels(self.launcher(program), self.launcher(channels), layout)
+
+    def quantized_matrix(self, format: MatrixFormat, data: Bytes, shape: tuple[int, int]) -> CudaMatrix:
+        return CudaMatrix(self.launcher(Program.of_matrices(format)), format, data, shape)
+
+    def decode_attention(
+        self, streams: Sequence[tuple[int, int]], dtype: torch.dtype, context: int
+    ) -> DecodeAttention | None:
+        if not attention.fits(streams, dtype):
+            return None
+        return DecodeAttention(self.launcher(attention.program(dtype)), context)
 
     def heads_bytes(self, layout: StoreLayout) -> int:
         return layout.head_stride * layout.shape.experts
@@ -116,8 +181,6 @@ class CudaDevice(KernelDevice):
         if not self._prepared:
             self._prepared = True
             self.use()
-            self._boundary = blocking_event()
-            self._made.append(self._boundary)
             torch.cuda.synchronize(self.torch_device)
             torch.cuda.set_stream(torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call]
 
@@ -130,17 +193,9 @@ class CudaDevice(KernelDevice):
         call("cudaSetDevice", self.torch_device.index)
 
     def receive(self, tensor: Tensor, source: Device) -> Tensor:
-        """Enqueue the copy on the source's stream, behind what computes the tensor and what has read the
-        memory here before; this device's stream waits for it."""
-        assert isinstance(source, CudaDevice)
-        arrived = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.torch_device)
-        call("cudaEventRecord", self._boundary, self.stream)
-        call("cudaStreamWaitEvent", source.stream, self._boundary, 0)
-        places = arrived.data_ptr(), self.torch_device.index, tensor.data_ptr(), source.torch_device.index
-        call("cudaMemcpyPeerAsync", *places, tensor.nbytes, source.stream)
-        call("cudaEventRecord", source._boundary, source.stream)
-        call("cudaStreamWaitEvent", self.stream, source._boundary, 0)
-        return arrived
+        """By torch, on the source's stream: behind what computes the tensor and what has read the memory here
+        before. This device's stream waits for it."""
+        return tensor.to(self.torch_device, non_blocking=True).contiguous()
 
     @property
     def stream(self) -> int:
@@ -152,8 +207,7 @@ class CudaDevice(KernelDevice):
         joined = flat[0].contiguous() if len(flat) == 1 else torch.cat(flat, dim=1)
         # An array, not a tensor: a tensor that inference mode has made cannot be written outside it.
         pinned = self._to_host.array(joined.numel() * FLOAT)
-        kind = constant("cudaMemcpyKind").cudaMemcpyDeviceToHost
-        call("cudaMemcpyAsync", pinned.ctypes.data, joined.data_ptr(), pinned.nbytes, kind, self.stream)
+        self.copy_back(joined, pinned)
         self.wait_for_stream()
         # Copied, because the next call uses the pinned buffer again.
         columns = np.cumsum([t[0].numel() for t in tensors])[:-1]
@@ -167,7 +221,7 @@ class CudaDevice(KernelDevice):
         self._from_host.restart()
 
     def from_host(self, array: NDArray[Any]) -> Tensor:
-        tensor = torch.empty(array.shape, dtype=DTYPES[array.dtype.name], device=self.torch_device)
+        tensor = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name), device=self.torch_device)
         self.upload_to(tensor, array)
         return tensor
 
@@ -176,8 +230,17 @@ class CudaDevice(KernelDevice):
         waiting."""
         pinned = self._from_host.take(array.nbytes)
         pinned.view(array.dtype)[:] = array.reshape(-1)
+        self.copy_here(tensor, pinned)
+
+    def copy_here(self, to: Tensor, array: NDArray[Any]) -> None:
+        """Enqueue a copy of a page-locked array to a contiguous tensor."""
         kind = constant("cudaMemcpyKind").cudaMemcpyHostToDevice
-        call("cudaMemcpyAsync", tensor.data_ptr(), pinned.ctypes.data, pinned.nbytes, kind, self.stream)
+        call("cudaMemcpyAsync", to.data_ptr(), array.ctypes.data, array.nbytes, kind, self.stream)
+
+    def copy_back(self, tensor: Tensor, to: NDArray[Any]) -> None:
+        """Enqueue a copy of a contiguous tensor to a page-locked array of its size."""
+        kind = constant("cudaMemcpyKind").cudaMemcpyDeviceToHost
+        call("cudaMemcpyAsync", to.ctypes.data, tensor.data_ptr(), to.nbytes, kind, self.stream)
 
     def graphs(self) -> CudaGraphs:
         if self._graphs is None:
@@ -342,21 +405,11 @@ class CudaGraphs:
         self._failed: list[Any] = []  # graphs that could not be captured
 
     def answers(self, *shape: int) -> NDArray[np.float32]:
-        """A page-locked array for `read` and `load`, until the device is closed."""
+        """A page-locked array, until the device is closed, for copies of the device, which may be work."""
         self._pinned.append(PinnedBuffer())
         size = FLOAT * int(np.prod(shape))
         array: NDArray[np.float32] = self._pinned[-1].array(size).view(np.float32).reshape(shape)
         return array
-
-    def read(self, tensor: Tensor, to: NDArray[np.float32]) -> None:
-        """Enqueue a copy of a contiguous float32 tensor to a page-locked array; for work, too."""
-        kind = constant("cudaMemcpyKind").cudaMemcpyDeviceToHost
-        call("cudaMemcpyAsync", to.ctypes.data, tensor.data_ptr(), to.nbytes, kind, self.device.stream)
-
-    def load(self, tensor: Tensor, array: NDArray[Any]) -> None:
-        """Enqueue a copy of an array of `answers`, which must not change until `wait`; for work, too."""
-        kind = constant("cudaMemcpyKind").cudaMemcpyHostToDevice
-        call("cudaMemcpyAsync", tensor.data_ptr(), array.ctypes.data, array.nbytes, kind, self.device.stream)
 
     def wait(self) -> None:
         """Wait for all that was enqueued."""

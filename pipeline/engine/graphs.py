@@ -142,11 +142,6 @@ class StepGraphs:
             log.warning(f"CUDA graphs take {byte_size(self.taken)}: no more are captured")
         return replay
 
-    @property
-    def full(self) -> bool:
-        """The memory that is planned for graphs is taken."""
-        return self.taken > GRAPH_BYTES
-
 
 class _Failed(Exception):
     """No graph was made; the text says why."""
@@ -214,8 +209,8 @@ class Bucket:
         self._told[:] = 0
         self._table_of_sums = torch.zeros(len(self._told), dtype=torch.uint8, device=there)
         self._added: Sequence[Added] = ()  # of which the table tells
-        self._logits: dict[int, tuple[Tensor, FloatArray]] = {}  # by how many; on the device and the host
-        self._results: dict[str, tuple[Tensor, FloatArray]] = {}  # of the head
+        # On the device and the host: of so many routers their logits, and what the head gives.
+        self._results: dict[int | str, tuple[Tensor, FloatArray]] = {}
         self.computed: dict[int, DecoderLayer] = {}
         self._replays: dict[Hashable, Callable[[], None]] = {}
         self._steps = 0
@@ -266,30 +261,33 @@ class Bucket:
         return self._h[: self._rows]
 
     def before(self, layer: int, h: Tensor, probes: Sequence[int]) -> tuple[Tensor, Sequence[FloatArray]]:
-        logits, logits_host = self._room(len(probes))
+        logits, logits_host = self._logits(len(probes))
 
         def work() -> None:
             self._add_told()
             torch.stack([self._backbone.router_before(target, self._h) for target in probes], out=logits)
-            self._gpu.read(logits, logits_host)
+            self._gpu.device.copy_back(logits, logits_host)
 
         self._run(("before", *probes), work, self._h, logits)
         self._gpu.wait()
         self._told[:HEADER_BYTES] = 0  # it is added
         return self._h[: self._rows], [one[: self._rows].copy() for one in logits_host]
 
-    def _room(self, number: int) -> tuple[Tensor, FloatArray]:
-        """Room for so many routers' logits, on the device and the host."""
-        if number not in self._logits:
-            shape = number, self._bucket_rows, self._backbone.spec.experts
+    def _logits(self, number: int) -> tuple[Tensor, FloatArray]:
+        """Room for so many routers' logits."""
+        return self._room(number, number, self._bucket_rows, self._backbone.spec.experts)
+
+    def _room(self, name: int | str, *shape: int) -> tuple[Tensor, FloatArray]:
+        """Room for results of this name, on the device and the host."""
+        if name not in self._results:
             made = torch.zeros(shape, dtype=torch.float32, device=self._device.torch_device)
-            self._logits[number] = made, self._gpu.answers(*shape)
-        return self._logits[number]
+            self._results[name] = made, self._gpu.answers(*shape)
+        return self._results[name]
 
     def attend(self, layer: int, h: Tensor, own: bool, probes: Sequence[int]) -> Attended:
         probing, probes = self._probing, tuple(probes)
         self._number = number = own + len(probes)
-        logits, logits_host = self._room(number)
+        logits, logits_host = self._logits(number)
         routers = [*[layer][:own], *probes]
         looks = (
             self._memory.looks(layer, routers, self._gpu) if self.inputs is not None and self._memory else ()
@@ -303,9 +301,9 @@ class Bucket:
             routed += [probing.logits(target, attended.x) for target in probes]
             if routed:
                 torch.stack(routed, out=logits)
-                self._gpu.read(logits, logits_host)
+                self._gpu.device.copy_back(logits, logits_host)
             self._x.copy_(attended.x)
-            self._gpu.read(self._x, self._x_host)
+            self._gpu.device.copy_back(self._x, self._x_host)
             self._h.copy_(attended.h)
             if self.inputs is not None:
                 self.inputs.round(self._x)
@@ -321,7 +319,7 @@ class Bucket:
     def read(self) -> Sequence[FloatArray]:
         self._gpu.wait()
         self._told[:HEADER_BYTES] = 0  # it is added
-        _, logits = self._logits[self._number]
+        _, logits = self._logits(self._number)
         return [self._x_host[: self._rows], *(one[: self._rows].copy() for one in logits)]
 
     def add(self, added: Sequence[Added], parts: Sequence[FloatArray]) -> Tensor | None:
@@ -334,7 +332,7 @@ class Bucket:
 
     def _add_told(self) -> None:
         """Add to h what the table tells, which may be nothing."""
-        self._gpu.load(self._table_of_sums, self._told)
+        self._gpu.device.copy_here(self._table_of_sums, self._told)
         self._graphs.sums.add(self._table_of_sums.data_ptr(), self._h)
 
     def shared(self, layer: int) -> Tensor | None:
@@ -358,17 +356,13 @@ class Bucket:
             return self._backbone.answers(h, inputs)
         small = wanted == {"greedy"}
         name, width = ("greedy", WIDTH) if small else ("logits", self._backbone.spec.vocabulary)
-        if name not in self._results:
-            shape = self._bucket_rows, width
-            made = torch.zeros(shape, dtype=torch.float32, device=self._device.torch_device)
-            self._results[name] = made, self._gpu.answers(*shape)
-        result, result_host = self._results[name]
+        result, result_host = self._room(name, self._bucket_rows, width)
 
         def work() -> None:
             self._add_told()
             logits = self._backbone.head(self._backbone.finish(self._h, self._batch))
             result.copy_(greedy(logits) if small else logits)
-            self._gpu.read(result, result_host)
+            self._gpu.device.copy_back(result, result_host)
 
         self._run((name,), work, result)
         self._gpu.wait()
@@ -382,7 +376,7 @@ class Bucket:
         replay = self._replays.get(key)
         if replay is not None:
             replay()
-        elif self._captures and not self._graphs.full:
+        elif self._captures and self._graphs.planned_bytes:
             self._captures -= 1
             try:
                 self._replays[key] = self._graphs.capture(work, self._h, outputs)

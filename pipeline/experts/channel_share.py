@@ -23,7 +23,6 @@ from pipeline.counters import StepClock
 from pipeline.device import Device
 from pipeline.device.base import DeviceChannelKernel, Kept, LayerSum
 from pipeline.device.cuda import FLOAT, CudaGraphs
-from pipeline.device.tile_sums import TileSums
 from pipeline.experts.device_share import DeviceMemory, DeviceWork, Slab
 from pipeline.experts.division import Share
 from pipeline.experts.mover import Landed, Wanted
@@ -32,6 +31,7 @@ from shm.layout import StoreLayout
 from shm.mask import DENSE, NOTHING, Mask, Tally
 from workers.kernels.cuda.matrix import KEPT
 from workers.kernels.cuda.sums import TERM, Weighted
+from workers.kernels.tile_sums import TileSums
 
 Records = IntArray  # of channels that were copied: their places in the slab, counted over all slots
 
@@ -88,7 +88,7 @@ class Looked:
         sums = [numbers.flatten() for numbers in masses(self.u, kept, self._tile)]
         flags = kept.to(torch.uint8).view(-1).view(torch.float32)
         torch.cat([chosen.to(torch.int32).view(torch.float32), flags, *sums], out=self._numbers)
-        self._graphs.read(self._numbers, self._on_host)
+        self._graphs.device.copy_back(self._numbers, self._on_host)
 
     def reads(self, x: Tensor) -> bool:
         """The present layer's x is what it was computed from."""

@@ -52,9 +52,10 @@ Arrivals = list[float]  # of one client's tokens
 class Cluster:
     """The machines, their Ray and the engine. A context manager."""
 
-    def __init__(self, place: Path, options: list[str], replicas: int) -> None:
-        self.network, self._place = Network(len(NAMES), place), place
-        self.replicas, self._options = replicas, [*options, "--replicas", str(replicas)]
+    def __init__(self, place: Path, options: list[str], replicas: int, room: int = 512 << 20) -> None:
+        """`room`: bytes of the /dev/shm of each machine."""
+        self.network, self._place = Network(len(NAMES), place, room), place
+        self.replicas, self._options = replicas, options
         self._serve: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Cluster:
@@ -63,7 +64,8 @@ class Cluster:
             self._run(0, "cluster", "start", "--address", address(0), "--name", NAMES[0])
             for i in range(1, len(NAMES)):
                 self.join(i)
-            self._serve = self._launch(0, "serve", "--name", "drill", "--cluster", address(0), *self._options)
+            words = "serve", "--name", "drill", "--cluster", address(0), "--replicas", str(self.replicas)
+            self._serve = self._launch(0, *words, *self._options)
             assert self._serve.stdout is not None
             assert self._serve.stdout.readline().startswith("drill "), "the engine has not started"
         except BaseException:
@@ -82,6 +84,13 @@ class Cluster:
 
     def join(self, i: int) -> None:
         self._run(i, "cluster", "join", address(0), "--address", address(i), "--name", NAMES[i])
+
+    def try_alone(self, i: int) -> str:
+        """Returns why a machine refuses to start the engine's model by itself; "" where it does not."""
+        words = "generate", "--prompt-tokens", "1", "--max-tokens", "1", *self._options
+        process = self._launch(i, *words, stderr=subprocess.PIPE)
+        _, errors = process.communicate(timeout=LIMIT)
+        return str(errors).strip().splitlines()[-1] if process.returncode == 2 else ""
 
     def leave(self, i: int) -> None:
         self._run(i, "cluster", "stop", "--name", NAMES[i])
@@ -112,10 +121,10 @@ class Cluster:
         process.communicate(timeout=LIMIT)
         assert process.returncode == 0, (arguments, process.returncode)
 
-    def _launch(self, i: int, *arguments: str) -> subprocess.Popen[str]:
+    def _launch(self, i: int, *arguments: str, stderr: int | None = None) -> subprocess.Popen[str]:
         own = {f"XDG_{kind}_HOME": str(self._place / f"{kind}{i}") for kind in ("CACHE", "CONFIG")}
         own["XDG_STATE_HOME"] = str(self._place)  # with the token
-        return self.network.run(i, sys.executable, str(ROOT / "launch.py"), *arguments, **own)
+        return self.network.run(i, sys.executable, str(ROOT / "launch.py"), *arguments, stderr=stderr, **own)
 
 
 class Faults:
@@ -186,7 +195,8 @@ class Faults:
         await asyncio.to_thread(self._cluster.switch_on, i)
 
     async def machine_stood_in(self, i: int) -> None:
-        """A machine stays away until another one has its part, and comes back."""
+        """A machine stays away until another one has its part, and comes back to a liaison that has not seen
+        that."""
         others = [other for other in range(len(NAMES)) if other != i]
 
         def hosts() -> int:
@@ -194,11 +204,13 @@ class Faults:
 
         before = hosts()
         await asyncio.to_thread(self._cluster.switch_off, i)
-        if not self._cluster.replicas:
+        await asyncio.sleep(2)
+        if not self._cluster.replicas:  # else nobody needs to
             async with asyncio.timeout(LIMIT):
                 while await asyncio.to_thread(hosts) == before:  # noqa: ASYNC110 - of other processes
                     await asyncio.sleep(0.5)
             await asyncio.sleep(5)  # it answers
+            self._kill(0, LIAISON)
         await asyncio.to_thread(self._cluster.switch_on, i)
 
     def _kill(self, i: int, word: str) -> None:

@@ -15,8 +15,9 @@ ROOT = Path(__file__).parents[2]
 class Network:
     """So many machines, whose addresses are 10.77.0.10 + i. A context manager. Needs root."""
 
-    def __init__(self, machines: int, place: Path) -> None:
-        self._prefix, self._place = f"tc{os.getpid()}", place
+    def __init__(self, machines: int, place: Path, room: int) -> None:
+        """`room`: bytes of the /dev/shm of each."""
+        self._prefix, self._place, self._room = f"tc{os.getpid()}", place, room
         self._count = machines
         self._inits: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -44,7 +45,7 @@ class Network:
 
     def switch_on(self, i: int) -> None:
         """Start a machine's first process, which owns its processes and its shared memory."""
-        mounts = "mount -t proc proc /proc && mount -t tmpfs -o size=512m tmpfs /dev/shm"
+        mounts = f"mount -t proc proc /proc && mount -t tmpfs -o size={self._room} tmpfs /dev/shm"
         inside = f"{mounts} && echo on && exec sleep infinity"
         unshare = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", inside]
         init = subprocess.Popen(
@@ -72,13 +73,16 @@ class Network:
         path.mkdir(mode=0o700, exist_ok=True)
         return path
 
-    def run(self, i: int, *command: str, **environment: str) -> subprocess.Popen[str]:
+    def run(
+        self, i: int, *command: str, stderr: int | None = None, **environment: str
+    ) -> subprocess.Popen[str]:
         """Run a program on a machine."""
         own = {"XDG_RUNTIME_DIR": str(self.runtime(i)), "PYTHONPATH": str(ROOT)}
         return subprocess.Popen(
             [*self._enter(i), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             env=os.environ | own | environment,
         )

@@ -15,7 +15,7 @@ import pytest
 from cluster_heads import KEYS, PLAN, TILE, host_config, hosts, machine, pid_of, restart
 
 from launch.processes.supervisor import Supervisor
-from pipeline.config import EngineConfig, MachineList
+from pipeline.config import EngineConfig, LanePlan, MachineList
 from protocol.client import Client
 from protocol.errors import RequestFailed
 
@@ -56,6 +56,28 @@ async def test_tokens_of_three_machines_are_those_of_one(three_tiles: Path, form
             assert (await asked.result()).tokens == expected[:40]
             stats = await client.stats()
     assert [known["state"] for known in stats["machines"]] == ["ready", "ready"]
+
+
+@pytest.mark.parametrize("format", ["int4", "int8"])
+async def test_equal_lanes_have_equal_bits_also_of_unequal_machines(three_tiles: Path, format: str) -> None:
+    lanes = LanePlan((0, 1, 3), (0, 1), pieces=2, rows=64)
+    config = replace(CONFIG, model=three_tiles, format=format, name=f"t{os.getpid()}-bits", lanes=lanes)
+
+    async def bits(client: Client) -> list[tuple[int, float]]:
+        answer = client.generate(token_ids=[5, 6, 7, 8, 9], max_tokens=24, ignore_eos=True)
+        return [(token.token, token.margin) async for token in answer]
+
+    async with Supervisor(config, log_level="WARNING") as one, Client.connect(one.endpoint) as client:
+        expected = await bits(client)
+    unequal = host_config(three_tiles, 1, format=format, lanes=replace(lanes, held=(1,)))
+    with hosts(unequal) as (keeper,):
+        machines = MachineList((machine(keeper.place()),), *KEYS)
+        config = replace(config, workers=1, lanes=replace(lanes, held=(0,)))
+        async with (
+            Supervisor(config, log_level="WARNING", machines=machines) as several,
+            Client.connect(several.endpoint) as client,
+        ):
+            assert await bits(client) == expected
 
 
 async def running(client: Client, count: int) -> None:

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from pipeline.device import cuda
 from pipeline.device.base import DeviceChannelKernel, DeviceKernel
-from pipeline.device.cuda_kernels import TorchKernel
 from shm.layout import StoreLayout
 from workers.kernels.cuda.attention import DecodeAttention
 from workers.kernels.cuda.compiler import Program
 from workers.kernels.reference import ReferenceChannels
+from workers.kernels.tile_sums import TorchKernel
 
 
 @contextmanager

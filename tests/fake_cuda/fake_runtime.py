@@ -332,15 +332,6 @@ class FakeRuntime:
         self._stream(stream).put(copy)
         return (0,)
 
-    def cudaMemcpyPeerAsync(
-        self, to: int, to_device: int, source: int, device: int, size: int, stream: int
-    ) -> tuple[int]:
-        """All devices have one memory here. It lands in pieces on streams other than torch's."""
-        self.calls["cudaMemcpyPeerAsync"] += 1
-        kind = self.cudaMemcpyKind.cudaMemcpyDeviceToHost
-        self.calls["cudaMemcpyAsync"] -= 1
-        return self.cudaMemcpyAsync(to, source, size, kind, stream)
-
     def _one_piece(self, source: int, size: int) -> bool:
         with self._lock:
             touched = [(a, b) for a, b in self.registered.items() if a < source + size and source < b]

@@ -1,13 +1,16 @@
-"""The check on a GPU (benchmarks/gpu) where there is none: its limits and archives."""
+"""The check on a GPU (benchmarks/gpu) where there is none: its limits, archives and environment."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 from benchmarks.gpu import __main__ as check
+from benchmarks.gpu import carried
 from benchmarks.gpu.__main__ import run_all
 from benchmarks.gpu.stages import FIGURES, STAGES, Stage
 from launch.command_line.options import parse
@@ -69,6 +72,36 @@ def test_stages_end_at_their_limits_and_the_next_go_on(tmp_path: Path, monkeypat
     assert not is_running(int(files["hangs.txt"]))  # what a stage has started ends with it
     assert [path.name for path in tmp_path.iterdir()] == ["facts.tar.gz"]
     assert capsys.readouterr().err.endswith("no GPU: 1 of 6 stages were skipped: torch sees no CUDA device\n")
+
+
+def test_nothing_is_measured_without_a_build(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(check, "COMPILED", python("build", "print('no compiler'); raise SystemExit(1)"))
+    ended = list(run_all([python("measures", "")], None, tmp_path))
+    assert [one.ended for one in ended] == ["failed: exit code 1"]
+    assert endings(tmp_path / "facts.tar.gz") == {"build": "failed: exit code 1"}
+    said = capsys.readouterr().err
+    assert said.endswith("no compiler\nfacts: build: failed: exit code 1; so nothing is measured\n")
+
+
+def test_an_environment_has_the_wheels_and_the_packages_of_the_python_that_makes_it(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """That Python is an environment's, as this one is: an environment's own are not its system's."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    name = "carriedalong-1.0-py3-none-any.whl"
+    described = "carriedalong-1.0.dist-info"
+    with zipfile.ZipFile(wheels / name, "w", zipfile.ZIP_DEFLATED) as wheel:
+        wheel.writestr("carriedalong.py", "WORD = 'here'\n")
+        wheel.writestr(f"{described}/METADATA", "Metadata-Version: 2.1\nName: carriedalong\nVersion: 1.0\n")
+        wheel.writestr(f"{described}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{described}/RECORD", "")
+    carried.pack(wheels, tmp_path)
+    monkeypatch.setattr(carried, "required", lambda: ["carriedalong", "msgspec", "torch"])
+    carried.install(tmp_path, tmp_path / "place")
+    code = "import carriedalong, msgspec; print(carriedalong.WORD)"
+    done = subprocess.run([tmp_path / "place/bin/python", "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("here\n", "")
 
 
 def test_the_engines_commands_are_understood() -> None:

@@ -136,7 +136,8 @@ async def test_a_start_that_cannot_have_experts_on_disk_says_why(
 ) -> None:
     least = await _refused(start_engine, replace(on_disk, host_memory=EXPERT))
     assert "the experts of two layers must fit" in least
-    device = await _refused(start_engine, replace(on_disk, policy="floe", format="floe-u8"))
+    floe: dict[str, Any] = {"policy": "floe", "format": "floe-u8", "host_memory": HALF // 2}
+    device = await _refused(start_engine, replace(on_disk, **floe))
     assert "has the up matrices of all experts on the device" in device
     folder = tmp_path / "cache"
     folder.write_text("no folder")

@@ -14,7 +14,6 @@ from kernel_runs import any_matrix, plain_expert
 from quantized_cases import BLOCKS, QUANTIZED
 
 from pipeline.device.cuda import CudaDevice
-from pipeline.device.cuda_kernels import FewRows, TorchKernel
 from shm.blocks import BlockFormat
 from shm.floe import FloeFormat
 from shm.layout import ExpertShape, StoreLayout, format_named
@@ -22,6 +21,7 @@ from workers.kernels.channels import ChannelKernel
 from workers.kernels.cuda.experts import CudaExperts
 from workers.kernels.cuda.matrix import CudaChannels
 from workers.kernels.matrix import HostMatrix
+from workers.kernels.tile_sums import TorchKernel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -48,10 +48,10 @@ def test_layers_have_the_bits_of_the_host(device: CudaDevice, hidden: int, group
         layer = made(format, hidden, groups, 3, number, 5, "random", "normal", "normal", seed=number)
         kernel = device.expert_kernel(layer.layout)
         assert isinstance(kernel, CudaExperts)
-        random, computed = np.random.default_rng(number), [cut for _, cut in layer.items]
-        resident = [int(random.integers(0, cut + 1)) for cut in computed]
-        found = on_device(kernel, device.torch_device, layer, resident, computed, number, device.sums)
-        same(found, on_host(host("fused"), layer, computed))
+        random = np.random.default_rng(number)
+        resident = [int(random.integers(0, cut + 1)) for _, cut in layer.items]
+        found = on_device(kernel, device.torch_device, layer, resident, number, device.sums)
+        same(found, on_host(host("fused"), layer))
 
 
 def test_tiles_in_the_hosts_memory_have_the_same_bits(device: CudaDevice) -> None:
@@ -70,7 +70,7 @@ def test_tiles_in_the_hosts_memory_have_the_same_bits(device: CudaDevice) -> Non
     share = device.expert_kernel(layer.layout).begin(x, np.array([2, 2], np.int32), offsets, rows, weights)
     places = [(item, tile) for item in range(2) for tile in range(2)]
     share.add([(item, tile, locked[item, tile * size :][:size]) for item, tile in places])
-    same(device.total([share.result()], (), x.shape).cpu().numpy(), on_host(host("fused"), layer, [2, 2]))
+    same(device.total([share.result()], (), x.shape).cpu().numpy(), on_host(host("fused"), layer))
 
 
 @pytest.mark.parametrize(("hidden", "tile"), [(4096, 448), (300, 100), (63, 7)])
@@ -79,7 +79,7 @@ def test_plain_tiles_are_near_the_exact_numbers(device: CudaDevice, hidden: int,
     random = np.random.default_rng(1)
     layout, (gate, up, down), data = plain_expert(random, hidden, tile, 2)
     kernel, size = device.expert_kernel(layout), layout.tile_bytes
-    assert isinstance(kernel, FewRows)
+    assert isinstance(kernel, CudaExperts)
     tiles = [(0, i, torch.from_numpy(data[i * size :][:size]).to(device.torch_device)) for i in range(2)]
     found = {}
     for number in (1, 3, 8, 9, 64):
@@ -98,18 +98,18 @@ def test_plain_tiles_are_near_the_exact_numbers(device: CudaDevice, hidden: int,
 def test_extreme_numbers_have_the_bits_of_the_host(device: CudaDevice, kind: str) -> None:
     for format in BLOCKS:
         layer = made(format, 200, 2, 2, 20, 3, "either", "mixed", kind, seed=1)
-        computed = [cut for _, cut in layer.items]
+        every = [cut for _, cut in layer.items]
         kernel = device.expert_kernel(layer.layout)
-        found = on_device(kernel, device.torch_device, layer, computed, computed, 1)
-        same(found, on_host(host("fused"), layer, computed))
+        found = on_device(kernel, device.torch_device, layer, every, 1)
+        same(found, on_host(host("fused"), layer))
 
 
 @pytest.mark.parametrize("format", BLOCKS)
 def test_torch_computes_nearly_the_same(device: CudaDevice, format: str) -> None:
     layer = made(format, 512, 2, 2, 12, 4, "random", "normal", "normal", seed=2)
-    computed = [cut for _, cut in layer.items]
+    every = [cut for _, cut in layer.items]
     found, expected = (
-        on_device(kernel, device.torch_device, layer, computed, computed, 2)
+        on_device(kernel, device.torch_device, layer, every, 2)
         for kernel in (device.expert_kernel(layer.layout), TorchKernel(layer.layout, device.from_host))
     )
     assert np.abs(found - expected).max() <= 0.02 * np.abs(expected).max()

@@ -19,8 +19,7 @@ from pipeline.device.base import DeviceKernel, LayerSum
 from shm.blocks import BlockFormat
 from shm.expert_math import SWIGLU, ExpertMath
 from shm.layout import Bytes, ExpertShape, Float32, StoreLayout, format_named
-from workers.kernels.cuda.compiler import Program
-from workers.kernels.cuda.sums import OutputSums
+from workers.kernels.cuda.sums import SUMS, OutputSums
 from workers.kernels.native import Library, best, load
 
 
@@ -89,16 +88,12 @@ def made(
     )
 
 
-def on_host(library: Library, layer: Layer, computed: Sequence[int]) -> Float32:
-    """`computed`: tiles of each item."""
+def on_host(library: Library, layer: Layer) -> Float32:
     kernel, y = kernel_of(library, layer.layout), np.zeros_like(layer.x)
     x = kernel.quantize(layer.x)
-    for (expert, _), tiles, rows, weights in zip(
-        layer.items, computed, layer.rows, layer.weights, strict=True
-    ):
-        if tiles:
-            part = kernel.tiles(layer.data[expert, : tiles * layer.layout.tile_bytes], x, rows)
-            y[rows] += part * weights[:, None]
+    for (expert, tiles), rows, weights in zip(layer.items, layer.rows, layer.weights, strict=True):
+        part = kernel.tiles(layer.data[expert, : tiles * layer.layout.tile_bytes], x, rows)
+        y[rows] += part * weights[:, None]
     return y
 
 
@@ -122,13 +117,12 @@ def on_device(
     device: torch.device,
     layer: Layer,
     resident: Sequence[int],
-    computed: Sequence[int],
     seed: int,
     sums: OutputSums | None = None,
 ) -> Float32:
     """Tiles in slots in any order: `resident` of each item at once, the rest one by one."""
     random, size = np.random.default_rng(seed), layer.layout.tile_bytes
-    wanted = [(item, tile) for item, number in enumerate(computed) for tile in range(number)]
+    wanted = [(item, tile) for item, (_, number) in enumerate(layer.items) for tile in range(number)]
     slots = random.permutation(len(wanted) + 2)[: len(wanted)]
     places, slab = {}, slots_of(device, len(wanted) + 2, size)
     for (item, tile), slot in zip(wanted, slots.tolist(), strict=True):
@@ -150,6 +144,6 @@ def on_device(
 
 def total_of(share: LayerSum, x: torch.Tensor, sums: OutputSums | None = None) -> Float32:
     """Add a share up as the layer's only output; `sums`: of a GPU."""
-    sums, y = sums or OutputSums(EmulatedLauncher(library(Program.of_sums()))), torch.full_like(x, torch.nan)
+    sums, y = sums or OutputSums(EmulatedLauncher(library(SUMS))), torch.full_like(x, torch.nan)
     sums.total(y, [share.result()], [])
     return y.cpu().numpy()

@@ -274,7 +274,7 @@ DEVICE uint4 read_once(const uint4 *from) { return emulation::aligned(from); }
 DEVICE uint32_t read_once(const uint32_t *from) { return emulation::aligned(from); }
 DEVICE uint32_t read_once(const uint16_t *from) { return emulation::aligned(from); }
 DEVICE uint32_t read_once(const uint8_t *from) { return *from; }
-DEVICE float read_host(const float *from) { return emulation::aligned(from); }
+DEVICE float __ldcv(const float *from) { return emulation::aligned(from); }
 DEVICE float __fadd_rn(float a, float b) { return a + b; }
 DEVICE float __fsub_rn(float a, float b) { return a - b; }
 DEVICE float __fmul_rn(float a, float b) { return a * b; }

@@ -26,7 +26,7 @@ from shm.mask import DENSE, Mask
 from workers.kernels.channels import ChannelKernel
 from workers.kernels.cuda.compiler import Program
 from workers.kernels.cuda.matrix import CudaChannels
-from workers.kernels.cuda.sums import OutputSums
+from workers.kernels.cuda.sums import SUMS, OutputSums
 from workers.kernels.native import store_kernel
 from workers.kernels.reference import ReferenceChannels
 
@@ -86,7 +86,7 @@ def test_what_one_row_keeps_is_what_a_worker_computes(case: str, tmp_path: Path)
         heads = parts.device.load_heads(store, range(SHAPE.layers))
         slab = Slab(parts.slab, 9, parts.link, parts.copier)
         memory = ChannelMemory(MODEL, parts.device, slab, kernel, heads, store.layout)
-        sums = OutputSums(EmulatedLauncher(library(Program.of_sums())))
+        sums = OutputSums(EmulatedLauncher(library(SUMS)))
         x = np.random.default_rng(2).standard_normal((1, SHAPE.hidden)).astype(np.float32)
         for mask in (Mask(threshold=0.8), Mask(share=0.25), Mask(threshold=1e9), DENSE):
             found = []

@@ -17,6 +17,7 @@ from launch.cache.command import scan
 from workers.cuda import CudaError
 from workers.kernels.cuda import attention, compiler
 from workers.kernels.cuda.compiler import Nvrtc, Program
+from workers.kernels.cuda.sums import SUMS
 
 CASES = [
     ("int4", 80),
@@ -39,7 +40,6 @@ LONG += [*(("int4", one) for one in ARCHITECTURES), ("bf16", 120), ("fp8", 80)]
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in LONG if case not in CASES]
 
 
-PROGRAM = Program.of_sums()  # compiles fastest
 VERBOSE = "--ptxas-options=-v"
 
 
@@ -92,18 +92,18 @@ def test_no_kernel_of_one_row_spills(format: str, architecture: int) -> None:
 
 @pytest.mark.usefixtures("nvrtc")
 def test_compiled_kernels_are_kept_and_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cubin = compiler.compiled(PROGRAM, (9, 0), tmp_path)
+    cubin = compiler.compiled(SUMS, (9, 0), tmp_path)
     assert cubin.startswith(b"\x7fELF")
     (kept,) = (tmp_path / "kernels").iterdir()
     assert (kept.stat().st_mode & 0o777, kept.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     kept.write_bytes(b"\x7fELF and more")
-    assert compiler.compiled(PROGRAM, (9, 0), tmp_path) == b"\x7fELF and more"
+    assert compiler.compiled(SUMS, (9, 0), tmp_path) == b"\x7fELF and more"
     kept.chmod(0o666)
     with caplog.at_level(logging.WARNING):
-        assert compiler.compiled(PROGRAM, (9, 0), tmp_path) == cubin
+        assert compiler.compiled(SUMS, (9, 0), tmp_path) == cubin
     assert "compiled again" in caplog.text
     kept.write_bytes(b"")
-    assert compiler.compiled(PROGRAM, (9, 0), tmp_path) == cubin
+    assert compiler.compiled(SUMS, (9, 0), tmp_path) == cubin
     (entry,) = [one for one in scan(tmp_path) if one.on_disk]
     assert (entry.kind, entry.size) == ("kernels", len(cubin))
 
@@ -113,27 +113,41 @@ def test_what_does_not_compile_is_refused_with_the_compilers_words() -> None:
     with pytest.raises(CudaError, match="error: identifier"):
         compiler.compiled(Program("tiles.cu", (("BITS", 4), ("GROUP", 64))), (9, 0), None)
     with pytest.raises(CudaError, match="INVALID_OPTION"):
-        compiler.compiled(PROGRAM, (12, 9), None)
+        compiler.compiled(SUMS, (12, 9), None)
 
 
 def test_an_older_gpu_is_refused() -> None:
     with pytest.raises(CudaError, match=r"compute capability 8\.0 or newer"):
-        compiler.compiled(PROGRAM, (7, 5), None)
+        compiler.compiled(SUMS, (7, 5), None)
 
 
 # --- loads under way, by the machine code ------------------------------------------------------------------
 
-# Least bytes of a lane under way, of most kernels; a lane that waits for each load of 4 bytes has 4 to 7.
-LEAST = {"int4": 28, "bf16": 17, "channels-bf16": 17, "channels-int8": 28, "channels-int4": 24}
-FOUR_UNITS = 16  # of kernels of 32 rows, which have the registers for one record only
-# Whose loads ptxas moves to where they are used: 5 and 11 bytes are under way there.
-KNOWN = {("bf16", 120): {"down_4", "down_8"}}
-LOOPS = [("int4", one) for one in ARCHITECTURES] + [("bf16", 90)]
-LOOPS += [pytest.param("bf16", one, marks=pytest.mark.slow) for one in ARCHITECTURES if one != 90]
+# Least bytes of a lane under way: of kernels that compute one row, and of those for more alone, which have
+# registers for fewer records. A lane that waits for each load of 4 bytes has 4 to 7.
+LEAST = {
+    "int4": (60, 16),
+    "int8": (100, 50),
+    "q4_0": (40, 10),
+    "mxfp4": (35, 12),
+    "nvfp4": (22, 7),
+    "bf16": (30, 16),
+    "fp8": (20, 12),
+}
+OF_CHANNELS = {"channels-bf16": 17, "channels-int8": 28, "channels-int4": 24}
+KNOWN = {("bf16", 80): {"down_8"}}  # which has 12
+OFTEN = [("int8", 90), ("q4_0", 90), ("mxfp4", 80), ("nvfp4", 120), ("bf16", 90), ("fp8", 90)]
+LOOPS = [*(("int4", one) for one in ARCHITECTURES), *OFTEN]
+LOOPS += [
+    pytest.param(format, one, marks=pytest.mark.slow)
+    for format in LEAST
+    for one in ARCHITECTURES
+    if (format, one) not in LOOPS
+]
 CHANNELS = [("channels-bf16", 90), ("channels-int4", 90)]
 CHANNELS += [
     pytest.param(format, one, marks=pytest.mark.slow)
-    for format in ("channels-bf16", "channels-int8", "channels-int4")
+    for format in OF_CHANNELS
     for one in ARCHITECTURES
     if one != 90 or format == "channels-int8"
 ]
@@ -154,24 +168,20 @@ def under_way(format: str, architecture: int) -> dict[str, float]:
 @pytest.mark.parametrize(("format", "architecture"), LOOPS)
 def test_loads_are_under_way_while_others_are_multiplied(format: str, architecture: int) -> None:
     found = under_way(format, architecture)
-    limits = (8, 32) if format == "int4" else (1, 2, 4, 8)
+    limits = (1, 2, 4, 8) if format in ("bf16", "fp8") else (8, 32)
     names = {f"{kernel}_{limit}" for kernel in ("gate_up", "down") for limit in limits}
     assert set(found) == names | {"gate_up_1"}
-    short = {
-        kernel: bytes
-        for kernel, bytes in found.items()
-        if bytes < (FOUR_UNITS if kernel.endswith("_32") else LEAST[format])
-    }
+    of_row = {"gate_up_1", f"gate_up_{limits[0]}", f"down_{limits[0]}"}
+    row, more = LEAST[format]
+    short = {name: bytes for name, bytes in found.items() if bytes < (row if name in of_row else more)}
     assert set(short) == KNOWN.get((format, architecture), set()), short
-    row = min(found["gate_up_1"], found[f"gate_up_{limits[0]}"], found[f"down_{limits[0]}"])
-    assert row >= (60 if format == "int4" else 30)
 
 
 @pytest.mark.parametrize(("format", "architecture"), CHANNELS)
 def test_records_of_channels_are_under_way_too(format: str, architecture: int) -> None:
     found = under_way(format, architecture)
     assert set(found) == {"gates", "downs"}
-    assert min(found.values()) >= LEAST[format], found
+    assert min(found.values()) >= OF_CHANNELS[format], found
 
 
 def test_a_loop_that_waits_for_each_load_is_told_from_one_that_loads_ahead() -> None:

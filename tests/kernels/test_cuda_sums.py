@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from kernel_runs import quick
 
 from pipeline.arrays import sum_on_host
-from workers.kernels.cuda.compiler import Program
-from workers.kernels.cuda.sums import HEADER_BYTES, TERM, OutputSums, Weighted, sums_table, table_room
+from workers.kernels.cuda.sums import HEADER_BYTES, SUMS, TERM, OutputSums, Weighted, sums_table, table_room
 
 SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, 3e38, -3e38], np.float32)
 
@@ -30,7 +29,7 @@ SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, 3e38, -3e38], np.
 @example(9, 32, 1, False, 2)
 def test_parts_are_added_in_their_order(number, rows, hidden, special, seed) -> None:
     random = np.random.default_rng(seed)
-    sums = OutputSums(EmulatedLauncher(library(Program.of_sums())))
+    sums = OutputSums(EmulatedLauncher(library(SUMS)))
     parts = []
     for _ in range(number):
         part = random.standard_normal((rows, hidden)).astype(np.float32)

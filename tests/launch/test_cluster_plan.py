@@ -143,3 +143,5 @@ def test_a_machine_that_is_back_is_stood_in_for_no_longer() -> None:
     assert stand_ins.end("c") == ["b"]
     assert stand_ins.now("c") is None
     assert stand_ins.begin("c", {"b", "d"}, failed=False) == "b", "for the next loss"
+    after_restart = StandIns({"c": ["b", "d"]}, {("c", "d")})
+    assert after_restart.end("c") == ["d"]

@@ -64,8 +64,9 @@ def two_devices(model: Path, folder: Path) -> Iterator[tuple[Engine, Engine, Fak
         yield alone, both, runtime
 
 
-def test_a_boundary_between_devices_is_five_calls_and_no_wait(tiny_model, tmp_path) -> None:
-    """And the batch's tokens and positions, which the second device needs too; the bits do not change."""
+def test_a_boundary_between_devices_is_no_wait(tiny_model, tmp_path) -> None:
+    """But a copy of torch, and the batch's tokens and positions, which the second device needs too; the bits
+    do not change."""
     tmp_path.chmod(0o700)
     with two_devices(tiny_model, tmp_path) as (alone, both, runtime):
         spent = []
@@ -76,8 +77,7 @@ def test_a_boundary_between_devices_is_five_calls_and_no_wait(tiny_model, tmp_pa
         (expected, one), (logits, two) = spent
         for ours, theirs in zip(logits, expected, strict=True):
             np.testing.assert_array_equal(ours, theirs)
-        more = Counter({"cudaEventRecord": 2, "cudaStreamWaitEvent": 2, "cudaMemcpyPeerAsync": 1})
-        assert two - one == more + Counter({"cudaMemcpyAsync": 2})
+        assert two - one == Counter({"cudaMemcpyAsync": 2})
         expected = texts(alone, "all-host")
         for preset in ("on-demand", "layerwise", "fiddler", "random"):
             agree(texts(both, preset), expected)
@@ -124,4 +124,3 @@ def test_graphs_of_two_devices_compute_what_one_computes_without(tiny_model, tmp
             other.advance(1)
         assert calls["graph launches"] == LAYERS + 4  # embeddings, the head, and both sides of the boundary
         assert calls["cudaStreamSynchronize"] == LAYERS + 1
-        assert calls["cudaEventRecord"] + calls["cudaStreamWaitEvent"] + calls["cudaMemcpyPeerAsync"] == 5

@@ -99,7 +99,7 @@ def test_a_layer_launches_few_kernels_and_waits_once(engine) -> None:
 
 
 def test_kernels_of_other_bits_than_the_hosts_are_refused(monkeypatch) -> None:
-    monkeypatch.setattr("pipeline.device.cuda_kernels.best", lambda: load("portable"))
+    monkeypatch.setattr("pipeline.device.cuda.best", lambda: load("portable"))
     with counting_device() as (device, _), pytest.raises(UsageError, match="no fused additions"):
         device.check_kernels()
 

@@ -34,11 +34,6 @@ def fits(streams: Sequence[tuple[int, int]], dtype: torch.dtype) -> bool:
     return all(width <= most and width % vector == 0 for _, width in streams)
 
 
-def bits_of(number: float) -> int:
-    """Returns a float32 as a kernel's argument."""
-    return int(np.float32(number).view(np.uint32))
-
-
 @dataclass(frozen=True)
 class Rows:
     """The places of a layer's numbers of each row, by addresses on the device."""
@@ -101,8 +96,8 @@ class DecodeAttention:
         self._launch(
             f"attend_{limit}", number * kv_heads * -(-group // limit) * chunks,
             q.data_ptr(), q.stride(0), *_places(rows),
-            kv_heads, group, width, value_width, wide, window or 0, chunks, bits_of(scale),
-            parts.data_ptr(),
+            kv_heads, group, width, value_width, wide, window or 0, chunks,
+            int(np.float32(scale).view(np.uint32)), parts.data_ptr(),
         )  # fmt: skip
         self._launch(
             "merge", number * heads,

@@ -21,9 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from protocol.errors import NotPrivate
-from protocol.files import check_private, make_folders, read_small
-from shm.atomic_file import atomic_file, warn_unkept
+from shm.atomic_file import keep, read_kept
 from shm.blocks import BlockFormat
 from shm.expert_math import SWIGLU, ExpertMath, Glu, Relu2
 from shm.formats import BF16, MatrixFormat, TileFormat
@@ -72,11 +70,6 @@ class Program:
     def of_channels(cls, bits: int, math: ExpertMath) -> Program:
         """Channels that a row keeps, of formats whose gate and down lie by channel."""
         return cls("channels.cu", (("ROW_BITS", bits), *_constants(math)))
-
-    @classmethod
-    def of_sums(cls) -> Program:
-        """Sums of partial sums in the host's memory."""
-        return cls("sums.cu")
 
     @property
     def defines(self) -> tuple[str, ...]:
@@ -128,11 +121,14 @@ def compiled(program: Program, architecture: tuple[int, int], cache: Path | None
     target = f"sm_{architecture[0]}{architecture[1]}"
     options = (*OPTIONS, *program.defines, f"--gpu-architecture={target}")
     path = None if cache is None else cache / KEPT_IN / f"{_key(program, options, nvrtc.version)}.cubin"
-    if path is not None and (kept := _read(path)):
+    if path is None:
+        return nvrtc.compile(program, options)[0]
+    if kept := read_kept(path, MAX_BYTES, _checked, log, "the kernels are compiled again"):
+        with suppress(OSError):
+            os.utime(path)
         return kept
     cubin, _ = nvrtc.compile(program, options)
-    if path is not None:
-        _keep(path, cubin)
+    keep(path, cubin, log, f"compiled kernels could not be kept in {path.parent}")
     return cubin
 
 
@@ -146,29 +142,10 @@ def _key(program: Program, options: tuple[str, ...], version: tuple[int, int]) -
     return digest.hexdigest()[:16]
 
 
-def _read(path: Path) -> bytes:
-    """A kept cubin; empty without one."""
-    try:
-        cubin = read_small(path, MAX_BYTES, flags=os.O_NOFOLLOW, check=check_private)
-    except FileNotFoundError:
-        return b""
-    except (OSError, ValueError, NotPrivate) as e:
-        log.warning(f"{path} is not used, the kernels are compiled again: {e}")
-        with suppress(OSError):
-            path.unlink()
-        return b""
-    with suppress(OSError):
-        os.utime(path)
-    return cubin if cubin.startswith(b"\x7fELF") else b""
-
-
-def _keep(path: Path, cubin: bytes) -> None:
-    try:
-        make_folders(path.parent)
-        with atomic_file(path) as file:
-            file.write(cubin)
-    except OSError as e:
-        warn_unkept(log, f"compiled kernels could not be kept in {path.parent}", e)
+def _checked(cubin: bytes) -> bytes:
+    if not cubin.startswith(b"\x7fELF"):
+        raise ValueError("it is no program")
+    return cubin
 
 
 class Nvrtc:

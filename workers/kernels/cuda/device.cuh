@@ -73,13 +73,6 @@ DEVICE uint32_t chosen_bytes(uint32_t low, uint32_t high, uint32_t choice) {
     return bytes;
 }
 
-/* Memory that others write, processes between two launches or blocks of threads of this one: no cache answers for it. */
-DEVICE float read_host(const float *from) {
-    float number;
-    asm volatile("ld.global.cv.f32 %0, [%1];" : "=f"(number) : "l"(from));
-    return number;
-}
-
 /* Tells a warp whether it is the last of so many, of different blocks of threads, to come here: it then sees what all of
  * them have written. The number of those that have come is 0 before and afterwards. */
 DEVICE bool last_of(int32_t *arrived, int number) {

@@ -11,35 +11,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shm.blocks import BlockFormat
 from shm.layout import StoreLayout
 from workers.kernels.c_types import Geometry
 from workers.kernels.cuda.launcher import Launcher, Scratch, Tables
 from workers.kernels.cuda.products import FLOAT, ITEM, Codes, Items, Products, in_chunks
 from workers.kernels.cuda.sums import TERM, Weighted
+from workers.kernels.tile_sums import TileSums, TorchKernel
 
 FEW, MANY = 8, 32  # most rows of an expert for which its tiles have outputs of their own; of an item else
 KEPT_PLACES, KEPT_ROWS = 512, 128  # layouts of shares that are kept, with so many rows at most
-NO_LIMIT = 1 << 31
 
 Numbers = NDArray[np.int32]
 Floats = NDArray[np.float32]
-Terms = NDArray[np.void]
 
 
 class Places:
     """The places of the rows of a share's items: item i has the rows rows[offsets[i]:offsets[i + 1]] of x,
-    and up to cuts[i] tiles."""
+    and cuts[i] tiles."""
 
     def __init__(self, cuts: Numbers, offsets: Numbers, rows: Numbers, x_rows: int) -> None:
         """Use `places_of`."""
-        self.cuts = cuts.tolist()
-        self.rows, self._x_rows = rows.astype(np.int32), x_rows
+        self.rows = rows.astype(np.int32)
         self._first = offsets[:-1].astype(np.int64)
         self._number = np.diff(offsets).astype(np.int64)  # of an item's rows
         self.most = int(self._number.max(initial=0))
@@ -49,7 +47,11 @@ class Places:
         self._entry = np.cumsum(entries) - entries
         self.entries = int(entries.sum())
         self.outputs = self.entries if self.few else len(rows)
-        self.all_terms = self.terms(self.cuts)
+        # What each row of x adds up, row by row, still without weights, and of each term its place among the
+        # rows: experts stay in their order. Then, where each row's terms begin.
+        self.order = np.argsort(self.rows, kind="stable")
+        self.terms = self._terms(cuts)[self.order]
+        self.row_terms = np.searchsorted(self.rows[self.order], np.arange(x_rows + 1)).astype(np.int32)
         if self.few:
             before = np.cumsum(cuts) - cuts  # tiles of earlier items
             of = np.repeat(np.arange(len(cuts)), cuts)
@@ -92,21 +94,15 @@ class Places:
         made["row"] = self._first[of] + lo
         return made
 
-    def terms(self, computed: Sequence[int]) -> tuple[Terms, Numbers, NDArray[np.int64]]:
-        """Returns what each row of x adds up, row by row, still without weights; where each row's terms
-        begin; and of each term its place among the rows. computed: tiles of each item."""
-        of = np.repeat(np.arange(len(self._number)), self._number)
-        place, done = np.arange(len(self.rows)), np.array(computed, np.int32)
-        terms = np.zeros(len(place), TERM)
+    def _terms(self, cuts: Numbers) -> NDArray[np.void]:
+        """Returns what each of the rows adds."""
+        terms, place = np.zeros(len(self.rows), TERM), np.arange(len(self.rows))
+        terms["first"], terms["parts"] = place, 1
         if self.few:
-            terms["first"] = self._entry[of] + place - self._first[of]
-            terms["parts"], terms["stride"] = done[of], self._number[of]
-        else:
-            terms["first"], terms["parts"] = place, 1
-        order = np.argsort(self.rows, kind="stable")  # experts stay in their order
-        order = order[done[of[order]] > 0]
-        offsets = np.searchsorted(self.rows[order], np.arange(self._x_rows + 1)).astype(np.int32)
-        return terms[order], offsets, order
+            of = np.repeat(np.arange(len(cuts)), self._number)
+            terms["first"] += self._entry[of] - self._first[of]
+            terms["parts"], terms["stride"] = cuts[of], self._number[of]
+        return terms
 
 
 def places_of(cuts: Numbers, offsets: Numbers, rows: Numbers, x_rows: int) -> Places:
@@ -148,15 +144,15 @@ class LayerOnDevice:
     ) -> None:
         """Use `CudaExperts.begin`."""
         self._inputs, self._products, self._places, self._weights = inputs, products, places, weights
-        self._computed = [0] * len(places.cuts)  # tiles of each item
         hidden, channels = products.hidden, products.channels
         self._scratch = scratch
-        self._of_row = products.apart and places.most == 1
-        inner, factors, self._out, self._numbers = scratch.parts(
+        of_row = products.apart and places.most == 1
+        inner, factors, self._out, numbers = scratch.parts(
             *products.sizes(places.entries, channels),
             places.outputs * hidden * FLOAT,
-            places.entries * channels * FLOAT if self._of_row else 0,
+            places.entries * channels * FLOAT if of_row else 0,
         )
+        self._numbers = numbers if of_row else None
         self._inner = Codes(inner, factors, products.units(channels))
 
     def add(self, tiles: Sequence[tuple[int, int, Tensor]]) -> None:
@@ -166,51 +162,46 @@ class LayerOnDevice:
             return
         products, places = self._products, self._places
         tiles = sorted(tiles, key=itemgetter(0))  # an item's are added up one after the other
-        for item, _, _ in tiles:
-            self._computed[item] += 1
         inner, down = places.items(tiles)
         addresses = np.array([data.data_ptr() for _, _, data in tiles], np.int64)
         limit = products.limit(places.most)
         tables = Tables(products.launcher, inner, addresses, places.rows)
-        if self._of_row:
-            products.gate_up_of_row(tables, len(inner), self._inputs.codes, self._inner, self._numbers)
-        else:
-            products.gate_up(tables, len(inner), limit, self._inputs.codes, self._inner)
+        products.gate_up(tables, len(inner), limit, self._inputs.codes, self._inner, self._numbers)
         if down is not inner:
             tables = Tables(products.launcher, down, addresses)
         products.down(tables, len(down), limit, self._inner, self._out)
 
     def result(self) -> Weighted:
-        """The weighted sum of the tiles that were added."""
-        places = self._places
-        every = self._computed == places.cuts  # else not all tiles have come
-        terms, offsets, order = places.all_terms if every else places.terms(self._computed)
-        terms = terms.copy()
-        terms["weight"] = self._weights[order]
-        return Weighted(self._out, terms, offsets, self._scratch)
+        """The weighted sum of all tiles, which were added."""
+        terms = self._places.terms.copy()
+        terms["weight"] = self._weights[self._places.order]
+        return Weighted(self._out, terms, self._places.row_terms, self._scratch)
 
 
 class CudaExperts:
-    """Computes tiles of a block format, or of bf16 or fp8 where no expert has more than `most_rows` rows."""
+    """Computes tiles of a block format, of bf16 or fp8."""
 
-    def __init__(self, launcher: Launcher, layout: StoreLayout) -> None:
-        """`launcher` has the layout's program."""
+    def __init__(self, launcher: Launcher, layout: StoreLayout, many: TorchKernel | None = None) -> None:
+        """`launcher` has the layout's program. `many`: what computes a share in which an expert has more than
+        FEW rows; None: this too."""
         shape, geometry = layout.shape, Geometry.of_tiles(layout)
         of_tile = shape.math.matrices - 1, geometry.biases, geometry.weights.factors
         self._products = Products(launcher, layout.format, (shape.hidden, shape.tile), *of_tile)
-        self.most_rows = NO_LIMIT if isinstance(layout.format, BlockFormat) else FEW
+        self._many = many
         self._of_few = Scratch(launcher)  # of shares of few rows, one after the other
         self._x_of_few = Scratch(launcher)
 
-    def inputs(self, rows: int) -> Inputs:
-        """Memory for so many rows of x."""
-        return Inputs(self._products, rows)
+    def inputs(self, rows: int) -> Inputs | None:
+        """Memory for so many rows of x, where no share of them is another kernel's."""
+        return Inputs(self._products, rows) if self._many is None or rows <= FEW else None
 
     def begin(
-        self, x: Tensor | Inputs, cuts: Numbers, offsets: Numbers, rows: Numbers, weights: Floats
-    ) -> LayerOnDevice:
+        self, x: Any, cuts: Numbers, offsets: Numbers, rows: Numbers, weights: Floats
+    ) -> LayerOnDevice | TileSums:
         """The share whose item i has the rows rows[offsets[i]:offsets[i + 1]] of x, float32 [R, H] on the
-        device or rounded already, with the weights at the same places, and cuts[i] tiles at most."""
+        device or rounded already, with the weights at the same places, and cuts[i] tiles, 1 or more."""
+        if self._many is not None and np.diff(offsets).max(initial=0) > FEW:
+            return self._many.begin(x, cuts, offsets, rows, weights)
         few = len(rows) <= KEPT_ROWS
         if not isinstance(x, Inputs):
             x = Inputs(self._products, len(x), self._x_of_few if few else None).round(x)

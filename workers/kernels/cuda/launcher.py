@@ -18,7 +18,6 @@ from torch import Tensor
 from workers.cuda import CudaError, call
 from workers.kernels.cuda.compiler import Program, checked, compiled, kernels
 
-MOST_BLOCKS = (1 << 31) - 1  # of one launch
 MOST_ARGUMENTS = 20
 TABLE_BYTES = 3840  # of tables that travel with a launch, as in items.cuh: with arguments under 4096
 
@@ -98,8 +97,6 @@ class CudaLauncher:
     ) -> None:
         if blocks == 0:
             return
-        if blocks > MOST_BLOCKS:
-            raise CudaError(f"{kernel}: {blocks} blocks of threads are more than one launch can have")
         function = self._functions[kernel]
         filled = self._arguments.fill(arguments, tables)
         stream = torch.cuda.current_stream(self.device).cuda_stream
@@ -120,17 +117,23 @@ def places(alignment: int, sizes: Iterable[int]) -> tuple[list[int], int]:
     return starts, end
 
 
+def packed(*arrays: NDArray[Any]) -> tuple[list[int], NDArray[np.uint8]]:
+    """Returns where each of these arrays begins, and the bytes of all."""
+    starts, size = places(TABLE_ALIGNMENT, [array.nbytes for array in arrays])
+    data = np.empty(size, np.uint8)
+    for array, start in zip(arrays, starts, strict=True):
+        data[start : start + array.nbytes] = array.view(np.uint8)
+    return starts, data
+
+
 class Tables:
     """Arrays that kernels read: small ones travel with each launch, others are copied to the device.
     `addresses`: of each as the kernels take it, while this lives."""
 
     def __init__(self, launcher: Launcher, *arrays: NDArray[Any]) -> None:
-        self.addresses, size = places(TABLE_ALIGNMENT, [array.nbytes for array in arrays])
-        data = np.empty(size, np.uint8)
-        for array, start in zip(arrays, self.addresses, strict=True):
-            data[start : start + array.nbytes] = array.view(np.uint8)
-        self.values = data if size <= TABLE_BYTES else data[:0]
-        if size > TABLE_BYTES:
+        self.addresses, data = packed(*arrays)
+        self.values = data if len(data) <= TABLE_BYTES else data[:0]
+        if len(data) > TABLE_BYTES:
             self._memory = launcher.upload(data)
             self.addresses = [self._memory.data_ptr() + start for start in self.addresses]
 

@@ -23,6 +23,7 @@ from workers.kernels.cuda.launcher import Launcher, Scratch, Tables
 from workers.kernels.cuda.products import FLOAT, ITEM, Codes, Items, Products, in_chunks
 from workers.kernels.reference import ChannelInputs, ReferenceChannels, fp8_parts, widened
 
+FP8_VECTOR = 16  # inputs that a lane reads together
 FP8_ROWS = 32  # of a product that kernels compute: torch computes more of them faster
 WIDENED = 1 << 24  # numbers of a matrix in fp8 that are float32 at a time
 
@@ -69,7 +70,7 @@ class CudaMatrix:
     def product(self, x: Tensor) -> Tensor:
         """x float32 [R, inputs] on the device: float32 [R, outputs]."""
         x, rows = x.contiguous(), len(x)
-        if self._fp8 and rows > FP8_ROWS:
+        if self._fp8 and (rows > FP8_ROWS or self.inputs % FP8_VECTOR):
             return self._widened(x)
         y = torch.empty((rows, self.outputs), dtype=torch.float32, device=x.device)
         products, address = self._products, self._data.data_ptr()

@@ -32,36 +32,20 @@ DEVICE float weight_of(uint32_t word, int i) {
     return FP8 ? half_number((uint32_t)((int32_t)top >> 17) & 0xBF80u) : __uint_as_float(top & 0xFFFF0000u);
 }
 
-/* EACH weights, 0 beyond `count`. */
-DEVICE uint32_t word_of(const stored *from, int64_t count) {
-    uint32_t word = 0;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) word |= i < count ? read_once(from + i) << BITS * i : 0;
-    return word;
-}
-
-/* VECTOR weights, and numbers of x, 0 beyond `count`. Where rows are no whole vectors, they are not aligned either. */
+/* VECTOR weights, and numbers of x. */
 struct weights {
     uint32_t words[4];
 
-    template <bool WHOLE> METHOD void load(const stored *from, int64_t count) {
-        uint4 all = {0, 0, 0, 0};
-        if (WHOLE) all = read_once((const uint4 *)from);
+    METHOD void load(const stored *from) {
+        const uint4 all = read_once((const uint4 *)from);
         words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
-#pragma unroll
-        for (int i = 0; !WHOLE && i < 4; i++) words[i] = word_of(from + EACH * i, count - EACH * i);
     }
 };
 
 struct inputs {
     float x[VECTOR];
 
-    template <bool WHOLE> METHOD void load(const code *from, int64_t count) {
-        if (!WHOLE) {
-#pragma unroll
-            for (int i = 0; i < VECTOR; i++) x[i] = i < count ? as_float(__ldg(from + i)) : 0.0f;
-            return;
-        }
+    METHOD void load(const code *from) {
         const int PARTS = VECTOR * sizeof(code) / 16;
 #pragma unroll
         for (int part = 0; part < PARTS; part++) {
@@ -101,7 +85,10 @@ KERNEL(QUANTIZE_THREADS, quantize, const float *x, int64_t, int64_t, int64_t num
     if (at < number) to[at] = rounded(x[at]);
 }
 
-template <int ROWS, bool WHOLE> DEVICE void inner_in(INNER_ARGUMENTS) {
+/* AHEAD vectors of a channel's gate and up are under way while one is multiplied; those behind the last one are loaded from
+ * it, so that no branch waits for a load. */
+template <int ROWS> DEVICE void inner_of(INNER_ARGUMENTS) {
+    const int AHEAD = ROWS > 2 ? 2 : 4, STEP = WARP * VECTOR, last = (int)units - VECTOR;
     const item it = items[blockIdx.x / wide];
     int64_t channel = blockIdx.x % wide * INNER_WARPS + threadIdx.x / WARP;
     if (channel >= inner_units) return; /* the whole warp */
@@ -118,20 +105,32 @@ template <int ROWS, bool WHOLE> DEVICE void inner_in(INNER_ARGUMENTS) {
         of[r] = x + (int64_t)rows[it.row + (r < it.rows ? r : 0)] * units;
         gates[r] = ups[r] = 0.0f;
     }
-#pragma unroll 4
-    for (int h = lane * VECTOR; h < (int)units; h += WARP * VECTOR) {
-        weights one, two;
-        if (!UNGATED) one.load<WHOLE>(gate + h, units - h);
-        two.load<WHOLE>(up + h, units - h);
-        float scale_one = scale_at(of_gate, h), scale_two = scale_at(of_up, h);
+    weights next[AHEAD][2];
+    const auto load = [&](weights *to, int h) {
+        if (!UNGATED) to[0].load(gate + (h < last ? h : last));
+        to[1].load(up + (h < last ? h : last));
+    };
+    const auto add = [&](const weights *from, int h) {
+        const float scale_one = scale_at(of_gate, h), scale_two = scale_at(of_up, h);
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             inputs numbers;
-            numbers.load<WHOLE>(of[r] + h, units - h);
-            if (!UNGATED) gates[r] = numbers.dot(one, scale_one, gates[r]);
-            ups[r] = numbers.dot(two, scale_two, ups[r]);
+            numbers.load(of[r] + h);
+            if (!UNGATED) gates[r] = numbers.dot(from[0], scale_one, gates[r]);
+            ups[r] = numbers.dot(from[1], scale_two, ups[r]);
         }
+    };
+    int h = lane * VECTOR;
+#pragma unroll
+    for (int a = 0; a < AHEAD; a++) load(next[a], h + a * STEP);
+#pragma unroll 1
+    for (; h + (AHEAD - 1) * STEP <= last; h += AHEAD * STEP) {
+#pragma unroll
+        for (int a = 0; a < AHEAD; a++) add(next[a], h + a * STEP), load(next[a], h + (AHEAD + a) * STEP);
     }
+#pragma unroll
+    for (int a = 0; a < AHEAD - 1; a++)
+        if (h + a * STEP <= last) add(next[a], h + a * STEP);
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         float gate_of_row = UNGATED ? 0.0f : sum_of_lanes<WARP>(gates[r]), up_of_row = sum_of_lanes<WARP>(ups[r]);
@@ -140,24 +139,16 @@ template <int ROWS, bool WHOLE> DEVICE void inner_in(INNER_ARGUMENTS) {
     }
 }
 
-template <int ROWS> DEVICE void inner_of(INNER_ARGUMENTS) {
-    if (units % VECTOR)
-        inner_in<ROWS, false>(items, tiles, rows, x, of_x, units, inner_units, wide, biases, scales, inner, of_inner);
-    else
-        inner_in<ROWS, true>(items, tiles, rows, x, of_x, units, inner_units, wide, biases, scales, inner, of_inner);
-}
-
 /* The weights of channel t, or of the last one, for a lane's columns. */
-template <bool WHOLE> DEVICE uint32_t column_words(const stored *down, int t, int last, int64_t outputs, int64_t column) {
-    const stored *from = down + (t < last ? t : last) * outputs;
-    return WHOLE ? read_once((const uint32_t *)from) : word_of(from, outputs - column);
+DEVICE uint32_t column_words(const stored *down, int t, int last, int64_t outputs) {
+    return read_once((const uint32_t *)(down + (t < last ? t : last) * outputs));
 }
 
-/* COLUMNS columns of one tile: a lane has EACH of them, a warp every DOWN_WARPS-th channel. WHOLE: there are no columns
- * behind the last one in a block. AHEAD channels are under way while one is multiplied; those behind the last one are
- * loaded from it, so that no branch waits for a load. */
-template <int ROWS, bool WHOLE> DEVICE void down_in(float *parts, DOWN_ARGUMENTS) {
-    const int AHEAD = FP8 ? 6 : 16; /* of fp8 more would not fit beside scales */
+/* COLUMNS columns of one tile: a lane has EACH of them, a warp every DOWN_WARPS-th channel. As above AHEAD channels are
+ * under way. */
+template <int ROWS> DEVICE void down_of(DOWN_ARGUMENTS) {
+    SHARED(float, parts, DOWN_WARPS *ROWS *COLUMNS);
+    const int AHEAD = SCALED / DOWN_WARPS; /* so all of a round have one scale */
     const item it = items[blockIdx.x / wide];
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, last = (int)units - 1;
     int64_t first = blockIdx.x % wide * COLUMNS, column = first + EACH * lane;
@@ -173,44 +164,42 @@ template <int ROWS, bool WHOLE> DEVICE void down_in(float *parts, DOWN_ARGUMENTS
         for (int c = 0; c < EACH; c++) sums[r][c] = 0.0f;
     }
 #pragma unroll
-    for (int a = 0; a < AHEAD; a++) next[a] = column_words<WHOLE>(down, warp + a * DOWN_WARPS, last, outputs, column);
+    for (int a = 0; a < AHEAD; a++) next[a] = column_words(down, warp + a * DOWN_WARPS, last, outputs);
+    const auto add = [&](uint32_t word, int t, float scale) {
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            float x = as_float(__ldg(of[r] + t));
+            if (FP8) x = __fmul_rn(x, scale);
+#pragma unroll
+            for (int c = 0; c < EACH; c++) sums[r][c] = __fmaf_rn(weight_of(word, c), x, sums[r][c]);
+        }
+    };
+    const auto scale_of = [&](int t) { return scale_at(scales_of(of_down, t < last ? t : last, outputs), first); };
+    int t = warp;
+    float scale = scale_of(t);
 #pragma unroll 1
-    for (int begin = warp; begin <= last; begin += AHEAD * DOWN_WARPS) {
+    for (; t + (AHEAD - 1) * DOWN_WARPS <= last; t += SCALED) {
+        const float then = scale_of(t + SCALED);
 #pragma unroll
         for (int a = 0; a < AHEAD; a++) {
-            const int t = begin + a * DOWN_WARPS;
-            const uint32_t word = next[a];
-            next[a] = column_words<WHOLE>(down, t + AHEAD * DOWN_WARPS, last, outputs, column);
-            if (t > last) continue;
-            const float scale = scale_at(scales_of(of_down, t, outputs), first);
-#pragma unroll
-            for (int r = 0; r < ROWS; r++) {
-                float x = as_float(__ldg(of[r] + t));
-                if (FP8) x = __fmul_rn(x, scale);
-#pragma unroll
-                for (int c = 0; c < EACH; c++) sums[r][c] = __fmaf_rn(weight_of(word, c), x, sums[r][c]);
-            }
+            add(next[a], t + a * DOWN_WARPS, scale);
+            next[a] = column_words(down, t + (AHEAD + a) * DOWN_WARPS, last, outputs);
         }
+        scale = then;
     }
+#pragma unroll
+    for (int a = 0; a < AHEAD - 1; a++)
+        if (t + a * DOWN_WARPS <= last) add(next[a], t + a * DOWN_WARPS, scale);
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
         for (int c = 0; c < EACH; c++) parts[(warp * ROWS + r) * COLUMNS + EACH * lane + c] = sums[r][c];
     __syncthreads();
     for (int at = threadIdx.x; at < it.rows * COLUMNS; at += DOWN_THREADS) {
         int r = at / COLUMNS, c = at % COLUMNS;
-        if (first + c >= outputs) continue;
         float y = parts[r * COLUMNS + c];
         for (int w = 1; w < DOWN_WARPS; w++) y = __fadd_rn(y, parts[(w * ROWS + r) * COLUMNS + c]);
         out[(int64_t)(it.out + r) * outputs + first + c] = y;
     }
-}
-
-template <int ROWS> DEVICE void down_of(DOWN_ARGUMENTS) {
-    SHARED(float, parts, DOWN_WARPS *ROWS *COLUMNS);
-    if (outputs % COLUMNS == 0)
-        down_in<ROWS, true>(parts, items, tiles, inner, of_inner, units, outputs, wide, skipped, scales, out);
-    else
-        down_in<ROWS, false>(parts, items, tiles, inner, of_inner, units, outputs, wide, skipped, scales, out);
 }
 
 EXPERT_KERNELS(1, 1)

@@ -33,7 +33,6 @@ struct fragments {
         }
     }
 
-    /* Of the record. */
     METHOD void step(int s, uint32_t *a) const {
         if (E2M1) {
             a[0] = e2m1_bytes(words[2 * s]), a[1] = e2m1_bytes(words[2 * s + 1]);

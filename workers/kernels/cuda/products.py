@@ -68,6 +68,11 @@ def kernels_of(format: TileFormat | MatrixFormat) -> Kernels:
     return Kernels((1, 2, 4, 8), 1, each, 0, 1, QUANTIZE_THREADS, 4 * WARP, 4, 8 * WARP, each * WARP)
 
 
+def fits(format: TileFormat, hidden: int) -> bool:
+    """Tells whether the kernels take experts of this H: those of bf16 and fp8 have no part of a block."""
+    return isinstance(format, BlockFormat) or hidden % kernels_of(format).outputs == 0
+
+
 class Products:
     """The kernels of one format, whose program the launcher has."""
 
@@ -87,7 +92,6 @@ class Products:
         self.limits = self._kernels.limits
         self.hidden, self.channels = shape
         self.apart = isinstance(format, BlockFormat)  # one row has a kernel of gate and up of its own
-        # Zeros before and after each launch: how many blocks of threads of a record's channels have ended.
         self._arrived = torch.zeros(0, dtype=torch.int32)
         size = self.channels * self.hidden
         self._biases, self._scales, scale_bytes = biases, factors, FLOAT
@@ -120,26 +124,28 @@ class Products:
         blocks, arguments = -(-number // self._kernels.quantized), (x, inputs, to.units, number)
         self.launcher.launch("quantize", blocks, QUANTIZE_THREADS, *arguments, to.codes, to.factors)
 
-    def gate_up(self, tables: Tables, number: int, limit: int, x: Codes, inner: Codes) -> None:
-        """tables: `number` items of at most `limit` rows, the tiles' addresses, and the rows of x."""
-        wide = -(-inner.units * self._kernels.numbers // self._kernels.channels)
+    def gate_up(
+        self, tables: Tables, number: int, limit: int, x: Codes, inner: Codes, numbers: int | None = None
+    ) -> None:
+        """tables: `number` items of at most `limit` rows, the tiles' addresses, and the rows of x. numbers:
+        where `apart`, for items of one row, address of float32 [entries, channels]."""
+        threads, channels, more = self._kernels.inner_threads, self._kernels.channels, tuple[int, ...]()
+        if numbers is not None:
+            limit, threads, channels = 1, ROW_THREADS, LANES
+            more = numbers, self._counts(number * inner.units)
+        wide = -(-inner.units * self._kernels.numbers // channels)
         self.launcher.launch(
-            f"gate_up_{limit}", number * wide, self._kernels.inner_threads,
+            f"gate_up_{limit}", number * wide, threads,
             *tables.addresses, x.codes, x.factors, x.units, inner.units, wide, self._biases, self._scales,
-            inner.codes, inner.factors, tables=tables,
+            inner.codes, inner.factors, *more, tables=tables,
         )  # fmt: skip
 
-    def gate_up_of_row(self, tables: Tables, number: int, x: Codes, inner: Codes, numbers: int) -> None:
-        """The same where `apart`, of items of one row; numbers: address of float32 [entries, channels]."""
-        if len(self._arrived) < number * inner.units:
-            place = self.launcher.device
-            self._arrived = torch.zeros(number * inner.units, dtype=torch.int32, device=place)
-        wide = inner.units * self._kernels.numbers // LANES
-        self.launcher.launch(
-            "gate_up_1", number * wide, ROW_THREADS,
-            *tables.addresses, x.codes, x.factors, x.units, inner.units, wide, self._biases, self._scales,
-            inner.codes, inner.factors, numbers, self._arrived.data_ptr(), tables=tables,
-        )  # fmt: skip
+    def _counts(self, number: int) -> int:
+        """Address of so many zeros, which a launch leaves as zeros: how many blocks of threads of a record's
+        channels have ended."""
+        if len(self._arrived) < number:
+            self._arrived = torch.zeros(number, dtype=torch.int32, device=self.launcher.device)
+        return self._arrived.data_ptr()
 
     def down(self, tables: Tables, number: int, limit: int, inner: Codes, out: int) -> None:
         """tables: items, and the tiles' addresses; out: float32 [.., H]."""

@@ -38,13 +38,14 @@ DEVICE float weighted(const float *lines, const int32_t *offsets, const term *te
     return sum;
 }
 
-/* 0 + each part in turn. What crosses the link answers late, so several are read before the first is added. */
+/* 0 + each part in turn, from memory that others have written since the last launch: no cache answers for it. What crosses
+ * the link answers late, so several are read before the first is added. */
 DEVICE float of_parts(const float *const *parts, int64_t number, int64_t at) {
     float sum = 0.0f;
     for (int64_t first = 0; first < number; first += AHEAD) {
         float next[AHEAD];
 #pragma unroll
-        for (int a = 0; a < AHEAD; a++) next[a] = first + a < number ? read_host(parts[first + a] + at) : 0.0f;
+        for (int a = 0; a < AHEAD; a++) next[a] = first + a < number ? __ldcv(parts[first + a] + at) : 0.0f;
 #pragma unroll
         for (int a = 0; a < AHEAD; a++)
             if (first + a < number) sum = __fadd_rn(sum, next[a]);

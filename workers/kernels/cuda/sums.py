@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.kernels.cuda.launcher import TABLE_ALIGNMENT, Launcher, Tables
+from workers.kernels.cuda.compiler import Program
+from workers.kernels.cuda.launcher import TABLE_ALIGNMENT, Launcher, Tables, packed
 
+SUMS = Program("sums.cu")
 THREADS = 256
 TENSOR, WEIGHTED, PARTS = range(3)
 HEADER_BYTES, SOURCE_BYTES = 16, 32
@@ -31,28 +33,23 @@ class Weighted(NamedTuple):
 def sums_table(rows: int, added: Sequence[Tensor | Weighted], parts: Sequence[int]) -> NDArray[np.uint8]:
     """Returns the bytes that tell a launch what is added up, in this order. parts: addresses, as the device
     reads them, of float32 [rows, H]; added together behind all else."""
+    named: list[NDArray[Any]] = [
+        array for one in added if isinstance(one, Weighted) for array in (one.offsets, one.terms)
+    ]
+    if parts:
+        named.append(np.array(parts, np.int64))
     number = len(added) + bool(parts)
-    numbers, arrays = [rows, number], list[tuple[int, NDArray[Any]]]()
-    end = HEADER_BYTES + number * SOURCE_BYTES
-
-    def place(array: NDArray[Any]) -> int:
-        nonlocal end
-        arrays.append((end, array))
-        end += -(-array.nbytes // TABLE_ALIGNMENT) * TABLE_ALIGNMENT
-        return arrays[-1][0]
-
+    (_, *starts), made = packed(np.empty(HEADER_BYTES + number * SOURCE_BYTES, np.uint8), *named)
+    numbers, start = [rows, number], iter(starts)
     for one in added:
         if isinstance(one, Weighted):
-            numbers += WEIGHTED, one.base, place(one.offsets), place(one.terms)
+            numbers += WEIGHTED, one.base, next(start), next(start)
         else:
             assert one.is_contiguous()
             numbers += TENSOR, one.data_ptr(), 0, 0
     if parts:
-        numbers += PARTS, 0, place(np.array(parts, np.int64)), len(parts)
-    made = np.empty(end, np.uint8)
+        numbers += PARTS, 0, next(start), len(parts)
     made[: 8 * len(numbers)].view(np.int64)[:] = numbers
-    for start, array in arrays:
-        made[start : start + array.nbytes] = array.view(np.uint8)
     return made
 
 

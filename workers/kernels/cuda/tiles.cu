@@ -79,7 +79,7 @@ KERNEL(SPLIT_THREADS, gate_up_1, INNER_ARGUMENTS, float *numbers, int32_t *arriv
             activated_channel(tile, biases, wide * LANES, channel, in_units(y, unit_of(tile, scales)), up);
     if (!last_of(arrived + blockIdx.x / INNER_WARPS, INNER_WARPS)) return;
     float *gathered = (float *)terms;
-    for (int i = threadIdx.x; i < INPUTS; i += WARP) gathered[i] = read_host(of_row_numbers + record * INPUTS + i);
+    for (int i = threadIdx.x; i < INPUTS; i += WARP) gathered[i] = __ldcv(of_row_numbers + record * INPUTS + i);
     __syncwarp();
     for (int k = 0; k < TOGETHER; k++) {
         int64_t at = it.entry * inner_units + record * TOGETHER + k;

@@ -1,4 +1,4 @@
-"""A layer's share on the device, computed one tile after the other: by kernels that take a single tile."""
+"""A layer's share on a device, computed one tile after the other: by kernels that take a single tile."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.arrays import FloatArray, IntArray
+from shm.layout import StoreLayout
+from workers.kernels.reference import ReferenceKernel
 
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
 TileOutput = Callable[[int, int, Tensor, Tensor], Tensor]
 Upload = Callable[[NDArray[Any]], Tensor]  # as `Device.from_host`
 
@@ -81,3 +84,11 @@ class TileByTile(ABC):
             return self.compute(data, inputs, chosen)
 
         return TileSums(x, offsets, rows, weights, output, self.upload)
+
+
+class TorchKernel(ReferenceKernel, TileByTile):
+    """Plain torch operations, tile by tile."""
+
+    def __init__(self, layout: StoreLayout, upload: Callable[[NDArray[Any]], Tensor]) -> None:
+        super().__init__(layout)
+        self.upload = upload
