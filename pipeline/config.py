@@ -19,7 +19,7 @@ SNAPSHOTS = 2  # of recurrent states that are kept, for each sequence that has p
 STATE_TOKENS = 2048  # of the KV cache's tokens, for each sequence whose recurrent states it has room for
 DRAFT_TOKENS = 1024  # of a sequence that a layer which drafts sees at once
 DRAFT_SEQUENCES = 8  # of so many tokens, that its keys and values have room for
-DRAFT_RECENT = 256  # tokens of a text with which such a sequence begins, at most
+DRAFT_RECENT = 64  # tokens of a text with which such a sequence begins, at most
 EXPANDED_KV_BYTES = (
     1 << 27
 )  # keys and values that latent attention expands at a time; scores of a generic family

@@ -32,9 +32,10 @@ log = logging.getLogger(__name__)
 DEPTHS = 4  # guesses one behind the other
 # A first guess is thought so good, as if by so many judgements, and a deeper one as the one before it.
 FIRST_GUESS, WEIGHT = 0.6, 4.0
-FADING = 0.98  # of earlier judgements, with each new one
+FADING = 0.95  # of earlier judgements, with each new one
 ENOUGH = 8  # judgements, before which no step computes a guess
-TRIED = 32  # steps after which one guess is made to be judged
+# Steps after which one guess is made to be judged; twice as many each time that this led to no others.
+TRIED, LONGEST = 32, 1024
 
 
 class Tail:
@@ -86,14 +87,17 @@ class LayerDrafts:
         self._tails: dict[Job, Tail] = {}
         self._guessed: dict[Job, tuple[int, list[int]]] = {}  # to be judged: tokens then, and guesses behind
         self._right, self._judged = [0.0] * DEPTHS, [0.0] * DEPTHS
-        self._idle = 0  # steps since the layer has run
+        self._idle, self._pause = 0, TRIED  # steps since the layer has run, and until it is tried
         self.seconds, self.steps = 0.0, 0  # of the layer
         self.failed = ""  # why it does not run any more
 
     def keep(self, job: Job, first: int, hidden: Tensor) -> None:
         """Take the hidden states of a job's tokens from position `first` on."""
-        if len(hidden):
-            self._tails.setdefault(job, Tail(self._drafter.recent)).add(first, hidden)
+        if not len(hidden):
+            return
+        if job not in self._tails:  # perhaps of another kind than those before
+            self._tails[job], self._pause = Tail(self._drafter.recent), TRIED
+        self._tails[job].add(first, hidden)
 
     def forget(self, job: Job) -> None:
         """A job has ended, or has lost its sequence."""
@@ -124,7 +128,7 @@ class LayerDrafts:
     @property
     def due(self) -> bool:
         """Returns whether a guess should be made only to be judged."""
-        return not self.tried or self._idle >= TRIED
+        return not self.tried or self._idle >= self._pause
 
     def judge(self) -> None:
         """A step has been computed: judge what was guessed of its tokens."""
@@ -137,9 +141,15 @@ class LayerDrafts:
                     break
         self._guessed.clear()
 
+    def try_one(self, job: Job) -> None:
+        """Make a guess of a job's next token only to be judged."""
+        pause = self._pause
+        self.draft({job: 1})
+        self._pause = min(2 * pause, LONGEST)
+
     def draft(self, numbers: dict[Job, int]) -> dict[Job, list[int]]:
         """Returns so many guesses of each of these jobs, which it knows; none where the layer has no room."""
-        began = time.perf_counter()
+        began, self._pause = time.perf_counter(), TRIED
         self._idle = 0
         try:
             tails = {job: tail for job, n in numbers.items() if (tail := self._begun(job, n)) is not None}

@@ -230,15 +230,17 @@ class Speculation:
         if self._layer is None or not self._by_layer:
             return
         wanted = {job: n for job, n in numbers.items() if n and job in self._by_layer}
-        tried = {} if wanted or not self._layer.due else dict.fromkeys(list(self._by_layer)[:1], 1)
-        if not (wanted or tried):
-            return
         steps, seconds = self._layer.steps, self._layer.seconds
-        made = self._layer.draft(wanted or tried)
+        if wanted:
+            made = self._layer.draft(wanted)
+            for job in wanted:
+                job.guesses = made.get(job, [])
+        elif self._layer.due:
+            self._layer.try_one(next(iter(self._by_layer)))
+        else:
+            return
         self.drafting = self._layer.seconds - seconds
         self._making.note(self.drafting / max(1, self._layer.steps - steps), self._layer.steps)
-        for job in wanted:
-            job.guesses = made.get(job, [])
 
     def keep(self, job: Job, first: int, hidden: Tensor | None) -> None:
         """A step has computed a job's tokens from position `first` on, of which these hidden states are
