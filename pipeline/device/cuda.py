@@ -3,8 +3,7 @@
 torch computes on its current stream; demanded tiles are copied on another one, and predicted ones by the
 prefetch process, through CUDA IPC: these are computed once their landing was reported. A slot is written
 again only behind the fence of its last reader. Between the host and the device go page-locked buffers: only
-`to_host` waits for the stream, once a layer. Compiled kernels compute tiles and matrices,
-torch what these do not take.
+`to_host` waits for the stream, once a layer.
 """
 
 from __future__ import annotations

@@ -89,7 +89,6 @@ class Products:
         `before_down`: the matrices of a tile before down; 0: this is for a single matrix. `biases` and
         `factors` (of matrices): where these begin, in bytes from a tile's beginning; 0: there are none."""
         self.launcher, self._kernels = launcher, kernels_of(format)
-        self.limits = self._kernels.limits
         self.hidden, self.channels = shape
         self.apart = isinstance(format, BlockFormat)  # one row has a kernel of gate and up of its own
         self._arrived = torch.zeros(0, dtype=torch.int32)
@@ -116,7 +115,7 @@ class Products:
 
     def limit(self, rows: int) -> int:
         """Returns the least limit of a kernel that takes items of so many rows, or the largest of all."""
-        return next((limit for limit in self.limits if rows <= limit), self.limits[-1])
+        return next((limit for limit in self._kernels.limits if rows <= limit), self._kernels.limits[-1])
 
     def quantize(self, x: int, rows: int, inputs: int, to: Codes) -> None:
         """x: address of float32 [rows, inputs]."""
