@@ -51,8 +51,8 @@ class PolicySwitch:
     def set(self, request: PolicyRequest, counted: bool = True) -> tuple[str, ...]:
         """Use this policy from the next step on; the first that keeps experts on the device opens the memory
         for them. Without `counted` the routing of its steps is not counted. Returns notes. Raises UsageError,
-        ShmError, CudaError or PrefetcherLost; the policy in use is kept then. Raises PeerLost where the
-        engine cannot go on."""
+        ShmError, CudaError, PrefetcherLost or DiskFailed; the policy in use is kept then. Raises PeerLost
+        where the engine cannot go on."""
         engine = self._parts.engine
         policy: Policy = make_policy(request, self._parts.config.options.seed)
         if policy.runs_ahead and self._parts.machines is not None:

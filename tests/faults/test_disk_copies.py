@@ -80,6 +80,18 @@ async def test_an_expert_that_cannot_be_read_ends_the_request_and_nothing_else(r
     assert bits(await answer(state.client, LONG, 8)) == bits(reference[1])
 
 
+async def test_a_policy_whose_costs_cannot_be_measured_is_refused_in_one_line(reference, state) -> None:
+    await state.client.set_policy("layerwise")  # the device has all of the first layer, and memory nothing
+    await answer(state.client, LONG, 8)
+    disk = (await state.client.stats())["disk"]
+    with shortened(Path(disk["file"])), pytest.raises(RequestFailed, match="became shorter") as refused:
+        await state.client.set_policy("tandem")
+    assert "\n" not in str(refused.value)
+    assert state.generation("coordinator") == 0
+    await state.client.set_policy(*RANDOM)
+    assert bits(await answer(state.client)) == bits(reference[0])
+
+
 @pytest.mark.parametrize("policy", ["on-demand", "daop", "tandem"])
 async def test_policies_that_move_whole_experts_or_measure_costs(reference, state, policy: str) -> None:
     await state.client.set_policy(policy, {"placement": "popular"} if policy == "daop" else {})
