@@ -99,6 +99,11 @@ class StoreManifest:
             return self.layout
         return StoreLayout(replace(self.shape, layers=1, experts=self.frames), format_named(self.format))
 
+    @property
+    def experts(self) -> str:
+        """The fingerprint of the experts, which that of an engine's own store is not."""
+        return Path(self.file).parent.name if self.file else self.fingerprint
+
     def pack(self) -> bytes:
         """The msgpack map. Its length does not depend on the checksums' values."""
         checksums = self.checksums or (0,) * self.shape.layers

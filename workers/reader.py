@@ -38,7 +38,6 @@ THREADS = 8  # pieces that are read at the same time
 PIECE = 1 << 20  # bytes
 TRIES = 3  # of a piece
 PAUSE = 0.05  # seconds before it is tried again
-REMEMBERED = 256  # orders that have ended
 
 
 @dataclass(eq=False)
@@ -168,7 +167,11 @@ def serve(peer: ChildEndpoint, store: Store, readers: Readers) -> None:
     """Serve orders until Shutdown."""
     peer.wake_by(readers.bell)
     known: dict[int, Order] = {}
-    ended: deque[int] = deque(maxlen=REMEMBERED)
+    # Orders that have ended, the latest ones. A change of urgency that comes after as many others as there
+    # are frames was sent after the order's report had arrived, which no coordinator does; an order that was
+    # taken for a new one would write to a frame that has another expert by then.
+    ended: dict[int, None] = {}
+    most = store.held.shape.experts
     while not peer.stopped:
         for message in peer.receive(wait=True):
             if not isinstance(message, ReadExpert):
@@ -184,7 +187,9 @@ def serve(peer: ChildEndpoint, store: Store, readers: Readers) -> None:
             readers.put(order, message.urgency)
         for order in readers.take_ended():
             del known[order.id]
-            ended.append(order.id)
+            ended[order.id] = None
+            if len(ended) > most:
+                del ended[next(iter(ended))]
             peer.send(ExpertRead(order.id, peer.generation, order.size, order.error))
 
 

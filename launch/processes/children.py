@@ -422,9 +422,12 @@ class ProcessGroup:
         for child in self._of(*roles):
             child.kill()
 
-    async def wait_killed(self, *roles: str) -> None:
-        """Wait until the killed children of these roles, or all, have exited; KILL_LIMIT seconds at most."""
-        await wait_exits(self._of(*roles), KILL_LIMIT)
+    async def wait_killed(self, *roles: str, limit: float | None = None) -> bool:
+        """Wait until the killed children of these roles, or all, have exited, at most `limit` seconds, or
+        KILL_LIMIT. False where one still runs."""
+        children = self._of(*roles)
+        await wait_exits(children, KILL_LIMIT if limit is None else limit)
+        return not any(child.running for child in children)
 
     async def stop(self, orderly: bool) -> None:
         """End all in order: the gateway lets answers end, the coordinator needs the others for its requests.

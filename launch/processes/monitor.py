@@ -30,6 +30,7 @@ log = logging.getLogger("tandem")
 
 COORDINATOR = "coordinator"
 GATEWAY = "gateway"
+READER = "reader"
 ALONE = (COORDINATOR, GATEWAY)  # roles that no other process waits for: they send heartbeats
 IN_ENGINE = " in its engine thread"  # where a coordinator hangs
 MOST_SUSPECTS = 1024  # requests
@@ -55,6 +56,7 @@ class Limits:
     first_pause: float = 0.1  # before the second restart in a row, doubled before each further one
     longest_pause: float = 5.0
     kill_pause: float = 1.0  # the longest after a kill from outside, which says little about the next one
+    killed_reader: float = 120.0  # that has not exited: the kernel waits for its disk
 
     def pause(self, early_exits: int) -> float:
         """Returns the seconds before the next restart: none before the first."""
@@ -350,6 +352,14 @@ class ProcessMonitor:
                 all_ready.result()
                 log.warning(f"the engine is up again after {ready_at - exited_at:.1f} s")
 
+    async def _wait_reader_gone(self) -> None:
+        """Wait until a killed reader has exited: the next coordinator gives its frames to other experts.
+        Raises EngineFailed."""
+        limit = self._limits.killed_reader
+        if not await self._group.wait_killed(READER, limit=limit):
+            why = f"the reader has not exited {limit:g} s after it was killed, its disk does not answer"
+            raise EngineFailed(f"{why}; the engine has been stopped")
+
     def _others_are_killed(self) -> bool:
         """Returns whether processes of the engine were killed from outside in their start, and it has done
         nothing since."""
@@ -369,6 +379,7 @@ class ProcessMonitor:
         others = dict.fromkeys(slot.role for slot in self._slots.values() if slot.role not in ALONE)
         self._group.kill(*others)
         await self._group.wait_killed(*others)
+        await self._wait_reader_gone()
         self._on_restart()
         await asyncio.sleep(pause)
         slots = [slot for slot in self._slots.values() if slot.role != GATEWAY or slot.child is None]

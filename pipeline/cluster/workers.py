@@ -84,8 +84,8 @@ class HostWorkers:
                 if slot.generation == generation and slot.process is not None:
                     slot.hung = True
                     slot.process.kill()
-            case WorkerUp(index=index):
-                self._slots[ROLE, index].exits = 0
+            case WorkerUp(role=role, index=index):
+                self._slots[role, index].exits = 0
 
     def stop(self) -> None:
         """End all of them."""

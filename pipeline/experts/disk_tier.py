@@ -93,15 +93,16 @@ class DiskTier(Stored):
         layers: int,
         socket: ChildServerSocket,
         line: ControlLine,
+        nodes: int = 1,
     ) -> None:
         """`store`: with frames; whatever is in them is forgotten. `layers`: that a step computes; `line`: the
-        reader's."""
+        reader's; `nodes`: NUMA nodes, as in `WorkerCores`."""
         shape = store.layout.shape
         self.capacity = store.held.shape.experts
         self.figures, self.file = Figures(), store.manifest.file
         self.probing = False  # the model's routers can be applied ahead
         self._store, self._socket, self._line = store, socket, line
-        self._layers, self._experts, self._top_k = layers, shape.experts, top_k
+        self._layers, self._experts, self._top_k, self._nodes = layers, shape.experts, top_k, nodes
         self._state = np.zeros((layers, shape.experts), np.int8)
         self._use = ExpertUse(np.full(self._state.shape, top_k / shape.experts))
         self._unused = np.zeros(self._state.shape, bool)  # read ahead, and not used since
@@ -329,10 +330,17 @@ class DiskTier(Stored):
         self._orders[layer, expert] = self._numbered[order.id] = order
         self._next += 1
         self._state[layer, expert] = READING
-        self._frame_of[layer, expert] = self._free.pop()
+        self._frame_of[layer, expert] = self._take_frame(expert)
         if len(self._orders) == 1:
             self._heard = time.monotonic()
         self._send(order)
+
+    def _take_frame(self, expert: int) -> int:
+        """A free frame, where there is one whose tiles lie on the same nodes as those of this number
+        (`shm/numa.py`): by it the layer is divided among workers."""
+        free = self._free
+        alike = (at for at in reversed(range(len(free))) if (free[at] - expert) % self._nodes == 0)
+        return free.pop(next(alike, -1))
 
     def _send(self, order: Order) -> None:
         frame = int(self._frame_of[order.layer, order.expert])

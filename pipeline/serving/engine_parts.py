@@ -202,7 +202,8 @@ class EngineParts:
         if not self.store.partial:
             return None
         layers, line = len(self.facts.moe_layers), self.control.line("reader", 0)
-        return DiskTier(self.store, top_k, layers, self.sockets["reader"], line)
+        nodes = self.config.workers.nodes if self.config.workers else 1
+        return DiskTier(self.store, top_k, layers, self.sockets["reader"], line, nodes)
 
     def _load_drafter(
         self, model: Backbone, precision: Precision, progress: Callable[[int], None]

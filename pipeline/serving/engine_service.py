@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from pipeline.errors import NumberInUse, PrefetcherLost, PromptTooLong, UsageError
+from pipeline.errors import DiskFailed, NumberInUse, PrefetcherLost, PromptTooLong, UsageError
 from pipeline.fairness import TimeShare
 from pipeline.memory.needs import CHUNK_MAX
 from pipeline.policies.view import PolicyRequest
@@ -171,7 +171,7 @@ class EngineService:
             return
         try:
             notes = self._policies.set(PolicyRequest(message.policy, message.options), message.counted)
-        except (UsageError, ShmError, CudaError, PrefetcherLost) as e:
+        except (UsageError, ShmError, CudaError, PrefetcherLost, DiskFailed) as e:
             self._send(client, Error(message.request, str(e)))
             return
         self._post(ToSupervisor(message))  # a restarted coordinator begins with this policy

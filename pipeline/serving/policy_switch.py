@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from pipeline.arrays import Counts
 from pipeline.calibration.cost_probe import costs_for
@@ -40,6 +41,8 @@ class PolicySwitch:
     def __init__(self, parts: EngineParts) -> None:
         """Sets the configured policy; errors as in `set`."""
         self._parts, self._opener = parts, DeviceMemoryOpener(parts)
+        # What is kept for later starts is of the experts, wherever they lie.
+        self._config = replace(parts.config, fingerprint=parts.store.manifest.experts)
         self._costs: list[Costs] = []  # of each device; none until a policy has needed them
         self._calibration_file = calibration_path(parts.config.cache, parts.source)
         self._heat: Heat | None = None  # None until a policy has needed it
@@ -51,8 +54,8 @@ class PolicySwitch:
     def set(self, request: PolicyRequest, counted: bool = True) -> tuple[str, ...]:
         """Use this policy from the next step on; the first that keeps experts on the device opens the memory
         for them. Without `counted` the routing of its steps is not counted. Returns notes. Raises UsageError,
-        ShmError, CudaError or PrefetcherLost; the policy in use is kept then. Raises PeerLost where the
-        engine cannot go on."""
+        ShmError, CudaError, PrefetcherLost or DiskFailed; the policy in use is kept then. Raises PeerLost
+        where the engine cannot go on."""
         engine = self._parts.engine
         policy: Policy = make_policy(request, self._parts.config.options.seed)
         if policy.runs_ahead and self._parts.machines is not None:
@@ -101,7 +104,7 @@ class PolicySwitch:
         if not policy.keeps_heat:
             return None
         if self._heat is None:
-            config, engine = self._parts.config, self._parts.engine
+            config, engine = self._config, self._parts.engine
             record = CacheRecord("store", self._parts.source.name, config.options.format)
             self._heat = Heat(config.cache / config.fingerprint, record, engine.shape)
             self._parts.closing.callback(self.keep_heat, least=1)
@@ -114,7 +117,7 @@ class PolicySwitch:
             return None
         parts = self._parts
         for index in range(len(self._costs), len(parts.engine.stages)):
-            self._costs.append(costs_for(parts.engine, parts.config, parts.context, index))
+            self._costs.append(costs_for(parts.engine, self._config, parts.context, index))
         return self._costs
 
     def _calibration_for(self, policy: Policy) -> Calibration | None:

@@ -3,6 +3,7 @@ plans that change what the device has at each step, whoever is killed."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from fault_engines import KILL, LONG, STOP, State, answer, bits, same
+from fault_engines import KILL, LIMIT, LONG, STOP, State, answer, bits, same
 from test_disk_tier import EXPERTS, HALF, LAYERS, SHAPE, shortened
 
 from launch.processes.monitor import Limits
@@ -80,6 +81,18 @@ async def test_an_expert_that_cannot_be_read_ends_the_request_and_nothing_else(r
     assert bits(await answer(state.client, LONG, 8)) == bits(reference[1])
 
 
+async def test_a_policy_whose_costs_cannot_be_measured_is_refused_in_one_line(reference, state) -> None:
+    await state.client.set_policy("layerwise")  # the device has all of the first layer, and memory nothing
+    await answer(state.client, LONG, 8)
+    disk = (await state.client.stats())["disk"]
+    with shortened(Path(disk["file"])), pytest.raises(RequestFailed, match="became shorter") as refused:
+        await state.client.set_policy("tandem")
+    assert "\n" not in str(refused.value)
+    assert state.generation("coordinator") == 0
+    await state.client.set_policy(*RANDOM)
+    assert bits(await answer(state.client)) == bits(reference[0])
+
+
 @pytest.mark.parametrize("policy", ["on-demand", "daop", "tandem"])
 async def test_policies_that_move_whole_experts_or_measure_costs(reference, state, policy: str) -> None:
     await state.client.set_policy(policy, {"placement": "popular"} if policy == "daop" else {})
@@ -87,6 +100,17 @@ async def test_policies_that_move_whole_experts_or_measure_costs(reference, stat
     assert policy == "daop" or same(answered, reference[0])  # which is an approximation
     await state.client.set_policy(*RANDOM)
     assert bits(await answer(state.client)) == bits(reference[0])
+
+
+async def test_how_often_experts_are_used_is_kept_beside_their_file(state) -> None:
+    await state.client.set_policy("cache")
+    await answer(state.client, LONG, 80)
+    file = Path((await state.client.stats())["disk"]["file"])
+    async with asyncio.timeout(LIMIT):
+        while not (file.parent / "heat.json").exists():  # noqa: ASYNC110 - another process writes it
+            await asyncio.sleep(0.05)
+    assert {path.parent for path in file.parents[1].glob("*/heat.json")} == {file.parent}
+    await state.client.set_policy(*RANDOM)
 
 
 async def test_memory_and_device_add_up_to_all_experts(start_engine, on_disk, reference) -> None:

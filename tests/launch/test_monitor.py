@@ -246,6 +246,41 @@ async def test_restart_of_the_engine_replaces_a_pending_restart_of_a_worker(
         assert max(c.identity.generation for c in play.children if c.identity.role == "worker") == 2
 
 
+async def restarted_with_reader(play: Play, engine: Supervisor) -> ScriptedChild:
+    """A reader that a kill does not end, as one whose disk does not answer, and a coordinator that exits."""
+    assert engine._monitor is not None
+    await engine._monitor.start_late(engine._add_slot("reader"))
+    reader = play.child("reader")
+    reader.process.ignores.add(signal.SIGKILL)
+    play.child("coordinator").process.end(KILLED)
+    await until(lambda: signal.SIGKILL in reader.process.signals)
+    return reader
+
+
+async def test_an_engine_is_restarted_once_its_killed_reader_writes_nothing_more(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "KILL_LIMIT", 0.05)
+    async with supervisor(NEVER) as engine:
+        reader = await restarted_with_reader(play, engine)
+        await asyncio.sleep(0.3)  # longer than the limit
+        assert all(child.identity.generation == 0 for child in play.children)
+        reader.process.end(KILLED)
+        await play.spawned("coordinator", 0, 1)
+
+
+async def test_a_killed_reader_that_does_not_exit_ends_the_engine(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "KILL_LIMIT", 0.05)
+    line = "^the reader has not exited 0.1 s after it was killed, its disk does not answer;"
+    with pytest.raises(EngineFailed, match=line):  # noqa: PT012 - from the end of the block
+        async with supervisor(Limits(check_interval=1e6, killed_reader=0.1)) as engine:
+            reader = await restarted_with_reader(play, engine)
+            asyncio.get_running_loop().call_later(1.0, reader.process.end, KILLED)  # the end waits for it
+            await asyncio.Future()
+
+
 @asynccontextmanager
 async def real_process(*command: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """Its input is open, and it is killed at the end of the block."""

@@ -6,13 +6,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from child_messages import LIMIT, child_endpoint, child_socket, control_segment
 from fake_gpu import fake_device
-from mover_parts import OWN, random_store, with_frames
+from mover_parts import OWN, SHAPE, random_store, with_frames
 from test_cuda_engine import agree, texts
 from thread_engine import engine_in_threads
 
@@ -33,7 +34,7 @@ FRAMES = 5  # of 8 experts, of which a layer has 4
 
 
 @contextmanager
-def reading(folder: Path, store: Store, control: ControlSegment) -> Iterator[DiskTier]:
+def reading(folder: Path, store: Store, control: ControlSegment, nodes: int = 1) -> Iterator[DiskTier]:
     """The tier of a store, and a reader in a thread."""
     path = Path(store.manifest.file)
     with child_socket(folder, "read.sock", "reader", OWN) as socket:
@@ -53,7 +54,7 @@ def reading(folder: Path, store: Store, control: ControlSegment) -> Iterator[Dis
         thread.start()
         socket.wait_ready(1, LIMIT)
         try:
-            yield DiskTier(store, 2, store.layout.shape.layers, socket, control.line("reader", 0))
+            yield DiskTier(store, 2, store.layout.shape.layers, socket, control.line("reader", 0), nodes)
         finally:
             socket.send(0, Shutdown())
             thread.join(LIMIT)
@@ -91,3 +92,18 @@ def test_no_copy_is_made_of_an_expert_that_is_not_there(tiny_model, tmp_path, se
         assert tier.figures.failed == 0
         resident = engine.first.memory.residency
         assert np.array_equal(resident, engine.first.memory.target) or not engine.first.memory.idle
+
+
+def test_experts_are_read_to_frames_on_their_own_nodes(tmp_path) -> None:
+    shape = replace(SHAPE, experts=4)
+    with (
+        random_store(shape, "nodes") as whole,
+        with_frames(whole, tmp_path, 8) as store,
+        control_segment(1) as control,
+        reading(tmp_path, store, control, nodes=2) as tier,
+    ):
+        for layer in (0, 1, 0):
+            tier.bring(layer, 1, 3)
+            tier.bring(layer, 0, 2)
+        assert store.frame_of is not None
+        assert (store.frame_of % 2 == [0, 1, 0, 1]).all()
