@@ -48,9 +48,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not wri
 
 
 @contextmanager
-def drafting(
-    folder: Path, recent: int = 16, device: Device | None = None
-) -> Iterator[tuple[Any, Drafter]]:
+def drafting(folder: Path, recent: int = 16, device: Device | None = None) -> Iterator[tuple[Any, Drafter]]:
     """An engine on a checkpoint, with its layer."""
     source = open_model(folder)
     shape = expert_shape(source.config, 32, format_named("f32"))
