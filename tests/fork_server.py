@@ -72,7 +72,9 @@ MAX_REQUEST = 1 << 20
 MOST_DESCRIPTORS = 16
 SPACE = " " * 2000  # for the command line, and the environment, that a forked process shows
 
-_system_call = ctypes.PyDLL(None).syscall  # keeps the interpreter's lock, as os.fork does
+PR_GET_TID_ADDRESS = 40
+
+_library = ctypes.PyDLL(None)  # keeps the interpreter's lock, as os.fork does
 
 
 class ForkedProcess:
@@ -254,9 +256,13 @@ def serve(connection: socket.socket) -> None:
 
 def _fork_sibling() -> int:
     """Fork this process, which has a single thread, into a child of its parent. Returns as `os.fork`."""
+    known = ctypes.c_void_p()  # where the C library keeps its thread's id, which its own fork renews
+    _library.prctl(PR_GET_TID_ADDRESS, ctypes.byref(known), 0, 0, 0)
     ctypes.pythonapi.PyOS_BeforeFork()
-    pid: int = _system_call(CLONE, CLONE_PARENT, 0, 0, 0, 0)
+    pid: int = _library.syscall(CLONE, CLONE_PARENT, 0, 0, 0, 0)
     if pid == 0:
+        if known.value:
+            ctypes.c_int.from_address(known.value).value = os.getpid()
         ctypes.pythonapi.PyOS_AfterFork_Child()
         return 0
     ctypes.pythonapi.PyOS_AfterFork_Parent()

@@ -61,6 +61,8 @@ def test_a_forked_process_ends_as_an_executed_one() -> None:
         "raise ValueError",
         "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
         "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "import signal as s, threading as t; "
+        "t.Thread(target=s.pthread_kill, args=(t.get_ident(), s.SIGKILL)).start()",
         "import os; print(end='lost'); os.close(1)",
         "import atexit, threading; atexit.register(print, 1); threading.Timer(0.1, print, (2,)).start()",
     ):

@@ -68,7 +68,7 @@ class Drafter:
         step = self._layer.draft(spans, hidden)
         engine.run_layers(step, stages, phase, clock, [])
         choices = step.answers([StepInput(span, "greedy") for span in spans])
-        last = step.hidden()[torch.from_numpy(ends - 1).to(hidden.device)]
+        last = step.hidden()[self._layer.device.from_host(ends - 1)]
         for span in spans:
             span.kv.advance(len(span.tokens))
         vocabulary = self._layer.spec.vocabulary

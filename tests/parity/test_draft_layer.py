@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+from counting_gpu import counting_device
 from families import Case, build, save_with_draft_layer
 from mover_parts import model_store
 from safetensors.torch import load_file, save_file
@@ -27,6 +28,7 @@ from pipeline.backbone.kv_cache import KVCache
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
 from pipeline.config import DRAFT_TOKENS, KV_BLOCK
+from pipeline.device.base import Device
 from pipeline.engine.drafter import Drafter
 from pipeline.errors import ShardFailed
 from pipeline.models.config_keys import DRAFTS
@@ -46,11 +48,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not wri
 
 
 @contextmanager
-def drafting(folder: Path, recent: int = 16) -> Iterator[tuple[Any, Drafter]]:
+def drafting(folder: Path, recent: int = 16, device: Device | None = None) -> Iterator[tuple[Any, Drafter]]:
     """An engine on a checkpoint, with its layer."""
     source = open_model(folder)
     shape = expert_shape(source.config, 32, format_named("f32"))
-    with model_store(shape, source) as store, engine_in_threads(folder, folder, store=store) as (engine, _):
+    with (
+        model_store(shape, source) as store,
+        engine_in_threads(folder, folder, store=store, device=device) as (engine, _),
+    ):
         engine.set_policy(make_policy(PolicyRequest("all-host", {}), 1), None)
         precision = Precision("f32", engine.device)
         layer = DraftLayer(engine.backbone, source, precision, DRAFT_TOKENS)
@@ -158,6 +163,23 @@ def test_layer_changes_no_token(asked: dict[str, Any], tmp_path: Path) -> None:
         assert drafter.kv.used == 0
     for tokens, expected in zip(given[1], given[0], strict=True):
         assert same(tokens, expected)
+
+
+def test_guesses_on_a_gpu_need_no_copy_that_blocks(tmp_path: Path) -> None:
+    save_with_draft_layer(Case("deepseek_v3", "plain"), tmp_path)
+    with counting_device() as (device, _), drafting(tmp_path, device=device) as (engine, drafter):
+        sequences = KVCache(engine.backbone.facts, torch.float32, device.torch_device, 4 * KV_BLOCK)
+        drafts, jobs = LayerDrafts(drafter), [MagicMock(tokens=[*TOKENS, token]) for token in (8, 9)]
+        for job in jobs:
+            inputs = [StepInput(TokenSpan(sequences.allocate(KV_BLOCK), TOKENS), "none")]
+            engine.step(inputs, "prefill")
+            drafts.keep(job, 0, engine.hidden)
+        with device.counted() as counts:
+            guesses = drafts.draft({jobs[0]: 1, jobs[1]: 3})
+        assert [len(guesses[job]) for job in jobs] == [1, 3]
+        assert counts["blocking copies"] == 0
+        for job in jobs:
+            drafts.forget(job)
 
 
 def test_layer_that_fails_guesses_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
