@@ -41,7 +41,7 @@ class Answer:
         self.on_queued: Callable[[int], None] | None = None
         """Called in the event loop with the request's position while it is queued: 1 is the next."""
         self.on_waiting: Callable[[str], None] | None = None
-        """Called in the event loop with the machine that this waits for, and why; a token ends that."""
+        """Called in the event loop with the machine that this waits for, and why; "" or a token ends that."""
         self._cancel = cancel
         self._tokens: list[Token] = []
         self._failure: ProtocolError | None = None

@@ -106,6 +106,7 @@ async def test_requests_that_wait_for_a_machine_say_so_and_can_be_cancelled(thre
             kept, dropped = [
                 client.generate(token_ids=[5, 6, seed], max_tokens=40, ignore_eos=True) for seed in (0, 1)
             ]
+            kept.on_waiting = (heard := list[str]()).append
             await running(client, 2)
             await dropped.cancel()
             assert (await dropped.result()).done.reason == "cancelled"
@@ -120,6 +121,8 @@ async def test_requests_that_wait_for_a_machine_say_so_and_can_be_cancelled(thre
             assert lost.status() == psutil.STATUS_STOPPED
             lost.resume()
             assert (await kept.result()).tokens == expected[:40]
+            assert heard[0].startswith("lane 1 of the experts: ")
+            assert heard[-1] == "", "it goes on"
 
 
 async def test_policies_that_use_a_device_see_to_this_machine_s_share(three_tiles: Path) -> None:
