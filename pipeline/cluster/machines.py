@@ -58,7 +58,8 @@ LOOK_SECONDS = 0.02  # between two looks for what is late
 SLICE_MS = 10  # of a wait
 SAY_SECONDS, SAY_AGAIN_SECONDS = 2.0, 30.0  # of a wait, until a line says for what; and again
 WAIT_LIMIT = 3600.0  # seconds for a lane that nobody holds: the step fails
-WRONG_KEY = "it is reached, and one of the two does not have the key that the other was told"
+# A handshake that was begun and not ended: the kernel answers for a process that is stopped, too.
+NO_HANDSHAKE = "it is reached, and hangs, or one of the two does not have the key that the other was told"
 _REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
@@ -142,7 +143,7 @@ class Link:
             if event != zmq.EVENT_DISCONNECTED:
                 self._shaken = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if event in _REFUSALS or (event == zmq.EVENT_DISCONNECTED and not self._shaken):
-                self.why = WRONG_KEY
+                self.why = NO_HANDSHAKE
 
     def close(self) -> None:
         """Close the socket without waiting for what was not sent."""
