@@ -34,7 +34,7 @@ async def generate(options: Options, interrupts: Interrupts) -> int:
     async with reconnecting_client(options, interrupts) as client:
         recommended = client.welcome.sampling if "chat" in options.written else Sampling()
         answer = client.generate(**_prompt(options, text, client), **answer_settings(options, recommended))
-        answer.on_waiting = lambda why: notice(f"waiting for {why}")
+        answer.on_waiting = lambda why: notice(f"waiting for {why}" if why else "the engine goes on")
         tokens: list[Token] = []
         as_json = "json" in options.written
         try:

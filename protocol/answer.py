@@ -41,7 +41,7 @@ class Answer:
         self.on_queued: Callable[[int], None] | None = None
         """Called in the event loop with the request's position while it is queued: 1 is the next."""
         self.on_waiting: Callable[[str], None] | None = None
-        """Called in the event loop with the machine that this waits for, and why; a token ends that."""
+        """Called in the event loop with the machine that this waits for, and why; "" or a token ends that."""
         self._cancel = cancel
         self._tokens: list[Token] = []
         self._failure: ProtocolError | None = None
@@ -111,10 +111,12 @@ class Answer:
         self._changed.set()
 
 
-async def score_blocks(asked: Score, options: ConnectOptions, known: Welcome) -> AsyncGenerator[Scores, None]:
+async def score_blocks(
+    asked: Score, options: ConnectOptions, known: Welcome, on_waiting: Callable[[str], None]
+) -> AsyncGenerator[Scores, None]:
     """Yield each row once, in order, even if the engine is restarted and sends all of them again. `known`:
-    the engine that the caller is connected to. Leaving the loop before the end cancels the request. Raises
-    RequestFailed, EngineGone, MalformedMessage."""
+    the engine that the caller is connected to; `on_waiting`: as of an Answer. Leaving the loop before the
+    end cancels the request. Raises RequestFailed, EngineGone, MalformedMessage."""
     rows = 0  # received
 
     def on_lost(lost: ProtocolError) -> None:
@@ -136,6 +138,8 @@ async def score_blocks(asked: Score, options: ConnectOptions, known: Welcome) ->
                         new = _without(block, rows - block.start)
                         rows = end
                         yield new
+                case Waiting(request=its, why=why) if its == asked.request:
+                    on_waiting(why)
                 case Done(request=its, reason=reason) as done if its == asked.request:
                     if reason == "error":
                         raise RequestFailed(done.error, done.usage)

@@ -158,14 +158,17 @@ class Client:
         self._answers[asked.request] = _PendingAnswer(asked, answer)
         return answer
 
-    async def score(self, **fields: Any) -> AsyncGenerator[Scores, None]:
-        """Log-probabilities of a text, block by block; `fields` are those of messages.Score.
+    async def score(
+        self, *, on_waiting: Callable[[str], None] = lambda why: None, **fields: Any
+    ) -> AsyncGenerator[Scores, None]:
+        """Log-probabilities of a text, block by block; `fields` are those of messages.Score. `on_waiting`: as
+        of an Answer.
 
         Ends after the last block. Leaving the loop before cancels the request. Raises RequestFailed with the
         engine's reason, or where the engine cancelled the request; EngineGone, MalformedMessage.
         """
         asked = Score(self._next_request(), **_frozen(fields))
-        async with aclosing(score_blocks(asked, self._options, self.welcome)) as blocks:
+        async with aclosing(score_blocks(asked, self._options, self.welcome, on_waiting)) as blocks:
             async for block in blocks:
                 yield block
 

@@ -188,7 +188,7 @@ class Queued(Record, frozen=True):
 @message(23)
 class Waiting(Record, frozen=True):
     """The step of a request waits for another machine, and `why`. Sent when it has waited for some seconds,
-    and now and then; the next Token says that it goes on."""
+    and now and then; without a reason when it goes on, which a Token says too."""
 
     request: Int
     why: str

@@ -162,7 +162,7 @@ class Conversation:
         began = time.monotonic()
         answer = self._send(turns, room)
         answer.on_queued = view.queued
-        answer.on_waiting = lambda why: view.notice(f"waiting for {why}")
+        answer.on_waiting = lambda why: view.notice(f"waiting for {why}" if why else "the engine goes on")
         cancelling: set[asyncio.Task[None]] = set()  # references, or tasks may be collected before they run
 
         def cancel() -> None:

@@ -205,18 +205,22 @@ class Placing:
 
     def _see_to(self, name: str, there: dict[str, dict[str, Any]], stand_ins: StandIns) -> None:
         """Begin or end what stands in for a machine."""
-        lost, present = self._lost(name, name in there), stand_ins.now(name)
+        lost = self._lost(name, name in there and not self._failed(name))
+        present = stand_ins.now(name)
         if not lost and present is not None and self._serves(name):
             self._ended |= self._standing & {f"{spare} for {name}" for spare in stand_ins.end(name)}
         elif lost > ADOPT_SECONDS:
             title = f"{present} for {name}"
-            failed = any(host["state"] == "failed" for host in self._said.get(title, {}).values())
-            failed |= self._lost(title, present in there) > ADOPT_SECONDS
+            failed = self._failed(title) or self._lost(title, present in there) > ADOPT_SECONDS
             stand_ins.begin(name, there, failed)
         for spare in stand_ins.begun[name]:
             if spare in there and (title := f"{spare} for {name}") not in self._standing:
                 self._standing.add(title)
                 self._begin(title, spare, self._adopted(name, spare, there[spare]["address"]))
+
+    def _failed(self, title: str) -> bool:
+        """Returns whether a machine's hosts cannot serve: its disk may be gone, or its model."""
+        return any(host["state"] == "failed" for host in self._said.get(title, {}).values())
 
     def _lost(self, title: str, there: bool) -> float:
         """Returns the seconds for which neither Ray nor its hosts know a machine."""

@@ -50,9 +50,10 @@ class _Placing:
         self.stopping = asyncio.Event()
         self._share, self._tell = share, tell
         self._hosts = share.hosts(engine)
-        self._machines: dict[str, Machine] = {}  # by the host's name
+        # By machine and host: two that stand in for a third have hosts of one name.
+        self._machines: dict[tuple[str, str], Machine] = {}
         self._why = dict.fromkeys(self._hosts, "not heard of yet")  # a machine has no expert host
-        self._lines: dict[str, tuple[str, int]] = {}  # by host, whose line was last logged, and which
+        self._lines: dict[tuple[str, str], tuple[str, int]] = {}  # the same: whose line was last logged
         self._states: dict[str, str] = {}  # what was last logged, by machine
 
     async def run(self) -> None:
@@ -122,11 +123,11 @@ class _Placing:
             for name, host in hosts.items():
                 self._pass_on(machine, name, **host["lines"])
                 if host["state"] in ("loading", "ready"):
-                    self._machines[name] = Machine(
+                    self._machines[machine, name] = Machine(
                         machine, host["endpoint"], host["key"], self._order(machine, host["lanes"])
                     )
                 else:
-                    self._machines.pop(name, None)
+                    self._machines.pop((machine, name), None)
                 words = host["state"] + (f": {host['error']}" if host.get("error") else "")
                 self._why[machine] = words
                 if host["state"] != "loading" or "failed" not in self._states.get(machine, ""):
@@ -142,11 +143,11 @@ class _Placing:
 
     def _pass_on(self, machine: str, name: str, of: str, latest: list[tuple[int, str]]) -> None:
         """Log lines of a host's log that were not logged yet. `of`: the actor that has numbered them."""
-        before, last = self._lines.get(name, (of, 0))
+        before, last = self._lines.get((machine, name), (of, 0))
         for number, text in latest:
             if before != of or number > last:
                 notice(f"[{machine}] {text}")
-                self._lines[name] = of, number
+                self._lines[machine, name] = of, number
 
     def _order(self, machine: str, lanes: list[int]) -> tuple[int, ...]:
         """Returns the lanes of a machine's host in the order of the plan; a host for a lost machine has its

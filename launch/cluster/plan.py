@@ -71,7 +71,7 @@ def replicate(
 def coarse(rate: float) -> float:
     """Returns a measured rate in steps of a quarter of a binary order (19 %): equal machines are never
     measured equal, and hold equal parts."""
-    return float(2.0 ** (round(4 * math.log2(max(rate, 1.0))) / 4))
+    return float(2.0 ** (round(4 * math.log2(max(rate, 1e-9))) / 4))
 
 
 @dataclass(frozen=True)

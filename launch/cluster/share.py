@@ -183,22 +183,25 @@ def _share(
 
 def device_of(config: EngineConfig, plan_here: Plan, machine: Machine) -> tuple[int, float]:
     """Returns the bytes of experts that the coordinator's device keeps, and how many times as fast as the
-    workers it computes them, by --costs or the latest costs that were measured here: 0.0 where there are
-    none, or the policy uses no device."""
+    workers it computes them, coarsely: by --costs or the latest costs that were measured here, of this model
+    in this format if there are any. 0.0 where there are none, or the policy uses no device."""
     if not plan_here.slab:
         return 0, 0.0
     pools = plan_here.pools(machine)
     every = pools[2:] if machine.cards or machine.gpu is not None else pools[:1]
     grows = machine.gpu is not None and config.expert_cache is None
     kept = sum(pool.parts["slab"] + grows * max(0, pool.free - pool.needed) for pool in every)
-    known = [Costs.load(config.costs)] if config.costs else []
+    records = []
     for _, record in measured_here(user_folder("CACHE")):
         on_host = record.setting.device == "cpu"
         if on_host == (machine.gpu is None) and record.setting.emulation == config.emulation:
-            known.append(record.costs)
+            records.append(record)
+    wanted = str(config.model or model_dir()), config.format
+    records.sort(key=lambda record: (record.model, record.setting.format) != wanted)
+    known = [Costs.load(config.costs)] if config.costs else [record.costs for record in records]
     if not known or not known[0].device[0]:
         return kept, 0.0
-    return kept, known[0].host[0] / known[0].device[0]
+    return kept, coarse(known[0].host[0] / known[0].device[0])
 
 
 def _room(look: dict[str, Any]) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 from launch.errors import LaunchError
 from workers.lifetime import CHILD_PROCESS, environment, pack_config
 
+MAX_LINE = 1 << 24  # bytes of a value: a liaison's has lines of the logs of all machines
 MAX_REASON = 200  # characters of a failed child's last line that are shown
 
 
@@ -67,6 +68,7 @@ async def trial(
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
+                limit=MAX_LINE,
                 start_new_session=True,  # Ctrl-C in the terminal signals the parent alone
                 pass_fds=(for_child, *pass_fds),
                 env=env or environment(1),

@@ -58,7 +58,8 @@ LOOK_SECONDS = 0.02  # between two looks for what is late
 SLICE_MS = 10  # of a wait
 SAY_SECONDS, SAY_AGAIN_SECONDS = 2.0, 30.0  # of a wait, until a line says for what; and again
 WAIT_LIMIT = 3600.0  # seconds for a lane that nobody holds: the step fails
-WRONG_KEY = "it is reached, and one of the two does not have the key that the other was told"
+# A handshake that was begun and not ended: the kernel answers for a process that is stopped, too.
+NO_HANDSHAKE = "it is reached, and hangs, or one of the two does not have the key that the other was told"
 _REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
@@ -142,7 +143,7 @@ class Link:
             if event != zmq.EVENT_DISCONNECTED:
                 self._shaken = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if event in _REFUSALS or (event == zmq.EVENT_DISCONNECTED and not self._shaken):
-                self.why = WRONG_KEY
+                self.why = NO_HANDSHAKE
 
     def close(self) -> None:
         """Close the socket without waiting for what was not sent."""
@@ -210,13 +211,19 @@ class Machines:
         self._looked_at = 0.0
         self._log = SparseLog(log)
         self._waits_since = self._waited_at = self._say_at = 0.0  # of a wait, over its interruptions
+        self._said = False  # for what it waits
+        self._lost_seconds = 0.0  # of all waits for lost machines
         self.tell(lambda why: None, lambda: False)
         self._change(given.machines)
 
     def tell(self, on_wait: Callable[[str], None], interrupted: Callable[[], bool]) -> None:
-        """From now on call `on_wait` with what a question waits for, and, while that is a lost machine,
-        `interrupted`: whether its step is to end for now."""
+        """From now on call `on_wait` with what a question waits for, and with "" once it goes on; and, while
+        that is a lost machine, `interrupted`: whether its step is to end for now."""
         self._on_wait, self._interrupted = on_wait, interrupted
+
+    def clock(self) -> float:
+        """Returns seconds, without those in which a question has waited for a lost machine."""
+        return time.monotonic() - self._lost_seconds
 
     def stats(self) -> list[dict[str, Any]]:
         """Returns what is known of each machine. From any thread."""
@@ -264,6 +271,7 @@ class Machines:
         began = time.monotonic()
         if began - self._waited_at > SAY_SECONDS:
             self._waits_since, self._say_at = began, began + SAY_SECONDS
+        self._waited_at = began
         self._say_at = min(self._say_at, began + SAY_SECONDS)  # to those who have interrupted it
         while not question.complete:
             if question.failure:
@@ -277,6 +285,9 @@ class Machines:
             if not question.complete:
                 self._while_waiting(question)
         self._waited_at = 0.0
+        if self._said:
+            self._said = False
+            self._on_wait("")
         if question.last is not None:
             question.last.waited += time.monotonic() - began
         return question.answers
@@ -285,16 +296,20 @@ class Machines:
         """Say now and then what a question waits for. Raises ShardFailed after too long a wait,
         StepInterrupted."""
         missing = [lane for lane in question.pieces if lane not in question.answers]
-        now = self._waited_at = time.monotonic()
+        lost = any(self._lost(question, lane, LOST_SECONDS) for lane in missing)
+        before, now = self._waited_at, time.monotonic()
+        self._waited_at = now
+        self._lost_seconds += lost * (now - before)
         if now > self._say_at:
             self._say_at = now + SAY_AGAIN_SECONDS
             log.warning(f"waiting for {self._why(missing)}")
+            self._said = True
             self._on_wait(self._why(missing, where=False))
-        if now - self._waits_since > WAIT_LIMIT:
+        if now - self._waits_since > WAIT_LIMIT:  # nor does another step wait as long again
             self.abandon(question)
-            self._waited_at = 0.0
-            raise ShardFailed(f"for {WAIT_LIMIT:.0f} s there was no answer: {self._why(missing)}")
-        if any(self._lost(question, lane, LOST_SECONDS) for lane in missing) and self._interrupted():
+            why = self._why(missing, where=False)
+            raise ShardFailed(f"for {WAIT_LIMIT:.0f} s there was no answer: {why}")
+        if lost and self._interrupted():
             self.abandon(question)
             raise StepInterrupted(f"waiting for {self._why(missing)}")
 

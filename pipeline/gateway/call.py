@@ -319,14 +319,17 @@ class Call:
             self._waiting = None
 
     def waits(self, why: str) -> None:
-        """The engine waits for another machine, which a stream says at once."""
+        """The engine waits for another machine, which a stream says at once; "": it goes on."""
+        if not why:
+            self.goes_on()
+            return
         self._why = " ".join(why.split())
         self._told.set()
         if self._waiting is not None and self._waiting.when() is None:
             self._waiting.reschedule(asyncio.get_running_loop().time() + WAIT_SECONDS)
 
     def goes_on(self) -> None:
-        """The engine has computed a token."""
+        """The engine waits for nothing any more."""
         if self._why:
             self._why = ""
             if self._waiting is not None:

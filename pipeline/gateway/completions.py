@@ -211,7 +211,8 @@ class Completion:
             self._usage.prompt += len(ids)
         if self._top < 0:
             return
-        blocks = [block async for block in self._client.score(token_ids=ids, top=max(self._top, 1))]
+        scores = self._client.score(on_waiting=self._call.waits, token_ids=ids, top=max(self._top, 1))
+        blocks = [block async for block in scores]
         choice.add(self._texts.text(ids[0]), None, None)
         for block in blocks:
             for row, logprob in enumerate(block.chosen.tolist()):

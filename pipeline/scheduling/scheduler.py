@@ -112,7 +112,7 @@ class Scheduler:
             self._end(job, "cancelled")
 
     def tell_waiting(self, why: str) -> None:
-        """Tell the clients of all requests what the present step waits for."""
+        """Tell the clients of all requests what the present step waits for; "": it goes on."""
         self._send([(client, Waiting(request, why)) for client, request in self._live])
 
     def round(self) -> bool:

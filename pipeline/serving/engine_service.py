@@ -78,6 +78,8 @@ class EngineService:
             # A recorded routing is of an answer's tokens alone.
             speculate="off" if options.record is not None else options.speculate,
             drafter=parts.drafter,
+            # Nobody owes others the time in which all have waited for a lost machine.
+            clock=time.perf_counter if parts.machines is None else parts.machines.clock,
         )
         self._calibrations = CalibrationService(
             parts, self._policies, self._scheduler, send=self._send, drain_inbox=self._drain_inbox

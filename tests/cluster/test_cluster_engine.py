@@ -87,6 +87,12 @@ async def running(client: Client, count: int) -> None:
             await asyncio.sleep(0.02)
 
 
+async def scores_of(client: Client, said: Queue[str]) -> int:
+    """Returns how many log-probabilities a text has."""
+    scores = client.score(on_waiting=said.put_nowait, token_ids=[5, 6, 7])
+    return sum([len(block.chosen) async for block in scores])
+
+
 async def test_requests_that_wait_for_a_machine_say_so_and_can_be_cancelled(three_tiles: Path) -> None:
     pytest.importorskip("uvicorn", reason="of the extra `serve`")
     http = importlib.import_module("httpx2")
@@ -106,6 +112,7 @@ async def test_requests_that_wait_for_a_machine_say_so_and_can_be_cancelled(thre
             kept, dropped = [
                 client.generate(token_ids=[5, 6, seed], max_tokens=40, ignore_eos=True) for seed in (0, 1)
             ]
+            kept.on_waiting = (heard := list[str]()).append
             await running(client, 2)
             await dropped.cancel()
             assert (await dropped.result()).done.reason == "cancelled"
@@ -117,9 +124,15 @@ async def test_requests_that_wait_for_a_machine_say_so_and_can_be_cancelled(thre
                 assert "tcp://" not in line
                 await running(client, 2)
             await running(client, 1)  # the engine has heard that this client is gone
+            said: Queue[str] = Queue()
+            scored = asyncio.create_task(scores_of(client, said))
+            assert (await said.get()).startswith("lane 1 of the experts: ")
             assert lost.status() == psutil.STATUS_STOPPED
             lost.resume()
+            assert await scored == 2
             assert (await kept.result()).tokens == expected[:40]
+            assert heard[0].startswith("lane 1 of the experts: ")
+            assert heard[-1] == "", "it goes on"
 
 
 async def test_policies_that_use_a_device_see_to_this_machine_s_share(three_tiles: Path) -> None:

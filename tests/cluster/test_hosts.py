@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
@@ -14,13 +15,13 @@ from typing import Any
 
 import psutil
 import pytest
-from cluster_heads import BOUNDS, Head, expert_bytes, head, host_config, hosts, machine, pid_of, restart
+from cluster_heads import BOUNDS, KEYS, Head, expert_bytes, head, host_config, hosts, machine, pid_of, restart
 
 from launch.cluster.machine import HostActor
 from pipeline.cluster import place
 from pipeline.cluster.keeper import HostKeeper, new_keys
 from pipeline.config import Machine
-from pipeline.errors import PeerLost
+from pipeline.errors import PeerLost, ShardFailed, StepInterrupted
 from workers.kernels.native import best
 from workers.lifetime import PR_SET_PDEATHSIG
 
@@ -209,6 +210,29 @@ def test_a_start_ends_with_what_it_waited_for(three_tiles: Path) -> None:
             assert several.machines is not None
             with nullcontext() if held == EVERY else pytest.raises(PeerLost, match=r"b has no.*no room"):
                 several.machines.wait_ready([1, 2], 0.1)
+
+
+def test_a_wait_for_a_lost_machine_is_told_until_it_ends_and_is_nobodys_time(
+    three_tiles: Path, pair: list[HostKeeper], alone: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.cluster.machines.SAY_SECONDS", 0.0)
+    with head(three_tiles, Machine("b", "tcp://127.0.0.1:1", KEYS[0], (1, 2))) as several:
+        assert several.machines is not None
+        waits, heard, uncounted = several.machines, list[str](), time.monotonic() - several.machines.clock()
+        waits.tell(heard.append, lambda: len(heard) > 0)
+        with pytest.raises(StepInterrupted, match=r"b .*is away"):
+            several.sums(0)
+        assert heard[0].startswith("lane 1 of the experts: b is away")
+        assert time.monotonic() - waits.clock() > uncounted
+        with monkeypatch.context() as soon:
+            soon.setattr("pipeline.cluster.machines.WAIT_LIMIT", 0.0)
+            with pytest.raises(ShardFailed, match="there was no answer") as failed:
+                several.sums(0)
+            assert "tcp://" not in str(failed.value), "a client reads it"
+        waits.tell(heard.append, lambda: False)
+        several.tell(*(machine(k.place()) for k in pair))
+        assert several.sums(0) == alone.sums(0)
+        assert heard[-1] == "", "it goes on"
 
 
 def test_unequal_variants_are_refused_where_they_differ(three_tiles: Path) -> None:

@@ -10,6 +10,7 @@ import re
 import threading
 import tracemalloc
 from collections import Counter
+from collections.abc import MutableMapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -226,3 +227,26 @@ async def test_an_answer_that_is_no_stream_is_given_up_where_its_engine_waits_to
     with pytest.raises(ApiError, match="for lane 1 of the experts: b is away") as refused:
         await call.answer(computed())
     assert refused.value.status == 503
+
+
+async def test_an_answer_is_not_given_up_whose_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.gateway.call.WAIT_SECONDS", 0.0)
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        return {}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(dict(message))
+
+    async def computed() -> dict[str, Any]:
+        call.waits("lane 1 of the experts: b is away")
+        call.waits("")
+        for _ in range(10):  # of a long prompt, before its first token
+            await asyncio.sleep(0)
+        return {"text": "x"}
+
+    call = Call(cast(Service, None), {}, receive, send)
+    await call.answer(computed())
+    assert [message.get("status") for message in sent] == [200, None]
