@@ -11,11 +11,14 @@ from typing import Any, cast
 from unittest.mock import MagicMock
 
 import numpy as np
+import packers
 import pytest
 import torch
-from families import Case, build, save_with_draft_layer
+from families import Case, add_draft_layer, build, draft_layer, save, save_with_draft_layer
 from mover_parts import model_store
+from packers import Packing
 from safetensors.torch import load_file, save_file
+from test_quantized_checkpoints import EVEN, quantize
 from test_scheduler import Harness
 from test_speculation import GREEDY, SAMPLED, same
 from thread_engine import engine_in_threads
@@ -42,6 +45,8 @@ from shm.layout import format_named
 FAMILIES = ["glm4_moe", "glm4_moe_lite", "deepseek_v3"]
 TOKENS = [7, 90, 4, 55, 201, 8, 33, 120, 64, 5, 5, 17]
 
+PACKINGS = [packers.awq(32, "int4-f16-g32"), packers.modelopt_nvfp4()]
+
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
 
@@ -49,8 +54,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not wri
 def drafting(folder: Path, recent: int = 16) -> Iterator[tuple[Any, Drafter]]:
     """An engine on a checkpoint, with its layer."""
     source = open_model(folder)
-    shape = expert_shape(source.config, 32, format_named("f32"))
-    with model_store(shape, source) as store, engine_in_threads(folder, folder, store=store) as (engine, _):
+    name = source.own_format or "f32"
+    shape = expert_shape(source.config, 32, format_named(name))
+    with (
+        model_store(shape, source, name) as store,
+        engine_in_threads(folder, folder, store=store) as (engine, _),
+    ):
         engine.set_policy(make_policy(PolicyRequest("all-host", {}), 1), None)
         precision = Precision("f32", engine.device)
         layer = DraftLayer(engine.backbone, source, precision, DRAFT_TOKENS)
@@ -191,6 +200,25 @@ def test_incomplete_layer_is_left_aside(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(config | {DRAFTS: True}))
     assert facts_of(open_model(tmp_path).config).stored_layers == 2
+
+
+@pytest.mark.parametrize("packing", PACKINGS, ids=lambda packing: packing.format)
+def test_layer_beside_quantized_experts(packing: Packing, tmp_path: Path) -> None:
+    """The layer is often not quantized as the model is, whose experts are kept as they are all the same."""
+    case = Case("glm4_moe", "plain", EVEN, shards=False)
+    save(case, tmp_path)
+    folder, _ = quantize(tmp_path, packing)
+    add_draft_layer(draft_layer(case), 3, folder)
+    source = open_model(folder)
+    assert source.own_format == packing.format
+    assert not source.worth_keeping(packing.format or "")
+    message = Generate(0, token_ids=tuple(TOKENS), max_tokens=20, ignore_eos=True)
+    with drafting(folder) as (engine, drafter):
+        alone, drafted = Harness(engine), Harness(engine, speculate=2, drafter=drafter)
+        for harness in (alone, drafted):
+            harness.run(b"c", message)
+        assert drafted.scheduler.speculation.stats()["sources"]["mtp"]["drafted"] > 10
+        assert same(drafted.answer(0)[0], alone.answer(0)[0])
 
 
 def test_guesses_are_judged_by_their_depth() -> None:
