@@ -64,13 +64,13 @@ class Tail:
         return torch.cat([states[max(0, first - start) :] for start, states in self._rows])
 
     def begin(self, kv: SequenceKV, further: int) -> None:
-        """Have the layer's sequence reach to states that are kept, with room for so many more tokens."""
-        self.kv, oldest = kv, self._rows[0][0]
+        """Have the layer's sequence lack at most `recent` states, with room for so many more tokens."""
+        self.kv, first = kv, max(self._rows[0][0], self.end - self._recent)
         new = self.end - self.done + further
-        if oldest <= self.done <= self.end and kv.length + new <= DRAFT_TOKENS:
+        if first <= self.done <= self.end and kv.length + new <= DRAFT_TOKENS:
             return
         self.cut(0)
-        self.done = max(oldest, self.end - self._recent)
+        self.done = first
 
     def cut(self, length: int) -> None:
         """Keep so many tokens of the layer's sequence."""

@@ -26,7 +26,8 @@ from transformers.cache_utils import MtpCache
 
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.draft_layer import DraftLayer
-from pipeline.backbone.kv_cache import KVCache
+from pipeline.backbone.kv_blocks import BlockPool
+from pipeline.backbone.kv_cache import KVCache, SequenceKV
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
 from pipeline.config import DRAFT_TOKENS, KV_BLOCK
@@ -244,6 +245,9 @@ def test_text_with_a_gap_begins_anew() -> None:
     assert tail.since(0)[:, 0].tolist() == [2, 3, 4, 5]
     tail.add(6, torch.tensor([[6.0]]))
     assert tail.since(4)[:, 0].tolist() == [4, 5, 6]
+    sequence = SequenceKV(BlockPool((), torch.float32, torch.device("cpu"), DRAFT_TOKENS), None, [])
+    tail.begin(sequence, 1)
+    assert tail.done == 3  # though more are kept
     tail.add(64, torch.tensor([[64.0]]))
     assert tail.end == 65
     assert tail.since(0)[:, 0].tolist() == [64]
