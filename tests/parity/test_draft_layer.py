@@ -40,6 +40,7 @@ from pipeline.policies.view import PolicyRequest
 from pipeline.scheduling import speculation
 from pipeline.scheduling.jobs import Job
 from pipeline.scheduling.layer_drafts import LayerDrafts, Tail
+from pipeline.scheduling.suspects import key_of
 from protocol.messages import Generate
 from shm.layout import format_named
 
@@ -183,6 +184,19 @@ def test_layer_that_fails_guesses_no_more(tmp_path: Path, monkeypatch: pytest.Mo
         harness.run(b"c", message)
         assert len(harness.answer(0)[0]) == 20
         assert drafter.kv.used == 0
+
+
+def test_request_whose_guesses_end_the_engine_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_with_draft_layer(Case("glm4_moe", "plain"), tmp_path)
+    message = Generate(0, token_ids=tuple(TOKENS), max_tokens=20, ignore_eos=True)
+    with drafting(tmp_path) as (engine, drafter):
+        monkeypatch.setattr(drafter, "_step", MagicMock(side_effect=MemoryError))
+        harness = Harness(engine, speculate=2, drafter=drafter)
+        with pytest.raises(MemoryError):
+            harness.run(b"c", message)
+        assert harness.suspects.requests == [(key_of(message), 0)]
 
 
 def test_incomplete_layer_is_left_aside(tmp_path: Path) -> None:
