@@ -204,13 +204,14 @@ def add_draft_layer(mtp: MtpModel, number: int, folder: Path) -> None:
                 tensors |= {f"{start}.{expert}.{part}.weight": one.contiguous() for part, one in parts}
         else:
             tensors[at] = tensor.contiguous()
-    save_file(tensors, folder / "draft.safetensors")
+    draft = folder / f"draft-{number}.safetensors"
+    save_file(tensors, draft)
     path, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if single.exists():
         file = single.rename(folder / "others.safetensors")
         path.write_text(json.dumps({"weight_map": dict.fromkeys(load_file(file), file.name)}))
     index = json.loads(path.read_bytes())
-    index["weight_map"] |= dict.fromkeys(tensors, "draft.safetensors")
+    index["weight_map"] |= dict.fromkeys(tensors, draft.name)
     path.write_text(json.dumps(index))
 
 

@@ -207,14 +207,23 @@ def test_incomplete_layer_is_left_aside(tmp_path: Path) -> None:
     assert facts_of(whole.config).stored_layers == 3
     index = tmp_path / "model.safetensors.index.json"
     listed = json.loads(index.read_bytes())
-    tensors = load_file(tmp_path / "draft.safetensors")
+    tensors = load_file(tmp_path / "draft-3.safetensors")
     for name in [name for name in tensors if name.endswith("experts.5.up_proj.weight")]:
         del tensors[name], listed["weight_map"][name]
-    save_file(tensors, tmp_path / "draft.safetensors")
+    save_file(tensors, tmp_path / "draft-3.safetensors")
     index.write_text(json.dumps(listed))
     config = json.loads((tmp_path / "config.json").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(config | {DRAFTS: True}))
     assert facts_of(open_model(tmp_path).config).stored_layers == 2
+
+
+def test_first_of_several_layers_is_read(tmp_path: Path) -> None:
+    case = Case("glm4_moe", "plain")
+    save_with_draft_layer(case, tmp_path)
+    add_draft_layer(draft_layer(case), 4, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
+    assert facts_of(open_model(tmp_path).config).stored_layers == 3
 
 
 @pytest.mark.parametrize("packing", PACKINGS, ids=lambda packing: packing.format)
