@@ -1,4 +1,4 @@
-r"""Messages to frames and back: Tandem's wire format, version 14.
+r"""Messages to frames and back: Tandem's wire format, version 15.
 
 This docstring is the specification; with it a client can be written in any language that has ZeroMQ and
 msgpack. `messages.py` defines the meaning of each message, `machines.py` that of those between machines.
@@ -86,15 +86,15 @@ A conversation
 
 Example
 -------
-Queued(request=7, position=2) is two frames: tag 15 and version 14, then a map of two.
+Queued(request=7, position=2) is two frames: tag 15 and version 15, then a map of two.
 
 >>> from protocol.codec import decode, encode
 >>> from protocol.messages import Queued
 >>> for frame in encode(Queued(request=7, position=2)):
 ...     print(frame.hex(" "))
-0f 0e
+0f 0f
 82 a7 72 65 71 75 65 73 74 07 a8 70 6f 73 69 74 69 6f 6e 02
->>> decode([bytes([15, 14]), bytes.fromhex("82a77265717565737407a8706f736974696f6e02")])
+>>> decode([bytes([15, 15]), bytes.fromhex("82a77265717565737407a8706f736974696f6e02")])
 Queued(request=7, position=2)
 
 A block of scores has five arrays, so seven frames; here tokens [5, 6], chosen [-0.5], the others empty:

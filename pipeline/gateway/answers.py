@@ -75,8 +75,8 @@ async def events_of(call: Call, answers: Iterable[Answer]) -> AsyncGenerator[Eve
 
 
 async def _feed(call: Call, queue: Queue, place: int, answer: Answer) -> None:
-    answer.on_waiting = call.waits
     try:
+        answer.on_waiting = call.waits
         async for token in answer:
             call.goes_on()
             call.hold(_size(token))

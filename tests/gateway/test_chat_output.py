@@ -202,7 +202,14 @@ FORMED = Style(
 def call_of(service: Any) -> Any:
     """What an answer needs of its call; its client reads at once, so nothing waits for it."""
     return SimpleNamespace(
-        service=service, id="x", created=1, key_name="", hold=lambda size: None, release=lambda size: None
+        service=service,
+        id="x",
+        created=1,
+        key_name="",
+        hold=lambda size: None,
+        release=lambda size: None,
+        waits=lambda why: None,
+        goes_on=lambda: None,
     )
 
 

@@ -53,7 +53,7 @@ def reading(folder: Path, store: Store, control: ControlSegment) -> Iterator[Dis
         thread.start()
         socket.wait_ready(1, LIMIT)
         try:
-            yield DiskTier(store, 2, socket, control.line("reader", 0))
+            yield DiskTier(store, 2, store.layout.shape.layers, socket, control.line("reader", 0))
         finally:
             socket.send(0, Shutdown())
             thread.join(LIMIT)

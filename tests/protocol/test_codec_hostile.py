@@ -121,13 +121,13 @@ Y = bytes(24)
 TREE = b"\x82\xa7request\x01\xa5stats\x81\xa1a"  # a StatsReply's header, before the value of stats["a"]
 REFUSED = {
     "no frames": ([], "the first frame is not two bytes"),
-    "one frame": ([b"\x04\x0e"], "Token has 2 frames, not 1"),
+    "one frame": ([b"\x04\x0f"], "Token has 2 frames, not 1"),
     "a frame too many": ([*encode(TOKEN), b""], "Token has 2 frames, not 3"),
     "an array missing": (encode(PARTIAL)[:2], "Partial has 3 frames, not 2"),
-    "unknown tag": ([b"\xfa\x0e", b"\x80"], "unknown tag 250"),
-    "another version": ([b"\x04\x01", b"\x80"], "a message of wire version 1; this side speaks version 14"),
-    "no msgpack": ([b"\x04\x0e", b"\xc1"], "Token: MessagePack data is malformed"),
-    "empty header": ([b"\x04\x0e", b""], "Token: Input data was truncated"),
+    "unknown tag": ([b"\xfa\x0f", b"\x80"], "unknown tag 250"),
+    "another version": ([b"\x04\x01", b"\x80"], "a message of wire version 1; this side speaks version 15"),
+    "no msgpack": ([b"\x04\x0f", b"\xc1"], "Token: MessagePack data is malformed"),
+    "empty header": ([b"\x04\x0f", b""], "Token: Input data was truncated"),
     "rest after the header": (framed(TOKEN, header_of(TOKEN) + b"\x00"), "malformed: trailing characters"),
     "not a map": (framed(TOKEN, b"\x94\x01\x02\x03\xa0"), "Token: Expected `object`, got `array`"),
     "missing field": (
@@ -196,7 +196,7 @@ def test_deep_nesting(kind, levels):
     stats = b"\x82\xa7request\x01\xa5stats" + nested(levels, kind)
     slots = b"\x81\xa5slots" + nested(levels, kind)
     shape = b"\x84\xa3seq\x01\xaageneration\x01\xa4busy\x01\xa1y\x93\xa7float32\x01" + nested(levels, kind)
-    for frames in ([b"\x0a\x0e", stats], [b"\x27\x0e", slots], [b"\x22\x0e", shape, b""]):
+    for frames in ([b"\x0a\x0f", stats], [b"\x27\x0f", slots], [b"\x22\x0f", shape, b""]):
         assert attempt(frames) is None
 
 
@@ -205,9 +205,9 @@ def test_very_many_containers_are_refused_before_any_is_made(container):
     """A byte each in the header, and 50 to 100 in memory."""
     count = 800_000
     with pytest.raises(MalformedMessage, match=f"bytes of header, the limit is {TREE_LIMIT}"):
-        decode([b"\x0a\x0e", TREE + b"\xdd" + count.to_bytes(4, "big") + container * count])
+        decode([b"\x0a\x0f", TREE + b"\xdd" + count.to_bytes(4, "big") + container * count])
     few = TREE + b"\xdd" + (9000).to_bytes(4, "big") + container * 9000
-    assert len(decode([b"\x0a\x0e", few]).stats["a"]) == 9000
+    assert len(decode([b"\x0a\x0f", few]).stats["a"]) == 9000
     turns = Generate(1, messages=(ChatMessage("", ""),) * (1 << 14))
     assert decode(encode(turns)) == turns
     with pytest.raises(MalformedMessage, match=r"of length <= 16384 - at `\$.messages`"):
@@ -218,7 +218,7 @@ def test_very_many_containers_are_refused_before_any_is_made(container):
 def test_of_a_repeated_key_the_last_value_holds(stats):
     last = msgpack.encode(stats)
     header = b"\x83\xa7request\x01\xa5stats\x82\xa1a\x01\xa1a\x02\xa5stats" + last
-    assert attempt([b"\x0a\x0e", header]) == StatsReply(1, stats)
+    assert attempt([b"\x0a\x0f", header]) == StatsReply(1, stats)
 
 
 def test_sixteen_levels_are_accepted():
@@ -255,7 +255,7 @@ def test_each_limit_is_the_most_that_is_accepted():
 
 
 @pytest.mark.parametrize("claim", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"])
-@pytest.mark.parametrize("field", [b"\x0d\x0e\x81\xa4time", b"\x27\x0e\x81\xa5slots", b"\x0a\x0e" + TREE])
+@pytest.mark.parametrize("field", [b"\x0d\x0f\x81\xa4time", b"\x27\x0f\x81\xa5slots", b"\x0a\x0f" + TREE])
 def test_a_claim_of_four_gigabytes_allocates_nothing(field, claim):
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (address_space() + (1 << 28), before[1]))
