@@ -186,7 +186,8 @@ def _latent_with_shared_experts(
 
 def _extra_layers(config: Config) -> int:
     """The layers behind the last that predict further tokens; some configs do not count the one there is."""
-    return max(1, optional(config, "num_nextn_predict_layers", int, 1, zero=True))
+    counted: int = optional(config, "num_nextn_predict_layers", int, 1, zero=True)
+    return max(1, counted)
 
 
 def _glm4_moe(config: Config) -> dict[str, Any]:
