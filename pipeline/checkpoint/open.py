@@ -90,9 +90,10 @@ class Checkpoint(ModelSource):
         drafts = _drafts(self._architecture, spec, self.fused, headers)
         self.config = {**plain, DRAFTS: True} if drafts else plain
         self._spec = replace(spec, drafts=drafts)
-        packed = [self._index.packed.get(name) for name in (self._experts() if self._index.packed else ())]
-        self.quantized, self.own_format = _kinds(packed)
-        self._whole = any(matrix is not None and matrix.whole for matrix in packed)
+        packed = self._index.packed
+        own, every = (self._experts(), self._experts(self._spec.deeper)) if packed else ((), ())
+        self.quantized, self.own_format = _kinds(packed.get(name) for name in own)
+        self._whole = any(packed[name].whole for name in every if name in packed)
         specs = list(self._architecture.backbone(self._spec, self.fused))
         backbone = {tensor.name for tensor in specs}
         self.own_matrices = {
@@ -130,9 +131,10 @@ class Checkpoint(ModelSource):
                 encode_experts(experts, experts.locate, builder, progress)
             return reader.bytes_read
 
-    def _experts(self) -> set[str]:
-        """The names of the experts' matrices."""
-        shape = len(self._spec.deeper.moe_layers), self._spec.experts
+    def _experts(self, of: ModelSpec | None = None) -> set[str]:
+        """The names of the experts' matrices; by default without those of the layer that drafts, which are
+        often not quantized as the model's, and kept like these: no token depends on them."""
+        shape = len((of or self._spec).moe_layers), self._spec.experts
         number = self._spec.math.matrices
         return {part.name for place in np.ndindex(shape) for part in self.locate(*place)[:number]}
 

@@ -180,8 +180,14 @@ def _latent_with_shared_experts(
         "router": sigmoid_router(config, routed, groups, best),
         "dense_intermediate": required(config, "intermediate_size", int),
         "shared_intermediate": intermediate * optional(config, "n_shared_experts", int, 1),
-        "extra_layers": 1,
+        "extra_layers": _extra_layers(config),
     }
+
+
+def _extra_layers(config: Config) -> int:
+    """The layers behind the last that predict further tokens; some configs do not count the one there is."""
+    counted: int = optional(config, "num_nextn_predict_layers", int, 1, zero=True)
+    return max(1, counted)
 
 
 def _glm4_moe(config: Config) -> dict[str, Any]:
@@ -203,7 +209,7 @@ def _glm4_moe(config: Config) -> dict[str, Any]:
         "router": sigmoid_router(config, routed),
         "dense_intermediate": required(config, "intermediate_size", int),
         "shared_intermediate": intermediate * optional(config, "n_shared_experts", int, 1),
-        "extra_layers": 1,
+        "extra_layers": _extra_layers(config),
     }
 
 

@@ -64,13 +64,13 @@ class Tail:
         return torch.cat([states[max(0, first - start) :] for start, states in self._rows])
 
     def begin(self, kv: SequenceKV, further: int) -> None:
-        """Have the layer's sequence reach to states that are kept, with room for so many more tokens."""
-        self.kv, oldest = kv, self._rows[0][0]
+        """Have the layer's sequence lack at most `recent` states, with room for so many more tokens."""
+        self.kv, first = kv, max(self._rows[0][0], self.end - self._recent)
         new = self.end - self.done + further
-        if oldest <= self.done <= self.end and kv.length + new <= DRAFT_TOKENS:
+        if first <= self.done <= self.end and kv.length + new <= DRAFT_TOKENS:
             return
         self.cut(0)
-        self.done = max(oldest, self.end - self._recent)
+        self.done = first
 
     def cut(self, length: int) -> None:
         """Keep so many tokens of the layer's sequence."""
@@ -109,7 +109,9 @@ class LayerDrafts:
     def knows(self, job: Job) -> bool:
         """Returns whether there may be guesses of the job's next tokens."""
         tail = self._tails.get(job)
-        return not self.failed and tail is not None and tail.end == len(job.tokens) - 1
+        if self.failed or tail is None or tail.end != len(job.tokens) - 1:
+            return False
+        return tail.kv is not None or self._room
 
     def chances(self, most: int) -> list[float]:
         """Returns for each of at most so many guesses of a job how probable it is that it and all before it
@@ -124,6 +126,11 @@ class LayerDrafts:
     def tried(self) -> bool:
         """Returns whether enough guesses were judged for a step to compute some."""
         return self._judged[0] >= ENOUGH
+
+    @property
+    def _room(self) -> bool:
+        """Whether another job may have a sequence of the layer."""
+        return KV_BLOCK * self._drafter.kv.free >= DRAFT_TOKENS
 
     @property
     def due(self) -> bool:
@@ -173,7 +180,7 @@ class LayerDrafts:
         """Returns a job's tail with a sequence of the layer; None where there is no room for another."""
         tail, cache = self._tails[job], self._drafter.kv
         kv = tail.kv
-        if kv is None and KV_BLOCK * cache.free < DRAFT_TOKENS:
+        if kv is None and not self._room:
             return None
         tail.begin(kv or cache.allocate(DRAFT_TOKENS), number)
         return tail

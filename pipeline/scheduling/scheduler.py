@@ -199,7 +199,9 @@ class Scheduler:
 
     def _guess(self, jobs: list[Job]) -> None:
         """Let the speculation guess next tokens, where there is room for them without a preemption."""
+        self._suspects.begin_step(jobs)  # a layer that drafts computes them
         self.speculation.plan(jobs)
+        self._suspects.end()
         for job in jobs:
             if job.guesses and job.kv is not None:
                 room = self.prefixes.grow(job.kv, job.filled + 1 + len(job.guesses))

@@ -39,6 +39,7 @@ SHOWN = re.compile(r" *\d+ \| ")  # a line of the grammar in it
 RECENT = 0.2  # share of the last answer in means of what they take and bring
 WORTH = 0.5  # of a step's seconds that a right guess saves
 PATIENCE = 2.0  # times what answers take
+AHEAD_SECONDS = 0.2  # for what follows behind guesses: the answer, and those of others, wait for it
 GRAMMAR_MEMORY = 2 << 30  # bytes that the text process may take with all of them
 
 
@@ -158,7 +159,9 @@ class Grammars:
         self, matcher: Any, asked: Follow, mask: NDArray[np.int32]
     ) -> tuple[list[int], list[int], list[NDArray[np.int32]]]:
         """Returns tokens that may follow, which of them the grammar forces, and the masks behind each. By a
-        copy of the matcher: a limit that is reached on a guessed way ends none that is taken."""
+        copy of the matcher: a limit that is reached on a guessed way ends none that is taken. Nor does a way
+        that takes long: it is left where it is."""
+        until = time.perf_counter() + AHEAD_SECONDS
         guesses: list[int] = []
         forced: list[int] = []
         masks: list[NDArray[np.int32]] = []
@@ -169,7 +172,8 @@ class Grammars:
             if token < 0 and tuple(guesses) == asked.guesses[:at] and at < len(asked.guesses):
                 token = asked.guesses[at]
             mask = np.zeros_like(mask)
-            if token < 0 or token in self._ends or not matcher.try_consume_tokens([token]):
+            ends = token < 0 or token in self._ends or time.perf_counter() > until
+            if ends or not matcher.try_consume_tokens([token]):
                 break
             if not matcher.is_stopped():
                 _fill(matcher, mask)

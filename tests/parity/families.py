@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
@@ -171,9 +171,15 @@ def save(case: Case, folder: Path) -> None:
 
 
 def save_with_draft_layer(case: Case, folder: Path) -> MtpModel:
-    """`save`, and a layer that predicts one more token, as checkpoints have it behind the last; returns that.
-    It is made of transformers' own parts for such layers."""
+    """`save`, and a layer that drafts, as checkpoints have it behind the last; returns that."""
     save(case, folder)
+    mtp = draft_layer(case)
+    add_draft_layer(mtp, case.config["num_hidden_layers"], folder)
+    return mtp
+
+
+def draft_layer(case: Case) -> MtpModel:
+    """A layer that predicts one more token, made of transformers' own parts for such layers."""
     model = build(case)
     model.config.num_mtp_layers = 1
     if hasattr(model.config, "mlp_layer_types"):
@@ -181,7 +187,6 @@ def save_with_draft_layer(case: Case, folder: Path) -> MtpModel:
     mtp = MtpModel(model, 1).eval()
     mtp.set_experts_implementation("eager")
     draw(mtp.layers, case.seed + 1, case.dtype)
-    add_draft_layer(mtp, case.config["num_hidden_layers"], folder)
     return mtp
 
 
@@ -199,10 +204,14 @@ def add_draft_layer(mtp: MtpModel, number: int, folder: Path) -> None:
                 tensors |= {f"{start}.{expert}.{part}.weight": one.contiguous() for part, one in parts}
         else:
             tensors[at] = tensor.contiguous()
-    save_file(tensors, folder / "draft.safetensors")
-    path = folder / "model.safetensors.index.json"
+    draft = folder / f"draft-{number}.safetensors"
+    save_file(tensors, draft)
+    path, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if single.exists():
+        file = single.rename(folder / "others.safetensors")
+        path.write_text(json.dumps({"weight_map": dict.fromkeys(load_file(file), file.name)}))
     index = json.loads(path.read_bytes())
-    index["weight_map"] |= dict.fromkeys(tensors, "draft.safetensors")
+    index["weight_map"] |= dict.fromkeys(tensors, draft.name)
     path.write_text(json.dumps(index))
 
 

@@ -11,12 +11,15 @@ from typing import Any, cast
 from unittest.mock import MagicMock
 
 import numpy as np
+import packers
 import pytest
 import torch
 from counting_gpu import counting_device
-from families import Case, build, save_with_draft_layer
+from families import Case, add_draft_layer, build, draft_layer, save, save_with_draft_layer
 from mover_parts import model_store
+from packers import Packing
 from safetensors.torch import load_file, save_file
+from test_quantized_checkpoints import EVEN, quantize
 from test_scheduler import Harness
 from test_speculation import GREEDY, SAMPLED, same
 from thread_engine import engine_in_threads
@@ -24,7 +27,8 @@ from transformers.cache_utils import MtpCache
 
 from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.draft_layer import DraftLayer
-from pipeline.backbone.kv_cache import KVCache
+from pipeline.backbone.kv_blocks import BlockPool
+from pipeline.backbone.kv_cache import KVCache, SequenceKV
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
 from pipeline.config import DRAFT_TOKENS, KV_BLOCK
@@ -38,11 +42,14 @@ from pipeline.policies.view import PolicyRequest
 from pipeline.scheduling import speculation
 from pipeline.scheduling.jobs import Job
 from pipeline.scheduling.layer_drafts import LayerDrafts, Tail
+from pipeline.scheduling.suspects import key_of
 from protocol.messages import Generate
 from shm.layout import format_named
 
 FAMILIES = ["glm4_moe", "glm4_moe_lite", "deepseek_v3"]
 TOKENS = [7, 90, 4, 55, 201, 8, 33, 120, 64, 5, 5, 17]
+
+PACKINGS = [packers.awq(32, "int4-f16-g32"), packers.modelopt_nvfp4()]
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
@@ -51,9 +58,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not wri
 def drafting(folder: Path, recent: int = 16, device: Device | None = None) -> Iterator[tuple[Any, Drafter]]:
     """An engine on a checkpoint, with its layer."""
     source = open_model(folder)
-    shape = expert_shape(source.config, 32, format_named("f32"))
+    name = source.own_format or "f32"
+    shape = expert_shape(source.config, 32, format_named(name))
     with (
-        model_store(shape, source) as store,
+        model_store(shape, source, name) as store,
         engine_in_threads(folder, folder, store=store, device=device) as (engine, _),
     ):
         engine.set_policy(make_policy(PolicyRequest("all-host", {}), 1), None)
@@ -197,6 +205,19 @@ def test_layer_that_fails_guesses_no_more(tmp_path: Path, monkeypatch: pytest.Mo
         assert drafter.kv.used == 0
 
 
+def test_request_whose_guesses_end_the_engine_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_with_draft_layer(Case("glm4_moe", "plain"), tmp_path)
+    message = Generate(0, token_ids=tuple(TOKENS), max_tokens=20, ignore_eos=True)
+    with drafting(tmp_path) as (engine, drafter):
+        monkeypatch.setattr(drafter, "_step", MagicMock(side_effect=MemoryError))
+        harness = Harness(engine, speculate=2, drafter=drafter)
+        with pytest.raises(MemoryError):
+            harness.run(b"c", message)
+        assert harness.suspects.requests == [(key_of(message), 0)]
+
+
 def test_incomplete_layer_is_left_aside(tmp_path: Path) -> None:
     """As where a checkpoint's config counts the layer alone, or a part of it was removed."""
     case = Case("glm4_moe", "plain")
@@ -205,14 +226,42 @@ def test_incomplete_layer_is_left_aside(tmp_path: Path) -> None:
     assert facts_of(whole.config).stored_layers == 3
     index = tmp_path / "model.safetensors.index.json"
     listed = json.loads(index.read_bytes())
-    tensors = load_file(tmp_path / "draft.safetensors")
+    tensors = load_file(tmp_path / "draft-3.safetensors")
     for name in [name for name in tensors if name.endswith("experts.5.up_proj.weight")]:
         del tensors[name], listed["weight_map"][name]
-    save_file(tensors, tmp_path / "draft.safetensors")
+    save_file(tensors, tmp_path / "draft-3.safetensors")
     index.write_text(json.dumps(listed))
     config = json.loads((tmp_path / "config.json").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(config | {DRAFTS: True}))
     assert facts_of(open_model(tmp_path).config).stored_layers == 2
+
+
+def test_first_of_several_layers_is_read(tmp_path: Path) -> None:
+    case = Case("glm4_moe", "plain")
+    save_with_draft_layer(case, tmp_path)
+    add_draft_layer(draft_layer(case), 4, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
+    assert facts_of(open_model(tmp_path).config).stored_layers == 3
+
+
+@pytest.mark.parametrize("packing", PACKINGS, ids=lambda packing: packing.format)
+def test_layer_beside_quantized_experts(packing: Packing, tmp_path: Path) -> None:
+    """The layer is often not quantized as the model is, whose experts are kept as they are all the same."""
+    case = Case("glm4_moe", "plain", EVEN, shards=False)
+    save(case, tmp_path)
+    folder, _ = quantize(tmp_path, packing)
+    add_draft_layer(draft_layer(case), 3, folder)
+    source = open_model(folder)
+    assert source.own_format == packing.format
+    assert not source.worth_keeping(packing.format or "")
+    message = Generate(0, token_ids=tuple(TOKENS), max_tokens=20, ignore_eos=True)
+    with drafting(folder) as (engine, drafter):
+        alone, drafted = Harness(engine), Harness(engine, speculate=2, drafter=drafter)
+        for harness in (alone, drafted):
+            harness.run(b"c", message)
+        assert drafted.scheduler.speculation.stats()["sources"]["mtp"]["drafted"] > 10
+        assert same(drafted.answer(0)[0], alone.answer(0)[0])
 
 
 def test_guesses_are_judged_by_their_depth() -> None:
@@ -238,6 +287,9 @@ def test_text_with_a_gap_begins_anew() -> None:
     assert tail.since(0)[:, 0].tolist() == [2, 3, 4, 5]
     tail.add(6, torch.tensor([[6.0]]))
     assert tail.since(4)[:, 0].tolist() == [4, 5, 6]
+    sequence = SequenceKV(BlockPool((), torch.float32, torch.device("cpu"), DRAFT_TOKENS), None, [])
+    tail.begin(sequence, 1)
+    assert tail.done == 3  # though more are kept
     tail.add(64, torch.tensor([[64.0]]))
     assert tail.end == 65
     assert tail.since(0)[:, 0].tolist() == [64]

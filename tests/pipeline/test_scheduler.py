@@ -50,6 +50,7 @@ class Harness:
         self.sent: list[tuple[bytes, object]] = []
         self.batches: list[int] = []  # messages that were sent together
         self.slow: set[bytes] = set()
+        self.suspects = SimpleNamespace(requests=[])
         spec, device = engine.backbone.spec, engine.device.torch_device
         self.scheduler = Scheduler(
             engine,
@@ -67,7 +68,7 @@ class Harness:
             chunk=8,
             send=self._send,
             congested=self.slow.__contains__,
-            suspects=Suspects(cast(ControlSegment, SimpleNamespace(requests=[])), {}),
+            suspects=Suspects(cast(ControlSegment, self.suspects), {}),
             speculate=speculate,
             drafter=drafter,
             clock=clock,

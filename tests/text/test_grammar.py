@@ -177,6 +177,20 @@ def test_whatever_is_drawn_follows_the_schema(tokenizer: Tokenizer, schema: str)
     assert not len(answers.grammars)  # each was dropped at its end
 
 
+def test_what_takes_long_behind_guesses_is_left_out(
+    tokenizer: Tokenizer, schema: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mask itself is there: an answer never ends by what was only guessed."""
+    found = []
+    for seconds in (1e9, -1.0):
+        monkeypatch.setattr("pipeline.text.grammar.AHEAD_SECONDS", seconds)
+        found.append(Grammars(tokenizer).compile(Follow(0, VOCABULARY, (), schema, ahead=4)))
+    whole, cut = found
+    assert tokenizer.decoder.decode(whole.guesses[:1]) == "{"
+    assert (cut.guesses, len(cut.masks), cut.error) == ((), 0, "")
+    assert (cut.mask == whole.mask).all()
+
+
 @pytest.mark.parametrize("place", [0, 1, 4])
 def test_the_answer_is_the_same_behind_a_part_of_it(tokenizer: Tokenizer, schema: str, place: int) -> None:
     """Another client's request resumed here, or another process in the midst of it."""
