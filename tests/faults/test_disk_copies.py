@@ -103,13 +103,14 @@ async def test_policies_that_move_whole_experts_or_measure_costs(reference, stat
 
 
 async def test_how_often_experts_are_used_is_kept_beside_their_file(state) -> None:
+    file = Path((await state.client.stats())["disk"]["file"])
+    before = set(file.parents[1].glob("*/heat.json"))  # of other engines
     await state.client.set_policy("cache")
     await answer(state.client, LONG, 80)
-    file = Path((await state.client.stats())["disk"]["file"])
     async with asyncio.timeout(LIMIT):
         while not (file.parent / "heat.json").exists():  # noqa: ASYNC110 - another process writes it
             await asyncio.sleep(0.05)
-    assert {path.parent for path in file.parents[1].glob("*/heat.json")} == {file.parent}
+    assert set(file.parents[1].glob("*/heat.json")) - before <= {file.parent / "heat.json"}
     await state.client.set_policy(*RANDOM)
 
 

@@ -175,17 +175,19 @@ class Told:
     """A cluster whose liaison says these things."""
 
     def __init__(self, *said: dict[str, Any]) -> None:
-        self._said = list(said)
+        self._said: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        for one in said:
+            self._said.put_nowait(one)
 
     @asynccontextmanager
     async def liaison(self, what: str, **config: Any) -> AsyncIterator[Told]:
         yield self
 
     async def result(self, limit: float | None) -> Any:
-        return self._said.pop(0) if self._said else await asyncio.Event().wait()
+        return await self._said.get()
 
     async def go(self) -> None:
-        self._said.append({})
+        self._said.put_nowait({})
 
 
 async def test_of_two_that_have_stood_in_the_one_that_does_now_is_used() -> None:
