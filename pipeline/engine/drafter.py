@@ -47,8 +47,7 @@ class Drafter:
         self._counters = PhaseCounters(shape.layers)
         popularity = np.zeros((shape.layers, shape.experts), np.int64)
         policy = make_policy(PolicyRequest("all-host"), 0)
-        uncounted = popularity, None, "", 0.0, False, self._counters
-        stage.take(stage.prepare(policy, None, None, *uncounted))
+        stage.take(stage.prepare(policy, popularity, self._counters))
         engine.keeps_hidden = True
 
     @torch.inference_mode()

@@ -121,9 +121,9 @@ class Engine:
         popularity = self.popularity if counted else self.popularity.copy()
         others = [copy.deepcopy(policy) for _ in self.stages[1:]]
         priced = costs if isinstance(costs, Sequence) else [costs] * len(self.stages)
-        common = popularity, heat, self.up, self.up_share, follow, self.counters.phases["decode"]
+        counters = self.counters.phases["decode"]
         prepared = [
-            stage.prepare(own, price, calibration, *common)
+            stage.prepare(own, popularity, counters, price, calibration, heat, self.up, self.up_share, follow)
             for stage, own, price in zip(self.stages, [policy, *others], priced, strict=True)
         ]
         for stage, ready in zip(self.stages, prepared, strict=True):

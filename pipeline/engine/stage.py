@@ -66,14 +66,14 @@ class EngineStage:
     def prepare(
         self,
         policy: Policy,
-        costs: Costs | None,
-        calibration: Calibration | None,
         popularity: Counts,
-        heat: Counts | None,
-        up: str,
-        up_share: float,
-        follow: bool,
         counters: PhaseCounters,
+        costs: Costs | None = None,
+        calibration: Calibration | None = None,
+        heat: Counts | None = None,
+        up: str = "",
+        up_share: float = 0.0,
+        follow: bool = False,
     ) -> Prepared:
         """Make what a policy needs; arguments as of Engine.set_policy, arrays with all layers. Raises
         PolicyError."""

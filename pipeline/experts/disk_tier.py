@@ -110,9 +110,8 @@ class DiskTier(Stored):
         self._free = list(range(self.capacity))  # frames without an expert that is READING or RESIDENT
         self._frame_of = store.frame_of = np.full(self._state.shape, -1, np.int32)
         self.movers: list[Mover] = []  # to devices that have tiles of some experts
-        self.beside: Callable[[], object] = lambda: (
-            None
-        )  # called while a device waits: its host share goes on
+        # Called while a device waits: its host share goes on.
+        self.beside: Callable[[], object] = lambda: None
         self._wanted: dict[Mover, list[Key]] = {}  # that they wait for, in the background
         self._layer, self._needed = 0, frozenset[int]()  # what is being computed
         self._early: list[Key] = []  # of the next layer, which is being computed too

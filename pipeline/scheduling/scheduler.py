@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from pipeline.arrays import FloatArray, Phase
 from pipeline.backbone.batch import StepInput
 from pipeline.backbone.kv_cache import KVCache
@@ -61,21 +63,26 @@ class Scheduler:
         together; while a client is `congested`, because it does not read its messages, its requests pause.
         `speculate`, `drafter`: as of Speculation; `clock`: in seconds, by which prefill chunks and others'
         decode steps share the time."""
-        self.engine, self.kv = engine, kv
+        self.engine = engine
+        self.kv = kv
         self.chunk = self.chunk_alone = chunk
-        self._jobs, self._max_sequences = jobs, max_sequences
+        self._jobs = jobs
+        self._max_sequences = max_sequences
         self._send = send
         self._step_answers: list[tuple[bytes, object]] | None = None  # during a step's end
-        self._congested, self._suspects = congested, suspects
+        self._congested = congested
+        self._suspects = suspects
         self.speculation = Speculation(engine, kv, speculate, drafter)
         self._waiting = WaitingQueue()
         self._running: list[Job] = []  # in the order of their latest admission
         self._live: dict[tuple[bytes, int], Job] = {}  # waiting and running, by client and request
         self.prefixes = PrefixCache(kv)
-        self._admissions, self._prefill_turns = itertools.count(), Turns()
+        self._admissions = itertools.count()
+        self._prefill_turns = Turns()
         self._debts = Debts(clock)  # for prefill chunks, paid by others' decode steps
         self._held = Held()  # by waiting and running requests
-        self._preemptions = self._ended = 0  # requests
+        self._preemptions = 0
+        self._ended = 0  # requests
 
     @property
     def idle(self) -> bool:
@@ -280,7 +287,8 @@ class Scheduler:
                 failed[job] = e
         seconds = time.perf_counter() - started
         accepted = [job.accepted - then for job, (then, _) in zip(jobs, before, strict=True)]
-        self._keep_hidden(jobs, inputs, [filled for _, filled in before])
+        if (hidden := self.engine.hidden) is not None:
+            self._keep(hidden, jobs, inputs, [filled for _, filled in before])
         if phase == "decode":
             self.speculation.note(jobs, [item.span.drafted for item in inputs], accepted, seconds)
             seconds += self.speculation.drafting
@@ -293,15 +301,15 @@ class Scheduler:
             elif job.reason is not None:
                 self._end(job, job.reason)
 
-    def _keep_hidden(self, jobs: list[Job], inputs: list[StepInput], certain: list[int]) -> None:
-        """Have the speculation keep the step's hidden states, where the engine has some. `certain`: tokens
-        that each job had before guesses came true."""
+    def _keep(self, hidden: Tensor, jobs: list[Job], inputs: list[StepInput], certain: list[int]) -> None:
+        """Have the speculation keep the step's hidden states. `certain`: tokens that each job had before
+        guesses came true."""
         row = 0
         for job, item, filled in zip(jobs, inputs, certain, strict=True):
             rows, drafted = len(item.span.tokens), item.span.drafted
             first = filled - (rows - drafted)
-            if job.reason is None and job.filled >= filled and self.engine.hidden is not None:
-                self.speculation.keep(job, first, self.engine.hidden[row : row + job.filled - first])
+            if job.reason is None and job.filled >= filled:
+                self.speculation.keep(job, first, hidden[row : row + job.filled - first])
             row += rows
 
     def _answer(self, client: bytes, message: object) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -242,11 +242,10 @@ class Speculation:
         self.drafting = self._layer.seconds - seconds
         self._making.note(self.drafting / max(1, self._layer.steps - steps), self._layer.steps)
 
-    def keep(self, job: Job, first: int, hidden: Tensor | None) -> None:
+    def keep(self, job: Job, first: int, hidden: Tensor) -> None:
         """A step has computed a job's tokens from position `first` on, of which these hidden states are
         certain."""
-        wanted = self._layer is not None and job.grows and not job.guesser.bound and not self.off
-        if wanted and self._layer is not None and hidden is not None:
+        if self._layer is not None and job.grows and not job.guesser.bound and not self.off:
             self._layer.keep(job, first, hidden)
 
     def forget(self, job: Job) -> None:
@@ -293,25 +292,16 @@ class Speculation:
 
     def stats(self) -> dict[str, Any]:
         """Returns what was guessed, what of it came true, and what it cost. Any thread may ask."""
+        sources = {name: asdict(source) for name, source in self.sources.items()}
         return {
             "wish": self._wish,
             "off": self.off,
             "steps": self._steps,
-            **asdict(sum_of(self.sources.values())),
-            "sources": {name: asdict(source) for name, source in self.sources.items()},
+            **{key: sum(source[key] for source in sources.values()) for key in asdict(Source())},
+            "sources": sources,
             "overlap": self.costs.overlap,
             "added": self.costs.report(),
         }
-
-
-def sum_of(sources: Iterable[Source]) -> Source:
-    """Returns what all kinds of guesses came to."""
-    total = Source()
-    for source in sources:
-        total.drafted += source.drafted
-        total.accepted += source.accepted
-        total.more_seconds += source.more_seconds
-    return total
 
 
 def _share(counters: PhaseCounters) -> float:

@@ -85,10 +85,13 @@ class EngineService:
             parts, self._policies, self._scheduler, send=self._send, drain_inbox=self._drain_inbox
         )
         if parts.machines is not None:
-            interrupted = lambda: inbox.waiting and parts.suspects.stepping  # noqa: E731
-            parts.machines.tell(self._scheduler.tell_waiting, interrupted)
+            parts.machines.tell(self._scheduler.tell_waiting, self._interrupted)
         self._share = TimeShare(INBOX_SHARE, INBOX_SECONDS)
         self.status = EngineStatus(parts, self._policies, self._scheduler)
+
+    def _interrupted(self) -> bool:
+        """Returns whether a step that waits is to end: a message is there."""
+        return self._inbox.waiting and self._parts.suspects.stepping
 
     def warm_up(self) -> None:
         """Measure the prefill chunk, open the trace file."""
@@ -127,9 +130,11 @@ class EngineService:
         """Handle messages for up to `seconds`; wait for the first. False: the engine is stopped."""
         self._parts.tick()
         if self._share.wait and not self._scheduler.idle and not self._inbox.stopped:
-            time.sleep(wait)
+            if wait:
+                time.sleep(wait)
             return True
-        item, until = self._inbox.get(wait), time.perf_counter() + seconds
+        item = self._inbox.get(wait)
+        until = time.perf_counter() + seconds
         while item is not None:
             self._parts.tick()
             began = time.perf_counter()

@@ -339,8 +339,10 @@ class Grammar:
     def _request(
         self, answer: int, tokens: Sequence[int], start: int, ahead: int, guesses: Sequence[int]
     ) -> None:
-        parts = self._client, answer, self._grammar, self._vocabulary, tokens, start
-        self._asked, self._taken = MaskRequest(*parts, len(tokens), ahead, guesses), False
+        self._taken = False
+        self._asked = MaskRequest(
+            self._client, answer, self._grammar, self._vocabulary, tokens, start, len(tokens), ahead, guesses
+        )
         self._ask(self._asked)
 
     def _take(self) -> None:

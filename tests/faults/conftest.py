@@ -1,14 +1,20 @@
-"""Runtime and cache folders for engines that tests start by `launch.py` and kill."""
+"""Runtime and cache folders for engines that tests start by `launch.py` and kill; engines with
+experts on disk."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fault_engines import sweep_all
+import pytest_asyncio
+from fault_engines import LONG, State, answer, sweep_all
 from marked_engine import Place
+
+from launch.processes.monitor import Limits
+from protocol.messages import Token
 
 
 @pytest.fixture
@@ -20,3 +26,19 @@ def place(request, tiny_model: Path, monkeypatch) -> Iterator[Place]:
         monkeypatch.setenv("XDG_CACHE_HOME", str(place.cache))
         yield place
         sweep_all(place)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def reference(start_engine, on_disk) -> tuple[list[Token], list[Token]]:
+    """The answers to PROMPT and to LONG where all experts are in memory."""
+    async with start_engine(replace(on_disk, host_memory=None)) as (_, client):
+        return await answer(client), await answer(client, LONG, 8)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def state(start_engine, on_disk) -> AsyncIterator[State]:
+    """An engine as `on_disk` of the module says."""
+    async with start_engine(on_disk, Limits(start_checks=12, stopped_checks=2)) as (supervisor, client):
+        state = State(supervisor, client)
+        await state.wait_recovered()
+        yield state

@@ -4,21 +4,16 @@ plans that change what the device has at each step, whoever is killed."""
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
-from fault_engines import KILL, LIMIT, LONG, STOP, State, answer, bits, same
-from test_disk_tier import EXPERTS, HALF, LAYERS, SHAPE, shortened
+from fault_engines import KILL, LIMIT, LONG, STOP, answer, bits, same
+from test_disk_tier import EXPERTS, HALF, LAYERS, half_on_disk, shortened
 
-from launch.processes.monitor import Limits
 from pipeline.config import EngineConfig
 from protocol.errors import RequestFailed
-from protocol.messages import Token
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -33,27 +28,9 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def on_disk(tmp_path_factory) -> EngineConfig:
     """With half of the experts in memory, and a third of the tiles on the device."""
-    path = tmp_path_factory.mktemp("shape") / "config.json"
-    path.write_text(json.dumps(SHAPE))
-    sizes: dict[str, Any] = {"workers": 2, "chunk": 64, "max_sequences": 4, "tile": 32, "expert_cache": 0.34}
-    formats: dict[str, Any] = {"format": "f32", "backbone_dtype": "f32", "context": 512, "speculate": "off"}
-    policy: dict[str, Any] = {"policy": RANDOM[0], "policy_options": RANDOM[1], "host_memory": HALF}
-    return EngineConfig(model=Path(f"shape:{path}"), device="cpu", **policy, **sizes, **formats)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def reference(start_engine, on_disk) -> tuple[list[Token], list[Token]]:
-    """The answers to PROMPT and to LONG where all experts are in memory."""
-    async with start_engine(replace(on_disk, host_memory=None)) as (_, client):
-        return await answer(client), await answer(client, LONG, 8)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def state(start_engine, on_disk) -> AsyncIterator[State]:
-    async with start_engine(on_disk, Limits(start_checks=12, stopped_checks=2)) as (supervisor, client):
-        state = State(supervisor, client)
-        await state.wait_recovered()
-        yield state
+    policy, options = RANDOM
+    device: dict[str, Any] = {"policy": policy, "policy_options": options, "tile": 32, "expert_cache": 0.34}
+    return half_on_disk(tmp_path_factory.mktemp("shape"), **device)
 
 
 async def test_answers_have_the_bits_of_experts_in_memory(reference, state) -> None:

@@ -5,23 +5,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
-from fault_engines import KILL, LIMIT, LONG, STOP, State, answer, bits, same
+from fault_engines import KILL, LIMIT, LONG, STOP, answer, bits, same
 
 from launch.errors import StartFailed
-from launch.processes.monitor import Limits
 from pipeline.config import EngineConfig
 from pipeline.errors import UsageError
 from protocol.client import Client
 from protocol.errors import RequestFailed
-from protocol.messages import Token
 from shm.segment import allocated_bytes
 from shm.store import store_segments
 
@@ -52,29 +49,18 @@ FAULTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def on_disk(tmp_path_factory) -> EngineConfig:
+def half_on_disk(folder: Path, **options: Any) -> EngineConfig:
     """With half of the experts in memory."""
-    path = tmp_path_factory.mktemp("shape") / "config.json"
+    path = folder / "config.json"
     path.write_text(json.dumps(SHAPE))
     sizes: dict[str, Any] = {"workers": 2, "chunk": 64, "max_sequences": 4, "host_memory": HALF}
     formats: dict[str, Any] = {"format": "f32", "backbone_dtype": "f32", "context": 512, "speculate": "off"}
-    return EngineConfig(model=Path(f"shape:{path}"), device="cpu", policy="all-host", **sizes, **formats)
+    return EngineConfig(model=Path(f"shape:{path}"), device="cpu", **sizes, **formats, **options)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def reference(start_engine, on_disk) -> tuple[list[Token], list[Token]]:
-    """The answers to PROMPT and to LONG where all experts are in memory."""
-    async with start_engine(replace(on_disk, host_memory=None)) as (_, client):
-        return await answer(client), await answer(client, LONG, 8)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def state(start_engine, on_disk) -> AsyncIterator[State]:
-    async with start_engine(on_disk, Limits(start_checks=12, stopped_checks=2)) as (supervisor, client):
-        state = State(supervisor, client)
-        await state.wait_recovered()
-        yield state
+@pytest.fixture(scope="module")
+def on_disk(tmp_path_factory) -> EngineConfig:
+    return half_on_disk(tmp_path_factory.mktemp("shape"), policy="all-host")
 
 
 async def _disk(client: Client) -> dict[str, Any]:
