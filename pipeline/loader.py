@@ -142,7 +142,7 @@ class Loading:
         for path in sweep_cache(self.cache_folder):
             log.warning(f"removed the half-written {path}, left by a loader that was killed")
         waiting = self.control.stage("waiting for another engine that loads this model", 0)
-        with build_lock(self.in_file.fingerprint, lambda: waiting(0)):
+        with build_lock(self.in_file.fingerprint, lambda: waiting(0)), self._own_lock():
             if self.budget is not None:
                 origin, read, cached = self._on_disk()
             elif self._attached():
@@ -156,6 +156,11 @@ class Loading:
         self.origin = (
             f"source {origin}: {byte_size(read)} read from the checkpoint, {byte_size(cached)} from the cache"
         )
+
+    def _own_lock(self) -> AbstractContextManager[None]:
+        """The build lock of a partial store, which has another name than its file: without it the start of
+        another engine takes the segment for one that nobody uses."""
+        return build_lock(self.fingerprint) if self.budget is not None else nullcontext()
 
     def _on_disk(self) -> tuple[str, int, int]:
         """Make a partial store without any expert, and its file where there is none; returns the origin of

@@ -15,7 +15,8 @@ import torch
 from loader_harness import SECONDS, Supervisor, assert_right, exists, in_memory
 
 from pipeline.checkpoint.open import Checkpoint
-from shm.locks import StoreLease
+from pipeline.loader import Loading
+from shm.locks import StoreLease, sweep
 from shm.segment import unlink
 from shm.store import Store, store_name
 
@@ -58,6 +59,20 @@ def test_experts_that_memory_does_not_hold_are_written_to_disk(supervisor: Super
     assert whole == file.parent.name != made.ready.fingerprint
     with Store.attach(store_name(whole)) as store:
         assert file.read_bytes()[-store.layout.total_bytes :] == store.all_tiles().tobytes()
+
+
+def test_a_partial_store_that_is_being_made_is_swept_by_nobody(supervisor: Supervisor, model: Path) -> None:
+    class OtherStarts:
+        def stage(self, name: str, total: int) -> Callable[[int], None]:
+            """Another engine starts whenever this one tells how far it is."""
+            return lambda done: removed.extend(sweep())
+
+    removed: list[str] = []
+    loading = Loading(supervisor.config(model, format="bf16", host_memory=1 << 20), OtherStarts())
+    for _ in ("from the checkpoint", "from the file"):
+        loading.load()
+        assert not removed
+        StoreLease.acquire(loading.fingerprint).release(keep=False)
 
 
 @pytest.mark.parametrize("format_name", ["f32", "int8", "int4"])
