@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,29 +95,12 @@ class TensorReader:
         self._read(entry, (part.first + lo) * columns * bits.itemsize, bits)
         return RawTensor(entry.dtype, bits.shape, bits)
 
-    def hold(self, names: Collection[str]) -> list[TensorEntry] | None:
-        """Open the files of these tensors now, so that they can be read when they are removed. Returns the
-        tensors, for `gather`, where all are numbers of one dtype."""
-        packed = [name for name in names if name in self.packed]
-        entries = [self.packed[n].weight if n in self.packed else self._index.tensors[n] for n in names]
-        for entry in entries:
-            self.open(entry)
-        alike = len({entry.dtype for entry in entries}) == 1 and entries[0].dtype in BITS
-        return entries if alike and not packed else None
-
-    def gather(self, rows: Sequence[tuple[TensorEntry, int]]) -> Bits:
-        """Returns the bits of rows of matrices of one dtype and width, each by its tensor and its number
-        there. The disk is asked for all of them before the first is read. Raises ModelError where one cannot
-        be read."""
-        dtype, columns = rows[0][0].dtype, rows[0][0].shape[1]
-        bits = np.empty((len(rows), columns), BITS[dtype])
-        size, target = bits.itemsize * columns, bits.reshape(-1).view(np.uint8).data
-        places = [(self.open(entry), entry.offset + row * size) for entry, row in rows]
-        for descriptor, place in places if len(places) > 1 else ():
-            os.posix_fadvise(descriptor, place, size, os.POSIX_FADV_WILLNEED)
-        for number, (descriptor, place) in enumerate(places):
-            _fill(rows[number][0].file, descriptor, place, target[number * size : (number + 1) * size])
-        return bits
+    def hold(self, names: Iterable[str]) -> list[tuple[int, TensorEntry]]:
+        """Returns the open files of these tensors, or of quantized matrices' weights, and their places there:
+        they can be read until the reader is closed, even if the files are removed. Raises ModelError."""
+        packed, tensors = self.packed, self._index.tensors
+        entries = [packed[name].weight if name in packed else tensors[name] for name in names]
+        return [(self._open(entry), entry) for entry in entries]
 
     def packed_rows(self, name: str, lo: int, hi: int, place: int | None = None) -> RawTensor | Codes:
         """Rows of a quantized matrix, or of that at a place of the first axis, as `Packed.rows`."""
@@ -148,7 +131,7 @@ class TensorReader:
         matrix = self.packed.get(part.name)
         entry = self._index.tensors[part.name] if matrix is None else matrix.weight
         row = entry.nbytes // (math.prod(entry.shape[:-1]) if matrix is None else part.rows)
-        os.posix_fadvise(self.open(entry), entry.offset + part.first * row, part.rows * row, advice)
+        os.posix_fadvise(self._open(entry), entry.offset + part.first * row, part.rows * row, advice)
         return part.rows * row
 
     def _entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
@@ -160,12 +143,11 @@ class TensorReader:
 
     def _read(self, entry: TensorEntry, begin: int, out: NDArray[Any]) -> None:
         """Fill `out` with a tensor's bytes from its byte `begin` on."""
-        _fill(entry.file, self.open(entry), entry.offset + begin, out.reshape(-1).view(np.uint8).data)
+        fill(entry.file, self._open(entry), entry.offset + begin, out.reshape(-1).view(np.uint8).data)
         with self._lock:
             self.bytes_read += out.nbytes
 
-    def open(self, entry: TensorEntry) -> int:
-        """Returns the descriptor of a tensor's file, which stays open. Raises ModelError."""
+    def _open(self, entry: TensorEntry) -> int:
         name = entry.file.name
         with self._lock:
             if name not in self._files:
@@ -186,8 +168,8 @@ class TensorReader:
         self.close()
 
 
-def _fill(file: Path, descriptor: int, place: int, target: memoryview) -> None:
-    """Read bytes of a file from this place on. Raises ModelError."""
+def fill(file: Path, descriptor: int, place: int, target: memoryview) -> None:
+    """Read bytes of an open file from this place on. Raises ModelError."""
     done = 0
     while done < len(target):
         try:
