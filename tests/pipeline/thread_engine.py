@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -168,10 +168,11 @@ def backbone_in(device: Device, source: ModelSource, context: int = CONTEXT) -> 
     if is_own(source.config):
         return Backbone(source, model_spec(source.config), precision, context)
     from pipeline.checkpoint.decoder import decoder_of
+    from pipeline.checkpoint.tables import Parameters
     from pipeline.generic.backbone import GenericBackbone
 
     with source.tensors() as weights:
-        assert isinstance(weights, Mapping)
+        assert isinstance(weights, Parameters)
         return GenericBackbone(facts_of(source.config), *decoder_of(source.config), weights, precision)
 
 
