@@ -4,6 +4,7 @@ by our kernels, embeddings in the backbone's dtype or on disk, RMS norms in one 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -97,8 +98,8 @@ class RowsOnDisk:
 
     def __init__(self, module: nn.Module, table: Table, device: torch.device) -> None:
         self._module, self._table, self._device = module, table, device
-        self._own = module.forward
-        module.padding_idx = None  # it is for training, and no place among a few rows
+        self._own: Callable[[Tensor], Tensor] = module.forward
+        vars(module)["padding_idx"] = None  # it is for training, and no place among a few rows
         self._take(np.empty((0, 0), np.float32))
 
     def __call__(self, ids: Tensor) -> Tensor:
