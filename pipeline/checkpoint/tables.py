@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -67,8 +68,9 @@ class DiskTable:
         size, target = bits.strides[0], bits.reshape(-1).view(np.uint8).data
         files = [self._held[part] for part in of.tolist()]
         places = (self._begins[of] + within * size).tolist()
-        for (descriptor, _), place in zip(files, places, strict=True) if len(of) > 1 else ():
-            os.posix_fadvise(descriptor, place, size, os.POSIX_FADV_WILLNEED)
+        with suppress(OSError):  # what is wrong with a file, reading it says
+            for (descriptor, _), place in zip(files, places, strict=True) if len(of) > 1 else ():
+                os.posix_fadvise(descriptor, place, size, os.POSIX_FADV_WILLNEED)
         for n, ((descriptor, entry), place) in enumerate(zip(files, places, strict=True)):
             fill(entry.file, descriptor, place, target[n * size : (n + 1) * size])
         return bits

@@ -22,6 +22,7 @@ from pipeline.checkpoint.open import open_model
 from pipeline.checkpoint.tables import Parameters
 from pipeline.config import EngineConfig
 from pipeline.device.cpu import CpuDevice
+from pipeline.errors import ModelError
 from pipeline.generic.backbone import GenericBackbone
 from pipeline.memory.needs import needs
 from pipeline.models import facts
@@ -63,6 +64,8 @@ async def test_rows_are_read_from_the_checkpoint(family: str, start_engine, tmp_
         precision = Precision("f32", device)
         backbone = GenericBackbone(facts_of(source.config), *decoder_of(source.config), weights, precision)
         device.close()
+        with pytest.raises(ModelError, match="cannot be read by rows"):
+            weights.table(f"{backbone.facts.tables[0].name}.weight", (1, 1))
     assert backbone.facts.table_numbers == TABLES[family]
     planned = needs(source, config, "f32").backbone
     assert abs(backbone.bytes - planned) < 4 * TABLES[family]  # neither has a table
