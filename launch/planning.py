@@ -274,11 +274,6 @@ def reasons(plan: Plan, now: Situation, every: Sequence[Needs]) -> list[str]:
         lines.append(f"--format {plan.needs.format}: {why}")
     if plan.needs.partial:
         lines.append(on_disk_line(plan.needs))
-    if numbers := plan.needs.facts.table_numbers:
-        lines.append(
-            f"the embedding tables beside the input's, {byte_size(2 * numbers)} in bf16, stay on disk: a step"
-            " reads the rows that it looks up"
-        )
     lines += second_roundings(plan.needs)
     if plan.needs.kv_dtype == "int8":
         lines.append("--kv-dtype int8: keys and values are rounded, so answers are approximate")
