@@ -17,11 +17,11 @@ SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
     "protocol": 2_600,
     "shm": 4_800,
-    "workers": 10_400,
-    "pipeline": 42_990,
+    "workers": 10_425,
+    "pipeline": 43_006,
     "launch": 14_630,
     "benchmarks": 8_400,
-    "tests": 65_140,
+    "tests": 65_141,
 }
 ROOMS = 304  # Python files of the program, without those that only mark a package
 
