@@ -17,11 +17,11 @@ SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
     "protocol": 2_600,
     "shm": 4_800,
-    "workers": 10_400,
-    "pipeline": 43_200,
+    "workers": 10_425,
+    "pipeline": 43_215,
     "launch": 14_635,
     "benchmarks": 8_400,
-    "tests": 65_245,
+    "tests": 65_246,
 }
 ROOMS = 305  # Python files of the program, without those that only mark a package
 
