@@ -18,7 +18,7 @@ LINES = {
     "protocol": 2_600,
     "shm": 4_800,
     "workers": 10_425,
-    "pipeline": 43_215,
+    "pipeline": 43_225,
     "launch": 14_635,
     "benchmarks": 8_400,
     "tests": 65_246,
