@@ -127,6 +127,12 @@ async def test_requests_that_wait_for_a_machine_say_so_and_can_be_cancelled(thre
             said: Queue[str] = Queue()
             scored = asyncio.create_task(scores_of(client, said))
             assert (await said.get()).startswith("lane 1 of the experts: ")
+            calibrated = asyncio.create_task(client.calibrate(token_ids=[5, 6, 7, 8] * 70, tokens=256))
+            await asyncio.sleep(0)  # it is asked for
+            more = client.generate(token_ids=[5], max_tokens=40)
+            calibrated.cancel()
+            await running(client, 3)  # a request runs when the calibration before it has ended
+            await more.cancel()
             assert lost.status() == psutil.STATUS_STOPPED
             lost.resume()
             assert await scored == 2
