@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from launch.errors import WrongUsage
-from launch.planning import has_heads
 from launch.profile import PhaseProfile
 from pipeline.arrays import PHASES, Phase
 from pipeline.calibration.file import NAME, load
@@ -301,7 +300,8 @@ def by_replay(
     timed. Raises PolicyError where the preset lacks an input or needs every expert in memory, TraceError
     where the routing lacks one, PlanError."""
     policy, size = make_policy(setting.policy, seed), sizes.header.tile_bytes
-    if sizes.needs.partial and (why := needs_all(policy, has_heads(sizes.format))):
+    heads = isinstance(format_named(sizes.format), FloeFormat)
+    if sizes.needs.partial and (why := needs_all(policy, heads)):
         raise PolicyError(why)
     taken, steps = timed(policy), Counter(step.phase for step in text.steps)
     outcome = text.replay(sizes.header, policy, priced.costs, setting.capacity)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster_heads import KEYS, PLAN, TILE, host_config, hosts, machine, pid_of, restart
+from cluster_heads import KEYS, LAYERS, PLAN, TILE, host_config, hosts, machine, pid_of, restart
 
 from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig, LanePlan, MachineList
@@ -139,6 +139,8 @@ async def test_requests_that_wait_for_a_machine_say_so_and_can_be_cancelled(thre
             assert (await kept.result()).tokens == expected[:40]
             assert heard[0].startswith("lane 1 of the experts: ")
             assert heard[-1] == "", "it goes on"
+            phase = (await client.stats())["engine"]["prefill"]
+            assert phase["fidelity"]["weight"] == pytest.approx(LAYERS * phase["rows"]), "each row once"
 
 
 async def test_policies_that_use_a_device_see_to_this_machine_s_share(three_tiles: Path) -> None:
