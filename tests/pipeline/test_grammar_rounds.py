@@ -157,8 +157,8 @@ def test_a_waiting_row_can_be_preempted_and_cancelled(
 def test_a_grammar_that_ends_with_the_last_token_ends_by_length(
     engine: Any, tokenizer: Tokenizer, speculate: Any
 ) -> None:
-    """With guesses as without, and where only the Done is missing: whether it is known that nothing may follow
-    does not tell."""
+    """With guesses as without, and where only the Done is missing: it does not matter whether it is known
+    that nothing may follow."""
     prompt = tuple(tokenizer.encode('["red","blue"]'))
     whole = Rounds(engine, tokenizer)
     whole.scheduler.enqueue(b"c", with_grammar(0, tokenizer, 0, 0.0, prompt))
