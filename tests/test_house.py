@@ -18,7 +18,7 @@ LINES = {
     "protocol": 2_600,
     "shm": 4_800,
     "workers": 10_400,
-    "pipeline": 43_037,
+    "pipeline": 43_045,
     "launch": 14_700,
     "benchmarks": 8_400,
     "tests": 65_260,
