@@ -17,13 +17,13 @@ SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
     "protocol": 2_600,
     "shm": 4_800,
-    "workers": 10_400,
-    "pipeline": 43_045,
-    "launch": 14_700,
+    "workers": 10_425,
+    "pipeline": 43_270,
+    "launch": 14_705,
     "benchmarks": 8_400,
-    "tests": 65_260,
+    "tests": 65_376,
 }
-ROOMS = 304  # Python files of the program, without those that only mark a package
+ROOMS = 305  # Python files of the program, without those that only mark a package
 
 
 @pytest.mark.parametrize("folder", LINES)
