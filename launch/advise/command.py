@@ -28,7 +28,7 @@ from launch.terminal.tables import Column, Table, dim, each, policy_name, print_
 from pipeline.assets import model_dir
 from pipeline.checkpoint.open import open_config
 from pipeline.config import EngineConfig
-from pipeline.memory.needs import CHUNK_MAX
+from pipeline.memory.needs import CHUNK_MAX, LAYERS_IN_MEMORY, Needs
 from pipeline.memory.plan import automatic
 from shm.segment import SHM_FOLDER, byte_size
 
@@ -124,6 +124,8 @@ def _report(model: str, search: Search, best: Estimate | None) -> Iterator[Rende
         yield Text("It does not fit.", style="bold red")
         if not search.hardware.disk:
             yield "With --disk-gbps X its experts may be read from disk."
+        elif not any(of.plan.needs.partial for of in search.formats):
+            yield _least_in_memory(search.formats[-1].plan.needs)
         return
     estimates = search.of(best.setting.format)[:SHOWN]
     yield from (_presets(best, estimates), "")
@@ -146,6 +148,15 @@ def _report(model: str, search: Search, best: Estimate | None) -> Iterator[Rende
         if needs.partial
     ]
     yield from dim(f"note: {note}" for note in notes)
+
+
+def _least_in_memory(needs: Needs) -> str:
+    """Tells what would have to fit for experts to be read from disk."""
+    least = byte_size(LAYERS_IN_MEMORY * needs.layer)
+    return (
+        f"With experts on disk those of two layers must fit into memory ({least} in {needs.format}), or what"
+        " --host-memory asks for."
+    )
 
 
 def _formats(search: Search) -> Table[Fitting]:

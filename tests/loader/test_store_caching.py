@@ -72,6 +72,7 @@ def test_a_partial_store_that_is_being_made_is_swept_by_nobody(supervisor: Super
     for _ in ("from the checkpoint", "from the file"):
         loading.load()
         assert not removed
+        loading.load()  # as if the loader before had been killed
         StoreLease.acquire(loading.fingerprint).release(keep=False)
 
 
