@@ -1,6 +1,6 @@
 """`launch.py advise`: which preset, expert cache and format for a model, and how fast it would be.
 Nothing of the model is loaded: presets are replayed on routing, with the costs of a machine.
-Exit code 0: the model fits in some format; 1: not."""
+Exit code 0: the model fits in some format, and a preset can be used; 1: not."""
 
 from __future__ import annotations
 
@@ -120,6 +120,11 @@ def _report(model: str, search: Search, best: Estimate | None) -> Iterator[Rende
     yield f"{shape.layers} layers of {shape.experts} experts, {shape.top_k} a token"
     yield from (search.hardware.words, f"{search.text.words}; prompt of {search.prompt} tokens", "")
     yield from (_formats(search), "")
+    left_out = [f"{name} left out: {reason}" for name, reason in search.left_out.items()]
+    if best is None and left_out:
+        yield Text("It fits, and none of these policies can be used.", style="bold red")
+        yield from left_out
+        return
     if best is None:
         yield Text("It does not fit.", style="bold red")
         if not search.hardware.disk:
@@ -138,7 +143,7 @@ def _report(model: str, search: Search, best: Estimate | None) -> Iterator[Rende
         yield f"  {_command(other)}"
     yield ""
     notes = merged_notes((estimate.setting.policy.name, estimate.notes) for estimate in estimates)
-    notes += [f"{name} left out: {reason}" for name, reason in search.left_out.items()]
+    notes += left_out
     again = (line for of in search.formats if of.fits for line in second_roundings(of.plan.needs))
     notes += dict.fromkeys(again)  # of other matrices than experts the same for each format
     notes += [
@@ -167,6 +172,10 @@ def _formats(search: Search) -> Table[Fitting]:
     def best(of: Fitting) -> Any:
         return fastest[of.sizes.format]
 
+    def preset(of: Fitting) -> Text | str:
+        none = "none can be used" if of.fits else "does not fit"
+        return _policy(best(of)) if best(of) else none
+
     def pool(name: str) -> Column[Fitting]:
         needed = {
             of.sizes.format: pool.needed
@@ -179,9 +188,7 @@ def _formats(search: Search) -> Table[Fitting]:
     pools = [pool.name for pool in search.formats[0].plan.pools(memory) if pool.name != SHM_FOLDER]
     columns = [
         Column[Fitting]("format", lambda of: of.sizes.format, text=True),
-        Column[Fitting](
-            "fastest exact preset", lambda of: _policy(best(of)) if best(of) else "does not fit", text=True
-        ),
+        Column[Fitting]("fastest exact preset", preset, text=True),
         *map(pool, pools),
         Column[Fitting]("cache", lambda of: percent(of.plan.expert_cache if of.fits else None)),
         Column[Fitting]("tok/s", lambda of: best(of) and best(of).tok_s, alike),

@@ -111,6 +111,14 @@ def test_experts_on_disk_take_what_reading_them_takes(capsys: pytest.CaptureFixt
     assert "those of two layers" in capsys.readouterr().out
 
 
+def test_policies_that_need_all_experts_in_memory_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--policy", "tandem", "--format", "floe-int4", "--host-memory", "1.6GB", "--disk-gbps", "1"]
+    assert main([*MODEL, *MACHINE, *options]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "tandem left out: policy tandem has the up matrices of all experts on the device" in out
+    assert "does not fit" not in out
+
+
 def test_an_incomplete_or_unknown_machine_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     line = refusal(capsys, "--link-gbps", "25")
     assert "--host-gbps" in line
