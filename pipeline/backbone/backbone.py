@@ -73,6 +73,7 @@ class Backbone:
         self.dtype = precision.kv_dtype
         self._precision = precision
         self._scratch = Kept()  # of the layers' kernels on the host
+        self._widths = spec.hidden, spec.experts
         self._device = precision.device.torch_device
         with source.tensors() as tensors, ThreadPoolExecutor(1 + READERS) as pool:
             fused = source.fused
@@ -191,11 +192,11 @@ class Backbone:
         tokens = [t for s in spans for t in s.tokens]
         positions = [(s.positions, s.kv.long) for s in spans]
         device, rope_rows = self._precision.device, self._rope.rows(positions)
-        common = self._rope, rope_rows, self._masks, device.flash
+        common = self._rope, rope_rows, self._masks, device.flash, self._widths
         if self.kernels is not None and all(s.decodes for s in spans):
             table = device.from_host(self.decode_table(spans, len(tokens)))
             return self.decode_batch(table, spans[0].kv.pool, spans)
-        return Batch(spans, len(tokens), device.from_host(torch.tensor(tokens).numpy()), *common)
+        return Batch(spans, len(tokens), device.from_host(np.array(tokens, np.int64)), *common)
 
     def decode_table(self, spans: Sequence[TokenSpan], rows: int) -> NDArray[np.int64]:
         """Returns the table of spans that decode, as `table_of`."""
@@ -208,8 +209,8 @@ class Backbone:
         The table may change later."""
         assert self.kernels is not None
         decode = DecodeRows(table, pool, self.kernels)
-        flash = self._precision.device.flash
-        return Batch(spans, table.shape[1], decode.tokens, self._rope, [], self._masks, flash, decode)
+        common = self._rope, [], self._masks, self._precision.device.flash, self._widths
+        return Batch(spans, table.shape[1], decode.tokens, *common, decode)
 
     def _masks(self, spans: Sequence[TokenSpan]) -> Masks:
         return {

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from pipeline.backbone.kv_blocks import BlockPool
@@ -96,6 +97,17 @@ class DecodeRows:
         return Rows(rows, positions, blocks, rows, streams, scales)
 
 
+class HostRows(NamedTuple):
+    """A step's rows for the host's kernel of a layer, and what it writes there, all float32. A layer
+    overwrites what the one before has written, but for the residual stream, which it reads."""
+
+    tokens: Tokens
+    streams: Sequence[Tensor]  # two [R, H], which are written in turn
+    x: Tensor  # [R, H]
+    shared: Tensor  # [R, H]
+    logits: Tensor  # [R, E]
+
+
 @dataclass(frozen=True)
 class Batch:
     """The tokens of all spans, span after span, one row each; made by `Backbone.batch`."""
@@ -107,6 +119,7 @@ class Batch:
     rope_rows: list[int]  # of these tables, of the rows' positions
     find_masks: Callable[[Sequence[TokenSpan]], Masks]
     flash: bool  # as of the device
+    widths: tuple[int, int]  # of hidden states, and of a router's logits
     decode: DecodeRows | None = None  # where each span decodes and the device has kernels for that
 
     @cached_property
@@ -136,18 +149,18 @@ class Batch:
         return all(span.kv.stored for span in self.spans)
 
     @cached_property
-    def host_tokens(self) -> Tokens:
-        """The rows for the host's kernel of a layer, where each span decodes."""
-        rows = np.empty(self.rows, TOKEN)
-        rows["cosines"], rows["sines"] = self.rope.addresses(self.rope_rows)
-        row = 0
+    def host(self) -> HostRows:
+        """The rows for the host's kernels of layers, where each span decodes."""
+        turns = zip(*self.rope.addresses(self.rope_rows), strict=True)
+        rows = []
         for span in self.spans:
-            kv, at = span.kv, slice(row, row + len(span.tokens))
-            rows["streams"][at], rows["states"][at] = kv.pool.addresses, kv.state_addresses
-            rows["blocks"][at], rows["capacity"][at] = kv.blocks.ctypes.data, kv.capacity
-            rows["position"][at] = span.positions
-            row = at.stop
-        return Tokens(rows)
+            kv = span.kv
+            of_all = kv.pool.addresses, kv.blocks.ctypes.data, kv.state_addresses, kv.capacity
+            rows += [(*next(turns), *of_all, position) for position in span.positions]
+        hidden, experts = self.widths
+        *streams, x, shared = torch.empty(4, self.rows, hidden)
+        tokens, logits = Tokens(np.array(rows, TOKEN)), torch.empty(self.rows, experts)
+        return HostRows(tokens, streams, x, shared, logits)
 
 
 def logit_rows(inputs: Sequence[StepInput]) -> tuple[list[int], list[int]]:

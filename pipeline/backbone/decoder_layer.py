@@ -149,21 +149,19 @@ class DecoderLayer:
 
     def _on_host(self, kernel: LayerKernel, h: Tensor, batch: Batch, routed: bool) -> AfterAttention:
         """Compute the layer in C: `h` after the attention, or after a dense block."""
-        h = h.contiguous()
-        made = torch.empty(3 if self.shares else 2, *h.shape)
-        first, step = made.data_ptr(), h.numel() * h.itemsize
-        logits = None
-        if routed and self._router is not None:
-            logits = torch.empty(len(h), len(self._router))
+        h, rows = h.contiguous(), batch.host
+        out = rows.streams[h is rows.streams[0]]  # the other one: h is read meanwhile
+        logits = rows.logits if routed and self._router is not None else None
+        shared = rows.shared if self.shares else None
         kernel(
-            batch.host_tokens,
+            rows.tokens,
             h.data_ptr(),
-            out=first,
-            x=first + step,
-            logits=None if logits is None else logits.data_ptr(),
-            shared=first + 2 * step if self.shares else None,
+            out.data_ptr(),
+            rows.x.data_ptr(),
+            None if logits is None else logits.data_ptr(),
+            None if shared is None else shared.data_ptr(),
         )
-        return AfterAttention(self, made[0], made[1], logits, made[2] if self.shares else None)
+        return AfterAttention(self, out, rows.x, logits, shared)
 
     def router(self, x: Tensor) -> Tensor:
         """Router logits float32 [R, E]."""
@@ -195,7 +193,7 @@ class DecoderLayer:
 @dataclass(slots=True)  # not frozen, which takes longer to make
 class AfterAttention:
     """A layer up to its experts: hidden states `h` and the normalised input `x` of router and experts, both
-    float32 [R, H]; and what the host has computed in the same call."""
+    float32 [R, H]; and what the host has computed in the same call. All are valid until the next layer."""
 
     layer: DecoderLayer
     h: Tensor
