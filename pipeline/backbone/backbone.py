@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.arrays import FloatArray
+from pipeline.arrays import FloatArray, sum_on_host
 from pipeline.backbone.attention import Attention, GroupedQueryAttention, LatentAttention
 from pipeline.backbone.batch import Batch, DecodeRows, Masks, StepInput, TokenSpan
 from pipeline.backbone.decoder_layer import AfterAttention, DecoderLayer, Norm, SwiGLU
@@ -284,6 +284,7 @@ class EagerLayers:
         self._backbone, self._probe = backbone, probe
         self._batch = backbone.batch(spans)
         self._read: list[Tensor] = []
+        self._stream: Tensor  # of the latest layer
         self._last: Tensor  # hidden states after the last layer, once there are answers
 
     def embed(self) -> Tensor:
@@ -297,7 +298,7 @@ class EagerLayers:
         attended = self._backbone.attend(layer, h, self._batch, routed=own)
         logits = [attended.logits()] if own else []
         logits += [self._probe(target, attended.x) for target in probes]
-        self._read = [attended.x, *logits]
+        self._read, self._stream = [attended.x, *logits], attended.h
         return attended
 
     def read(self) -> Sequence[FloatArray]:
@@ -309,8 +310,13 @@ class EagerLayers:
     def leave(self, h: Tensor) -> Tensor:
         return self._backbone.finish(h, self._batch)
 
-    def add(self, added: Sequence[Added], parts: Sequence[FloatArray]) -> Tensor:
-        return self._backbone.device.total(added, parts, self._read[0].shape)
+    def add(self, added: Sequence[Added], parts: Sequence[FloatArray]) -> Tensor | None:
+        device = self._backbone.device
+        if added or not device.on_host:
+            return device.total(added, parts, self._read[0].shape)
+        stream = self._stream.numpy()
+        stream += sum_on_host(parts, stream.shape)
+        return None
 
     def answers(self, h: Tensor, inputs: Sequence[StepInput]) -> list[FloatArray]:
         self._last = self._backbone.finish(h, self._batch)
