@@ -209,8 +209,8 @@ class Backbone:
         The table may change later."""
         assert self.kernels is not None
         decode = DecodeRows(table, pool, self.kernels)
-        common = self._rope, [], self._masks, self._precision.device.flash, self._widths
-        return Batch(spans, table.shape[1], decode.tokens, *common, decode)
+        common = self._masks, self._precision.device.flash, self._widths
+        return Batch(spans, table.shape[1], decode.tokens, self._rope, [], *common, decode)
 
     def _masks(self, spans: Sequence[TokenSpan]) -> Masks:
         return {
@@ -284,7 +284,7 @@ class EagerLayers:
         self._backbone, self._probe = backbone, probe
         self._batch = backbone.batch(spans)
         self._read: list[Tensor] = []
-        self._stream: Tensor  # of the latest layer
+        self._attended: AfterAttention  # the latest layer
         self._last: Tensor  # hidden states after the last layer, once there are answers
 
     def embed(self) -> Tensor:
@@ -295,14 +295,12 @@ class EagerLayers:
         return h, backbone.device.to_host(*(backbone.router_before(target, h) for target in probes))
 
     def attend(self, layer: int, h: Tensor, own: bool, probes: Sequence[int]) -> Attended:
-        attended = self._backbone.attend(layer, h, self._batch, routed=own)
-        logits = [attended.logits()] if own else []
-        logits += [self._probe(target, attended.x) for target in probes]
-        self._read, self._stream = [attended.x, *logits], attended.h
+        self._attended = attended = self._backbone.attend(layer, h, self._batch, routed=own)
+        self._read = attended.unread(own) + [self._probe(target, attended.x) for target in probes]
         return attended
 
     def read(self) -> Sequence[FloatArray]:
-        return self._backbone.device.to_host(*self._read)
+        return *self._attended.arrays[1:], *self._backbone.device.to_host(*self._read)
 
     def enter(self, h: Tensor) -> Tensor:
         return h
@@ -311,10 +309,10 @@ class EagerLayers:
         return self._backbone.finish(h, self._batch)
 
     def add(self, added: Sequence[Added], parts: Sequence[FloatArray]) -> Tensor | None:
-        device = self._backbone.device
-        if added or not device.on_host:
-            return device.total(added, parts, self._read[0].shape)
-        stream = self._stream.numpy()
+        attended = self._attended
+        if added or not attended.arrays:
+            return self._backbone.device.total(added, parts, attended.x.shape)
+        stream = attended.arrays[0]
         stream += sum_on_host(parts, stream.shape)
         return None
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import numpy as np
-import torch
 from torch import Tensor
 
+from pipeline.backbone.host_rows import HostRows
 from pipeline.backbone.kv_blocks import BlockPool
 from pipeline.backbone.kv_cache import BLOCKS, POSITIONS, ROPE, TOKENS, SequenceKV
 from pipeline.backbone.rope import RopeTables
 from workers.kernels.cuda.attention import DecodeAttention, Rows
-from workers.kernels.layer import TOKEN, Tokens
 
 
 @dataclass(frozen=True)
@@ -97,17 +95,6 @@ class DecodeRows:
         return Rows(rows, positions, blocks, rows, streams, scales)
 
 
-class HostRows(NamedTuple):
-    """A step's rows for the host's kernel of a layer, and what it writes there, all float32. A layer
-    overwrites what the one before has written, but for the residual stream, which it reads."""
-
-    tokens: Tokens
-    streams: Sequence[Tensor]  # two [R, H], which are written in turn
-    x: Tensor  # [R, H]
-    shared: Tensor  # [R, H]
-    logits: Tensor  # [R, E]
-
-
 @dataclass(frozen=True)
 class Batch:
     """The tokens of all spans, span after span, one row each; made by `Backbone.batch`."""
@@ -157,10 +144,7 @@ class Batch:
             kv = span.kv
             of_all = kv.pool.addresses, kv.blocks.ctypes.data, kv.state_addresses, kv.capacity
             rows += [(*next(turns), *of_all, position) for position in span.positions]
-        hidden, experts = self.widths
-        *streams, x, shared = torch.empty(4, self.rows, hidden)
-        tokens, logits = Tokens(np.array(rows, TOKEN)), torch.empty(self.rows, experts)
-        return HostRows(tokens, streams, x, shared, logits)
+        return HostRows(rows, *self.widths)
 
 
 def logit_rows(inputs: Sequence[StepInput]) -> tuple[list[int], list[int]]:

@@ -128,8 +128,8 @@ class PolicyDriver(Generic[Begun]):
         known, on = frozenset(sequences).union(live), self.prefetch.on
         costs, kept = costs or self._given, 1 - self._left if self._masked else 1.0
         costs = None if costs is None else self.priced(costs, phase)
-        rows = {"sequences": sequences, "live": known}
-        self.view = replace(self.view, phase=phase, prefetching=on, costs=costs, kept=kept, **rows)
+        view = replace(self.view, phase=phase, sequences=sequences, live=known, prefetching=on)
+        self.view = replace(view, costs=costs, kept=kept)
 
     def layer(self, layer: int, executor: LayerExecutor[Begun]) -> None:
         """Have a layer decided and computed. Raises PlanError where the policy breaks its contract, and the

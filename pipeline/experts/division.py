@@ -160,7 +160,7 @@ class Divider:
             np.empty((experts * self._tiles + 1, 3), np.int64),
         ]
         self._pairs = np.empty((2, 0), np.int32)
-        self._sized, self._numbers = (0, 0), 0  # rows and k, and the numbers of all descriptors at most
+        self._sized = 0, 0  # rows and k for which `_size` has prepared
         self._struct = s = _Division(experts, workers.nodes, len(workers), row_cost=ROWS_PER_READ)
         s.lo, s.hi, s.cores, s.starts, s.lengths, s.scratch, self._part = map(address_of, self._kept)
         self._at = ctypes.addressof(s)
@@ -179,7 +179,7 @@ class Divider:
         self._bounds[0], self._bounds[1] = split.lo, split.hi
         s.seq, s.layer = seq, split.layer
         s.threshold, s.share = split.mask.threshold, split.mask.share
-        to = np.empty(self._numbers, np.int32)
+        to = np.empty(s.room, np.int32)
         s.to = address_of(to)
         if fault := self._function(self._at, self._part):
             none = f"a policy's routing names an expert outside the layer's {self._experts}"
@@ -200,8 +200,8 @@ class Divider:
             self._pairs = np.empty((2, pairs), np.int32)
             s.pair_rows, s.pair_weights = map(address_of, self._pairs)
         every = self._tiles * numbers(min(self._experts, pairs), pairs)
-        s.rows, s.k, s.room = rows, k, every + workers * (numbers(1, rows) + 16)
-        self._sized, self._numbers = (rows, k), s.room
+        self._sized = s.rows, s.k = rows, k
+        s.room = every + workers * (numbers(1, rows) + 16)
 
 
 def largest(workers: WorkerCores, experts: int, tiles: int, rows: int, k: int) -> int:
