@@ -18,7 +18,7 @@ LINES = {
     "protocol": 2_600,
     "shm": 4_800,
     "workers": 10_425,
-    "pipeline": 43_061,
+    "pipeline": 43_059,
     "launch": 14_630,
     "benchmarks": 8_400,
     "tests": 65_141,
