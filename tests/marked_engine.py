@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from fork_server import ForkedPython
 from waiting import wait_until
 
 from pipeline.checkpoint.index import CheckpointIndex, fingerprint
@@ -154,15 +154,13 @@ class Engine:
 
     def _launch(self, *words: str, mark: str, stdout: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
         places = {"XDG_RUNTIME_DIR": str(self.place.runtime), "XDG_CACHE_HOME": str(self.place.cache)}
-        return subprocess.Popen(
-            [sys.executable, str(ROOT / "launch.py"), *words],
+        return ForkedPython(
+            str(ROOT / "launch.py"),
+            *words,
             env=os.environ | places | {MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=self._log,
-            text=True,
-            # Under nohup the child would inherit that SIGHUP is ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
 
 
