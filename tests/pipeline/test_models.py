@@ -59,14 +59,6 @@ def test_invalid_or_missing_number_is_named(key) -> None:
     assert key in refused({name: value for name, value in GOOD.items() if name != key})
 
 
-def test_tiles_of_known_models() -> None:
-    small, large = expert_shape(GOOD, None, BF16), expert_shape(MIXTRAL_8X7B, None, BF16)
-    assert (small.tile, small.tiles) == (96, 1)  # a tile is at most an expert
-    assert (large.tile, large.tiles) == (896, 16)
-    assert expert_shape(GOOD, 40, BF16).tiles == 3
-    assert expert_shape(GOOD, 1000, BF16).tile == 96
-
-
 @given(st.integers(1, 1024), st.integers(1, 30000))
 def test_default_tiles_are_large_enough_and_not_too_many(hidden, intermediate) -> None:
     config = GOOD | {"hidden_size": hidden * 8, "intermediate_size": intermediate}
@@ -109,19 +101,6 @@ def test_small_expert_is_halved_in_every_format() -> None:
     halves = {name: expert_shape(config, None, format_named(name)).tiles for name in FORMATS}
     assert halves == dict.fromkeys(FORMATS, 2) | {"int2": 1}  # whose halves would be too small
     assert expert_shape(GOOD, None, BF16).tiles == 1  # a half would be too small
-
-
-def test_tiles_of_quantized_formats() -> None:
-    int4, wide = format_named("int4"), format_named("int4-g128")
-    for form in (int4, wide, format_named("int8")):
-        assert expert_shape(MIXTRAL_8X7B, None, form).tile == 896
-    qwen3 = GOOD | {"hidden_size": 2048, "intermediate_size": 768}
-    assert [expert_shape(qwen3, None, form).tile for form in (BF16, int4, wide)] == [96, 384, 384]
-    deepseek = GOOD | {"hidden_size": 2048, "intermediate_size": 1408}
-    assert [expert_shape(deepseek, None, form).tile for form in (BF16, int4, wide)] == [128, 704, 128]
-    assert (expert_shape(GOOD, None, int4).tile, expert_shape(GOOD, 6400, int4).tile) == (128, 128)
-    with pytest.raises(UsageError, match=r"^--tile 100: --format int4 .* groups of 64 .* like 128$"):
-        expert_shape(MIXTRAL_8X7B, 100, int4)
 
 
 @pytest.mark.parametrize(
