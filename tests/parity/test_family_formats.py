@@ -31,8 +31,8 @@ ROUNDED = [case for case in CASES if place(case) == 2 and case.family in KINDS]
 
 FORMATS = {  # of experts and of the rest; no size of a model here is a whole number of their groups
     "mixtral": ("int4-g128", "int8"),
-    "phimoe": ("int4-g128", "int8"),
-    "qwen2_moe": ("int4", "int4"),
+    "phimoe": ("int8", "int8"),
+    "qwen2_moe": ("int4-g128", "int4"),
     "qwen3_moe": ("int8", "f32"),
     "deepseek_v2": ("int4", "int4"),
     "olmoe": ("int4", "f32"),
