@@ -1,16 +1,20 @@
 """Modules in place of those of transformers that compute the same faster or from fewer bytes: linear layers
-by our kernels, embeddings in the backbone's dtype, RMS norms in one pass."""
+by our kernels, embeddings in the backbone's dtype or on disk, RMS norms in one pass."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.backbone.linear import FEW_ROWS, DenseLinear, QuantizedLinear
+from pipeline.checkpoint.tables import Table
 from pipeline.device.base import Device
+from shm.layout import Float32
 from workers.kernels.layer import RMSNorm
 from workers.kernels.matrix import HostMatrix
 
@@ -86,6 +90,28 @@ class OwnEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """float32 [..., H]."""
         return functional.embedding(ids, self.weight).float()
+
+
+class RowsOnDisk:
+    """In place of the forward of an embedding whose table stays on disk: the module is given the rows that
+    it looks up, each once and in float32, and their places among these."""
+
+    def __init__(self, module: nn.Module, table: Table, device: torch.device) -> None:
+        self._module, self._table, self._device = module, table, device
+        self._own: Callable[[Tensor], Tensor] = module.forward
+        vars(module)["padding_idx"] = None  # it is for training, and no place among a few rows
+        self._take(np.empty((0, 0), np.float32))
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Raises ModelError where a row cannot be read."""
+        shape = ids.shape
+        places, which = np.unique(ids.reshape(-1).cpu().numpy(), return_inverse=True)
+        self._take(self._table.rows(places))
+        return self._own(torch.from_numpy(which).to(self._device).view(shape))
+
+    def _take(self, rows: Float32) -> None:
+        weight = torch.from_numpy(rows).to(self._device)
+        self._module.weight = nn.Parameter(weight, requires_grad=False)
 
 
 def fuse_norms(model: nn.Module, device: Device) -> list[nn.Module]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -270,11 +270,12 @@ class EngineParts:
             return model
         # here, because importing transformers' models takes seconds
         from pipeline.checkpoint.decoder import decoder_of
+        from pipeline.checkpoint.tables import Parameters
         from pipeline.generic.backbone import GenericBackbone
 
-        with self.source.tensors() as weights:
-            assert isinstance(weights, Mapping)  # of a family without names of ours
-            return GenericBackbone(facts_of(config), *decoder_of(config), weights, precision, progress)
+        weights = self.closing.enter_context(self.source.tensors())
+        assert isinstance(weights, Parameters)  # of a family without names of ours
+        return GenericBackbone(facts_of(config), *decoder_of(config), weights, precision, progress)
 
     def _open_carrier(self, top_k: int) -> ArenaCarrier | SocketCarrier:
         """Open what carries Works to the workers and their answers back."""
