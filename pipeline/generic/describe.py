@@ -130,7 +130,8 @@ def _groups(model: PreTrainedModel, decoder: nn.Module) -> Iterator[Group]:
         stripped = MATRICES if hasattr(type(module), "_apply_gate") else ()
         for name, parameter in module.named_parameters(recurse=False):
             whole = type(module) is nn.Linear and module not in dense and name == "weight"
-            kind = "matrix" if whole else "dense" if type(module) is nn.Embedding else "float32"
+            table = isinstance(module, nn.Embedding) and name == "weight"
+            kind = "matrix" if whole else "dense" if table else "float32"
             if name not in stripped and parameter not in seen:
                 counts[kind, tuple(parameter.shape)] += 1
             seen.add(parameter)

@@ -6,15 +6,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.backbone.linear import FEW_ROWS, DenseLinear, QuantizedLinear
-from pipeline.checkpoint.tables import Table
 from pipeline.device.base import Device
-from shm.layout import Float32
 from workers.kernels.layer import RMSNorm
 from workers.kernels.matrix import HostMatrix
 
@@ -92,26 +89,26 @@ class OwnEmbedding(nn.Module):
         return functional.embedding(ids, self.weight).float()
 
 
-class RowsOnDisk:
-    """In place of the forward of an embedding whose table stays on disk: the module is given the rows that
-    it looks up, each once and in float32, and their places among these."""
+class GatheredRows:
+    """In place of the forward of an embedding that does more than to look rows up, or whose table stays on
+    disk: the module is given the rows that it looks up, each once and in float32, and their places among
+    these."""
 
-    def __init__(self, module: nn.Module, table: Table, device: torch.device) -> None:
-        self._module, self._table, self._device = module, table, device
+    def __init__(self, module: nn.Module, rows: Callable[[Tensor], Tensor], device: torch.device) -> None:
+        """`rows`: those of a table, float32 [n, H] on the module's device, at places int64 [n]."""
+        self._module, self._rows = module, rows
         self._own: Callable[[Tensor], Tensor] = module.forward
         vars(module)["padding_idx"] = None  # it is for training, and no place among a few rows
-        self._take(np.empty((0, 0), np.float32))
+        self._take(torch.empty(0, 0, device=device))
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """Raises ModelError where a row cannot be read."""
-        shape = ids.shape
-        places, which = np.unique(ids.reshape(-1).cpu().numpy(), return_inverse=True)
-        self._take(self._table.rows(places))
-        return self._own(torch.from_numpy(which).to(self._device).view(shape))
+        """Raises what `rows` raises."""
+        places, which = ids.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        self._take(self._rows(places))
+        return self._own(which)
 
-    def _take(self, rows: Float32) -> None:
-        weight = torch.from_numpy(rows).to(self._device)
-        self._module.weight = nn.Parameter(weight, requires_grad=False)
+    def _take(self, rows: Tensor) -> None:
+        self._module.weight = nn.Parameter(rows, requires_grad=False)
 
 
 def fuse_norms(model: nn.Module, device: Device) -> list[nn.Module]:

@@ -26,7 +26,7 @@ from pipeline.checkpoint.model_source import Tensors
 from pipeline.checkpoint.reader import codes_or_numbers
 from pipeline.checkpoint.tables import Parameters
 from pipeline.errors import ModelError
-from pipeline.generic.modules import OwnEmbedding, OwnLinear, RowsOnDisk
+from pipeline.generic.modules import GatheredRows, OwnEmbedding, OwnLinear
 from shm.blocks import FileFormat
 from shm.codes import Codes
 from shm.formats import Float32, MatrixFormat
@@ -132,6 +132,8 @@ class _Loader:
                 self._keep_on_disk(name, module)
             elif type(module) is nn.Embedding:
                 self._replace(name, OwnEmbedding(self._stored(f"{name}.weight", module.weight)))
+            elif isinstance(module, nn.Embedding):
+                self._keep_in_memory(name, module)
             else:
                 self._fill(name, module)
             self._progress(self._bytes)
@@ -154,11 +156,23 @@ class _Loader:
         return OwnLinear(matrix, shape, bias, precision.device.torch_device)
 
     def _keep_on_disk(self, name: str, module: nn.Module) -> None:
-        """Its table; what else it has is in memory."""
         table = self._weights.table(f"{name}.weight", tuple(module.get_parameter("weight").shape))
+        device = self._precision.device.torch_device
+
+        def rows(places: Tensor) -> Tensor:
+            return torch.from_numpy(table.rows(places.cpu().numpy())).to(device)
+
+        self._gather(name, module, rows)
+
+    def _keep_in_memory(self, name: str, module: nn.Embedding) -> None:
+        stored = self._stored(f"{name}.weight", module.weight)
+        self._gather(name, module, lambda places: stored[places].float())
+
+    def _gather(self, name: str, module: nn.Module, rows: Callable[[Tensor], Tensor]) -> None:
+        """Let an embedding ask for its rows; what else it has is in memory."""
         module._parameters["weight"] = None
         self._fill(name, module)
-        module.forward = RowsOnDisk(module, table, self._precision.device.torch_device)
+        module.forward = GatheredRows(module, rows, self._precision.device.torch_device)
 
     def _fill(self, name: str, module: nn.Module) -> None:
         """Its own parameters and buffers, float32."""

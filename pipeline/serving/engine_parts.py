@@ -39,6 +39,7 @@ from pipeline.experts.pool import Compute, HostPool, computing
 from pipeline.memory.needs import (
     CHUNK_MAX,
     choose_context,
+    drafts,
     full_memory_in_one_line,
     kv_budget,
     kv_dtype,
@@ -208,11 +209,8 @@ class EngineParts:
     def _load_drafter(
         self, model: Backbone, precision: Precision, progress: Callable[[int], None]
     ) -> DraftLayer | None:
-        """Load the layer that drafts; None where there is none, or nothing would ask it. It is for one
-        device that has all of a model, and for experts that are all in this machine's memory."""
-        options = self.config.options
-        wanted = options.speculate != "off" and options.record is None
-        if not (self.facts.drafts and wanted) or self.store.partial or options.lanes is not None:
+        """Load the layer that drafts; None where there is none, or it is not used."""
+        if not (self.facts.drafts and drafts(self.config.options, self.store.partial)):
             return None
         return DraftLayer(model, self.source, precision, DRAFT_TOKENS, progress)
 

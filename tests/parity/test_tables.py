@@ -68,7 +68,7 @@ async def test_rows_are_read_from_the_checkpoint(family: str, start_engine, tmp_
             weights.table(f"{backbone.facts.tables[0].name}.weight", (1, 1))
     assert backbone.facts.table_numbers == TABLES[family]
     planned = needs(source, config, "f32").backbone
-    assert abs(backbone.bytes - planned) < 4 * TABLES[family]  # neither has a table
+    assert abs(backbone.bytes - planned) < 1024  # neither has a table; the input's is the head as well
 
     expected = Oracle(tmp_path, torch.float32).batch(TEXTS)
     async with start_engine(config) as (_, client):
