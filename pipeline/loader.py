@@ -166,6 +166,7 @@ class Loading:
         """Make a partial store without any expert, and its file where there is none; returns the origin of
         its bytes, those of weights read, and those of the file. Raises NotEnoughDisk where that cannot be
         written."""
+        remove_unused(self.name)  # of a killed engine of this name: sweeps leave aside what is being made
         try:
             found = CachedStore.open(self.cache_folder, self.in_file.fingerprint)
         except StoreInvalid as e:

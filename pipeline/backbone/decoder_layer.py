@@ -151,7 +151,7 @@ class DecoderLayer:
     def _on_host(self, kernel: LayerKernel, h: Tensor, batch: Batch, routed: bool) -> AfterAttention:
         """Compute the layer in C: `h` after the attention, or after a dense block."""
         h, rows = h.contiguous(), batch.host
-        out, x = rows.streams[h is rows.streams[0].tensor], rows.x
+        out, x = rows.streams[h is rows.streams[0].tensor], rows.x  # h is read meanwhile
         logits = rows.logits if routed and self._router is not None else None
         shared = rows.shared if self.shares else None
         kernel(

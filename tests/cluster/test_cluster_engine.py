@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster_heads import KEYS, PLAN, TILE, host_config, hosts, machine, pid_of, restart
+from cluster_heads import KEYS, LAYERS, PLAN, TILE, host_config, hosts, machine, pid_of, restart
 
 from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig, LanePlan, MachineList
@@ -29,12 +29,11 @@ async def tokens_of(client: Client) -> tuple[int, ...]:
     return tuple(token for result in results for token in result.tokens)
 
 
-@pytest.mark.parametrize("format", ["int4", "int8"])
-async def test_tokens_of_three_machines_are_those_of_one(three_tiles: Path, format: str) -> None:
-    config = replace(CONFIG, model=three_tiles, format=format, name=f"t{os.getpid()}-cluster")
+async def test_tokens_of_three_machines_are_those_of_one(three_tiles: Path) -> None:
+    config = replace(CONFIG, model=three_tiles, format="int8", name=f"t{os.getpid()}-cluster")
     async with Supervisor(config, log_level="WARNING") as one, Client.connect(one.endpoint) as client:
         expected = await tokens_of(client)
-    with hosts(*(host_config(three_tiles, lane, format=format) for lane in (1, 2))) as keepers:
+    with hosts(*(host_config(three_tiles, lane, format="int8") for lane in (1, 2))) as keepers:
         machines = MachineList(tuple(machine(k.place()) for k in keepers), *KEYS)
         config = replace(config, lanes=PLAN)
         async with (
@@ -58,10 +57,9 @@ async def test_tokens_of_three_machines_are_those_of_one(three_tiles: Path, form
     assert [known["state"] for known in stats["machines"]] == ["ready", "ready"]
 
 
-@pytest.mark.parametrize("format", ["int4", "int8"])
-async def test_equal_lanes_have_equal_bits_also_of_unequal_machines(three_tiles: Path, format: str) -> None:
+async def test_equal_lanes_have_equal_bits_also_of_unequal_machines(three_tiles: Path) -> None:
     lanes = LanePlan((0, 1, 3), (0, 1), pieces=2, rows=64)
-    config = replace(CONFIG, model=three_tiles, format=format, name=f"t{os.getpid()}-bits", lanes=lanes)
+    config = replace(CONFIG, model=three_tiles, format="int4", name=f"t{os.getpid()}-bits", lanes=lanes)
 
     async def bits(client: Client) -> list[tuple[int, float]]:
         answer = client.generate(token_ids=[5, 6, 7, 8, 9], max_tokens=24, ignore_eos=True)
@@ -69,7 +67,7 @@ async def test_equal_lanes_have_equal_bits_also_of_unequal_machines(three_tiles:
 
     async with Supervisor(config, log_level="WARNING") as one, Client.connect(one.endpoint) as client:
         expected = await bits(client)
-    unequal = host_config(three_tiles, 1, format=format, lanes=replace(lanes, held=(1,)))
+    unequal = host_config(three_tiles, 1, format="int4", lanes=replace(lanes, held=(1,)))
     with hosts(unequal) as (keeper,):
         machines = MachineList((machine(keeper.place()),), *KEYS)
         config = replace(config, workers=1, lanes=replace(lanes, held=(0,)))
@@ -127,12 +125,20 @@ async def test_requests_that_wait_for_a_machine_say_so_and_can_be_cancelled(thre
             said: Queue[str] = Queue()
             scored = asyncio.create_task(scores_of(client, said))
             assert (await said.get()).startswith("lane 1 of the experts: ")
+            calibrated = asyncio.create_task(client.calibrate(token_ids=[5, 6, 7, 8] * 70, tokens=256))
+            await asyncio.sleep(0)  # it is asked for
+            more = client.generate(token_ids=[5], max_tokens=40)
+            calibrated.cancel()
+            await running(client, 3)  # a request runs when the calibration before it has ended
+            await more.cancel()
             assert lost.status() == psutil.STATUS_STOPPED
             lost.resume()
             assert await scored == 2
             assert (await kept.result()).tokens == expected[:40]
             assert heard[0].startswith("lane 1 of the experts: ")
             assert heard[-1] == "", "it goes on"
+            phase = (await client.stats())["engine"]["prefill"]
+            assert phase["fidelity"]["weight"] == pytest.approx(LAYERS * phase["rows"]), "each row once"
 
 
 async def test_policies_that_use_a_device_see_to_this_machine_s_share(three_tiles: Path) -> None:
