@@ -166,6 +166,8 @@ class Loading:
         """Make a partial store without any expert, and its file where there is none; returns the origin of
         its bytes, those of weights read, and those of the file. Raises NotEnoughDisk where that cannot be
         written."""
+        remove_unused(self.name)  # of a process before that was killed: nobody else's, and its memory counts
+        self.manifest = replace(self.manifest, frames=0)
         try:
             found = CachedStore.open(self.cache_folder, self.in_file.fingerprint)
         except StoreInvalid as e:
@@ -203,10 +205,10 @@ class Loading:
     def _with_frames(self) -> StoreBuilder:
         """Create the segment of a partial store, once its file is there."""
         assert self.budget is not None
-        if self.least is not None:
-            self.budget = self._shrunk(self.budget, self.least)
-        frames = self.budget // self.manifest.layout.expert_pages
-        self.manifest = replace(self.manifest, frames=frames)
+        self._sweep()  # before what is free is counted
+        if (budget := self._needed()) < self.budget:
+            log.warning(f"of the {byte_size(self.budget)} meant for experts {byte_size(budget)} are free")
+        self.manifest = replace(self.manifest, frames=budget // self.manifest.layout.expert_pages)
         return self._builder()
 
     def _attached(self) -> bool:
@@ -225,25 +227,29 @@ class Loading:
 
     def _builder(self) -> StoreBuilder:
         """Create the segment, after removing unused ones. Raises NotEnoughMemory."""
-        for name in sweep():
-            log.warning(f"removed the unused store {name}")
+        self._sweep()
         sparse = self.budget is not None and not self.manifest.frames
-        check_space(self.size if self.budget is None else self.budget, self.reserve)
+        check_space(self._needed(), self.reserve)
         allocating = self.control.stage("allocating", store_bytes(self.manifest))
         builder = StoreBuilder.create(self.name, self.manifest, allocating, self.nodes, sparse)
         self.notes = builder.notes
         return builder
 
-    def _shrunk(self, budget: int, least: int) -> int:
-        """Returns what of a budget is free now. Raises NotEnoughMemory for less than `least`."""
+    def _sweep(self) -> None:
+        for name in sweep():
+            log.warning(f"removed the unused store {name}")
+
+    def _needed(self) -> int:
+        """Returns the bytes of experts in memory: of a budget that may shrink, what is free now. Raises
+        NotEnoughMemory for less than `least`."""
+        if (budget := self.budget) is None or (least := self.least) is None:
+            return self.size if budget is None else budget
         free = free_space(self.reserve)
         free = max(0, free - free // LEFT_SHARE - LEFT_BYTES)
         if min(budget, least) > free:
             raise NotEnoughMemory(
                 f"experts read from disk need {byte_size(least)} of memory, and {byte_size(free)} are free"
             )
-        if free < budget:
-            log.warning(f"of the {byte_size(budget)} meant for experts {byte_size(free)} are free")
         return min(budget, free)
 
     def _from_cache(self) -> bool:

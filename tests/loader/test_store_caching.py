@@ -17,7 +17,7 @@ from loader_harness import SECONDS, Supervisor, assert_right, exists, in_memory
 from pipeline.checkpoint.open import Checkpoint
 from pipeline.loader import Loading
 from shm.locks import StoreLease, sweep
-from shm.segment import unlink
+from shm.segment import allocated_bytes, unlink
 from shm.store import Store, store_name
 
 
@@ -73,6 +73,31 @@ def test_a_partial_store_that_is_being_made_is_swept_by_nobody(supervisor: Super
         loading.load()
         assert not removed
         StoreLease.acquire(loading.fingerprint).release(keep=False)
+
+
+def test_a_partial_store_is_made_again_in_the_memory_of_one_that_was_left(
+    supervisor: Supervisor, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Nobody:
+        def stage(self, name: str, total: int) -> Callable[[int], None]:
+            return lambda done: None
+
+    made: list[int] = []
+    for again in range(3):  # each as after a SIGKILL of the one before
+        loading = Loading(supervisor.config(model, format="bf16", host_memory=1 << 40), Nobody())
+        loading.least, name = 0, loading.name
+        monkeypatch.setattr(
+            "pipeline.loader.free_space", lambda reserve, name=name: (1 << 25) - allocated_bytes(name)
+        )
+        loading.load()
+        made.append(loading.manifest.frames)
+        if again == 1:
+            Path(loading.manifest.file).unlink()
+            loading.load()
+            made.append(loading.manifest.frames)
+    assert made[0] > 0
+    assert set(made) == {made[0]}
+    StoreLease.acquire(loading.fingerprint).release(keep=False)
 
 
 @pytest.mark.parametrize("format_name", ["f32", "int8", "int4"])
