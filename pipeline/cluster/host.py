@@ -82,6 +82,7 @@ NARROW_ROWS = 32  # of the slots of a lane of which there are several
 FEW_ROWS = 4  # of a Work of which this process computes a share itself: it is deaf meanwhile
 LOAD_TRIES = 10  # another engine's start may remove a store that nobody has leased yet
 LOOK_MS = 100  # of a wait for messages, between two looks at the workers
+TURN_SECONDS = 1.0  # that a turn counts as silence at most: one that was stopped has not listened
 CHECK_SECONDS = 0.01  # between two looks at least: a system call for each worker
 WORKER_LIMIT = 60.0  # seconds for the workers to announce themselves
 
@@ -115,7 +116,8 @@ class ExpertHost:
         self._workers: HostWorkers | None = None
         self._tier: DiskTier | None = None
         self._error = ""  # why it cannot compute
-        self._heard_at = time.monotonic()
+        self._silence = 0.0  # seconds since the coordinator's last message in which this host has listened
+        self._turned_at = time.monotonic()
         self._check_at = 0.0
         self.stopped = False
         self._log = SparseLog(log)
@@ -135,9 +137,11 @@ class ExpertHost:
                 self._publish(READY)
 
     def _ended(self) -> bool:
+        before, self._turned_at = self._turned_at, time.monotonic()
+        self._silence += min(TURN_SECONDS, self._turned_at - before)
         if self._loading.is_alive():  # perhaps for longer than a coordinator takes to start
-            self._heard_at = time.monotonic()
-        if not self.stopped and time.monotonic() - self._heard_at > self._config.lease:
+            self._silence = 0.0
+        if not self.stopped and self._silence > self._config.lease:
             log.warning(f"the coordinator was silent for {self._config.lease:g} s: this host ends")
             self.stopped = True
         return self.stopped
@@ -269,7 +273,7 @@ class ExpertHost:
             except MalformedMessage as e:
                 self._log.warning(f"dropped a malformed message of the coordinator: {e}")
                 continue
-            self._heard_at = time.monotonic()
+            self._silence = 0.0
             self._on_message(sender, message)
 
     def _on_message(self, sender: bytes, message: object) -> None:

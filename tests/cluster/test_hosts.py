@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import time
@@ -18,10 +19,12 @@ import pytest
 from cluster_heads import BOUNDS, KEYS, Head, expert_bytes, head, host_config, hosts, machine, pid_of, restart
 
 from launch.cluster.machine import HostActor
+from launch.runtime import sweep
 from pipeline.cluster import place
 from pipeline.cluster.keeper import HostKeeper, new_keys
 from pipeline.config import Machine
 from pipeline.errors import PeerLost, ShardFailed, StepInterrupted
+from protocol.files import private_directory
 from workers.kernels.native import best
 from workers.lifetime import PR_SET_PDEATHSIG
 
@@ -110,6 +113,10 @@ def test_a_part_that_no_memory_has_room_for_is_served_from_disk(three_tiles: Pat
             children = psutil.Process(pid_of(keeper)).children()
             next(child for child in children if "workers.reader" in child.cmdline()).kill()
             assert [wait() for wait in later] == [alone.sums(seed, 64) for seed in range(4)]
+            os.kill(before := pid_of(keeper), signal.SIGKILL)
+            stand_in = machine(restart(keeper, before))
+            several.tell(stand_in)
+            assert several.sums(4) == alone.sums(4)
             several.tell(stand_in, machine(restart(lost, pid)))
             known = several.machines
             assert known is not None
@@ -243,6 +250,36 @@ def test_unequal_variants_are_refused_where_they_differ(three_tiles: Path) -> No
             several.update_until(lambda: several.state()[0] == "refused")
 
 
+def test_a_host_that_ends_in_its_start_is_noticed_at_once(
+    three_tiles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.cluster.keeper.PYTHON", ("/bin/false",))
+    with pytest.raises(PeerLost, match="has exited in its start"):
+        HostKeeper(host_config(three_tiles, 1, name="host-of-no-program")).start()
+
+
+def test_a_place_is_whose_lock_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, name = [], "host-of-a-place"
+
+    def swept(path: Path) -> Path:
+        made.append(private_directory(path))
+        if len(made) == 1:
+            sweep()  # by the start of an engine, before the lock is there
+        return path
+
+    monkeypatch.setattr(place, "private_directory", swept)
+    first = place.claim(name)
+    assert first is not None
+    assert len(made) == 2
+    shutil.rmtree(first[0])  # as at a logout
+    second = place.claim(name)
+    assert second is not None
+    place.remove(*first)
+    assert place.runs(name)
+    place.remove(*second)
+    assert not second[0].exists()
+
+
 def test_a_host_ends_after_its_lease(three_tiles: Path, alone: Head) -> None:
     # The head is there first: the lease begins when the host has loaded.
     with ExitStack() as closing:
@@ -251,6 +288,18 @@ def test_a_host_ends_after_its_lease(three_tiles: Path, alone: Head) -> None:
         (keeper,) = closing.enter_context(hosts(config))
         several.tell(machine(keeper.place()))
         assert several.sums(5) == alone.sums(5)
+        running = keeper.place()
+        assert running is not None
+        os.kill(running.pid, signal.SIGSTOP)
+        several.tell()
+        resumed = time.monotonic() + 1.5 * config.lease
+        several.update_until(lambda: time.monotonic() > resumed)
+        several.tell(machine(running))
+        several.update_until(lambda: several.machines and several.machines.stats())
+        os.kill(running.pid, signal.SIGCONT)
+        several.update_until(lambda: several.state()[0] == "ready" or keeper.place() is None)
+        assert keeper.place() == running, "it could not hear while it was stopped"
+        assert several.sums(6) == alone.sums(6)
         assert keeper.wait_exit(60)
         assert not place.folder_of(keeper.config.name).exists()
         ended = keeper.check()
