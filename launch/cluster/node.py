@@ -29,6 +29,7 @@ import psutil
 
 from launch.command_line.table import PORTS
 from launch.errors import LaunchError, WrongUsage
+from launch.runtime import MACHINE_INFO as INFO
 from launch.runtime import RuntimeDir
 from protocol.files import private_directory, read_small
 from protocol.program import COMMAND, installed, user_folder
@@ -38,7 +39,7 @@ from workers.lifetime import PYTHON, environment
 
 RAY = "2.60"  # the minor version of the extra `cluster`
 ENTRY = "launch.cluster.node"
-INFO, LOG = "machine.json", "ray.log"
+LOG = "ray.log"
 MAX_INFO = 1 << 16  # bytes
 STARTED = b"Ray runtime started"
 # Ports from the first one on: the head's own, the services of a node, then one for each of its Python
@@ -253,6 +254,7 @@ def start(config: NodeConfig, limit: float = START_LIMIT) -> None:
         raise WrongUsage(
             f"machine {config.name} has joined already: {COMMAND} cluster stop ends it"
         ) from None
+    _end_ray(ray_folder(config.name))  # of a process that was killed
     check_ports(config)
     subprocess.run(
         [*PYTHON, "-m", ENTRY],
