@@ -61,13 +61,16 @@ STOP_LIMIT = 15.0  # seconds for Ray to end
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds before another start
 POLL_SECONDS = 0.1
 # A lost machine is noticed in 1.5 s instead of 12. Ray must not end processes because shared memory is in
-# use: the experts are there.
+# use: the experts are there. What it starts, and so an expert host, must neither wait behind all other
+# programs (a niceness of 15) nor be the first to go when memory is short.
 TUNED = {
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
     "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_worker_oom_score_adjustment": "0",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
     "RAY_enable_metrics_collection": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
