@@ -159,7 +159,7 @@ class ExpertHost:
     def _publish(self, state: str, error: str = "") -> None:
         config = self._config
         of_host = config.name, os.getpid(), config.setting, state, self._endpoint, self._public
-        lanes, path = config.lanes.held, str(self._path / place.LOG)
+        lanes, path = config.lanes.held, str(place.log_of(self._path))
         place.publish(self._path, place.HostPlace(*of_host, lanes, path, error))
 
     # --- computing ---------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class ExpertHost:
             "host_slowdown": config.host_slowdown,
             "supervised": False,
         }
-        workers = HostWorkers(config.cores, told, key, control, exits, runtime / place.LOG, on_disk)
+        workers = HostWorkers(config.cores, told, key, control, exits, place.log_of(runtime), on_disk)
 
         def bind(file: str, role: str, largest: int = 0) -> ChildServerSocket:
             identity = runtime, file, role, loading.fingerprint, key, exits, workers.on_message
@@ -410,7 +410,7 @@ def main(plain: dict[str, Any]) -> None:
     if claimed is None:
         return  # another one runs, which its keeper finds
     path, lock = claimed
-    _open_log(path / place.LOG, config)
+    _open_log(place.log_of(path), config)
     with ExitStack() as closing:
         try:
             host = ExpertHost(config, path, closing)

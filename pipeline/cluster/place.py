@@ -4,7 +4,7 @@ what a killed host leaves is swept by the next start of an engine or a host.
     $XDG_RUNTIME_DIR/tandem/<name>/     or /tmp/tandem-<uid>/<name>/, 0700
         lock            flocked exclusively by the host as long as it runs
         host.json       what it says about itself: HostPlace
-        host.log        its log
+        host-<pid>.log  its log
         work.sock       its expert workers"""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shm.atomic_file import atomic_file
 from shm.locks import is_locked, leads_to, try_lock
 from shm.segment import engine_prefix, is_segment, segment_path, shm_names
 
-LOCK, INFO, LOG = "lock", "host.json", "host.log"
+LOCK, INFO = "lock", "host.json"
 MAX_INFO = 1 << 16  # bytes
 POLL_SECONDS = 0.02
 LOCK_TRIES = 10  # a process that looks whether a host runs holds its lock for a moment
@@ -76,6 +76,16 @@ def _made(path: Path) -> Path:
         if isinstance(e.__cause__, FileNotFoundError):
             raise FileNotFoundError(path) from None
         raise
+
+
+def log_of(path: Path) -> Path:
+    """Returns the log of the host that this process is: each has one of another name."""
+    return path / f"host-{os.getpid()}.log"
+
+
+def logs(name: str) -> list[Path]:
+    """Returns the logs of the latest host of this name: one, or none before it runs."""
+    return list(folder_of(name).glob("host-*.log"))
 
 
 def publish(path: Path, place: HostPlace) -> None:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from cluster_heads import BOUNDS, KEYS, Head, expert_bytes, head, host_config, hosts, machine, pid_of, restart
 
-from launch.cluster.machine import HostActor
+from launch.cluster.machine import HostActor, LogLines
 from launch.runtime import sweep
 from pipeline.cluster import place
 from pipeline.cluster.keeper import HostKeeper, new_keys
@@ -324,8 +324,12 @@ def test_the_actor_passes_on_what_a_host_has_logged(three_tiles: Path) -> None:
         psutil.Process(pid).children()[0].kill()
         os.kill(watch_until(lambda host: "exited with -9" in str(host["lines"]))["pid"], signal.SIGKILL)
         host = watch_until(lambda host: host["state"] == "ready" and host["pid"] != pid)
-        lines = [text for _, text in host["lines"]["latest"]]
+        lines = [text for *_, text in host["lines"]]
         assert "worker 0 exited with -9; it is being restarted" in lines, "also of a host before"
+        log = LogLines("host-of-an-actor")
+        log.read()
+        told = [list(line) for line in log.latest]
+        assert told == host["lines"][-len(told) :], "another actor names lines in the same way"
     finally:
         actor.stop()
 
