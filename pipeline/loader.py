@@ -14,12 +14,11 @@ user of an attached store has just left), it starts the loader again.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,7 +50,7 @@ from shm.errors import (
     UnknownFormat,
 )
 from shm.layout import Bytes, format_named, part_of
-from shm.locks import build_lock, remove_unused, sweep
+from shm.locks import StoreLease, build_lock, remove_unused, sweep
 from shm.segment import byte_size, check_space, free_space, unlink
 from shm.store import Store, StoreBuilder, StoreManifest, own_fingerprint, store_bytes, store_name
 
@@ -86,7 +85,7 @@ class Control:
             now = time.monotonic()
             if now >= self._next or 0 < done == total:
                 self._next = now + PROGRESS_SECONDS
-                with contextlib.suppress(zmq.Again):  # a lost report is better than a loader that blocks
+                with suppress(zmq.Again):  # a lost report is better than a loader that blocks
                     self._socket.send_multipart(encode(Progress(name, done, total)), zmq.DONTWAIT)
                 while self._socket.poll(0):
                     if isinstance(decode(self._socket.recv_multipart()), Shutdown):
@@ -139,18 +138,36 @@ class Loading:
 
     def load(self) -> None:
         """Make a ready store under `name`. Raises NotEnoughMemory, ModelError, ShmError, Stopped."""
+        with self._locked():
+            self._make()
+
+    def load_leased(self) -> StoreLease:
+        """Make a ready store and lease it, which no start of another engine removes in between. Raises as
+        `load`."""
+        with self._locked():
+            self._make()
+            with suppress(SegmentMissing):  # where it was attached, and its last user has just left
+                return StoreLease.acquire(self.fingerprint)
+            self._make()
+            return StoreLease.acquire(self.fingerprint)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
         for path in sweep_cache(self.cache_folder):
             log.warning(f"removed the half-written {path}, left by a loader that was killed")
         waiting = self.control.stage("waiting for another engine that loads this model", 0)
         with build_lock(self.in_file.fingerprint, lambda: waiting(0)), self._own_lock():
-            if self.budget is not None:
-                origin, read, cached = self._on_disk()
-            elif self._attached():
-                origin, read, cached = "attached", 0, 0
-            elif self._from_cache():
-                origin, read, cached = "cache", 0, self.size
-            else:
-                origin, read, cached = self.source.kind, self._from_source(), 0
+            yield
+
+    def _make(self) -> None:
+        if self.budget is not None:
+            origin, read, cached = self._on_disk()
+        elif self._attached():
+            origin, read, cached = "attached", 0, 0
+        elif self._from_cache():
+            origin, read, cached = "cache", 0, self.size
+        else:
+            origin, read, cached = self.source.kind, self._from_source(), 0
         if (path := store_path(self.cache_folder, self.in_file.fingerprint)).exists():
             note_use(path.parent, CacheRecord("store", self.source.name, self.manifest.format))
         self.origin = (

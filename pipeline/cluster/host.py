@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from pipeline.cluster.lanes import HeldLanes
 from pipeline.cluster.rows import RowCoder, WireX
 from pipeline.cluster.workers import READER, ROLE, HostWorkers
 from pipeline.config import WorkerCores
-from pipeline.errors import PeerLost, PipelineError
+from pipeline.errors import PipelineError
 from pipeline.experts.carriers import ArenaCarrier
 from pipeline.experts.disk_tier import DiskTier
 from pipeline.experts.division import Divider, largest
@@ -70,7 +70,7 @@ from protocol.program import LineFormatter
 from protocol.sockets import runtime_root
 from shm.control import ControlSegment
 from shm.descriptor import HEADER, ITEMS, LAYER, Descriptor, head_of, numbers
-from shm.errors import SegmentMissing, ShmError
+from shm.errors import ShmError
 from shm.lane import LaneShape, library
 from shm.locks import StoreLease
 from shm.segment import engine_prefix
@@ -80,7 +80,6 @@ from workers.kernels.native import best, store_kernel
 
 NARROW_ROWS = 32  # of the slots of a lane of which there are several
 FEW_ROWS = 4  # of a Work of which this process computes a share itself: it is deaf meanwhile
-LOAD_TRIES = 10  # another engine's start may remove a store that nobody has leased yet
 LOOK_MS = 100  # of a wait for messages, between two looks at the workers
 TURN_SECONDS = 1.0  # that a turn counts as silence at most: one that was stopped has not listened
 CHECK_SECONDS = 0.01  # between two looks at least: a system call for each worker
@@ -377,20 +376,12 @@ class _LoadingThread(threading.Thread):
             loading.least = LAYERS_IN_MEMORY * loading.manifest.layout.layer_stride
             if loading.manifest.layout.head_bytes:
                 raise ValueError(f"experts in {config.format} are for one machine alone")
-            self.lease = self._leased(loading)
+            self.lease = loading.load_leased()
             log.info(f"lanes {config.lanes.held}: {loading.origin}")
             self.loading = loading
         except Exception as e:  # it is told to whoever asks; this thread has no caller
             log.warning(f"loading failed: {e}")
             self.failure = str(e) or type(e).__name__
-
-    def _leased(self, loading: Loading) -> StoreLease:
-        """Load, and lease the store; again, where the start of another engine has removed it in between."""
-        for _ in range(LOAD_TRIES):
-            loading.load()
-            with suppress(SegmentMissing):
-                return StoreLease.acquire(loading.fingerprint)
-        raise PeerLost("other engines removed the store each time it had been loaded")
 
     def stage(self, name: str, total: int) -> Callable[[int], None]:
         """As of the loader's control."""

@@ -40,8 +40,9 @@ def alone(three_tiles: Path) -> Iterator[Head]:
 
 @pytest.fixture(scope="module")
 def pair(three_tiles: Path) -> Iterator[list[HostKeeper]]:
-    """Two hosts, one of which has a replica of the other's lane."""
-    with hosts(host_config(three_tiles, 1), host_config(three_tiles, 1, 2)) as keepers:
+    """Two hosts, one of which has a replica of the other's lane. Tests of others may take long in between."""
+    configs = (replace(host_config(three_tiles, *held), lease=900.0) for held in ((1,), (1, 2)))
+    with hosts(*configs) as keepers:
         yield keepers
 
 

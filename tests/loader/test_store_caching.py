@@ -61,6 +61,13 @@ def test_experts_that_memory_does_not_hold_are_written_to_disk(supervisor: Super
         assert file.read_bytes()[-store.layout.total_bytes :] == store.all_tiles().tobytes()
 
 
+class Nobody:
+    """Is told how far a load is."""
+
+    def stage(self, name: str, total: int) -> Callable[[int], None]:
+        return lambda done: None
+
+
 def test_a_partial_store_that_is_being_made_is_swept_by_nobody(supervisor: Supervisor, model: Path) -> None:
     class OtherStarts:
         def stage(self, name: str, total: int) -> Callable[[int], None]:
@@ -75,13 +82,27 @@ def test_a_partial_store_that_is_being_made_is_swept_by_nobody(supervisor: Super
         StoreLease.acquire(loading.fingerprint).release(keep=False)
 
 
+def test_what_is_loaded_is_leased_before_the_start_of_another_engine_can_remove_it(
+    supervisor: Supervisor, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acquire, removed = StoreLease.acquire, list[str]()
+
+    def beside_another(fingerprint: str) -> StoreLease:
+        removed.extend(sweep())
+        return acquire(fingerprint)
+
+    monkeypatch.setattr(StoreLease, "acquire", beside_another)
+    for budget in (None, 1 << 20):
+        loading = Loading(supervisor.config(model, format="bf16", host_memory=budget), Nobody())
+        lease = loading.load_leased()
+        removed.extend(sweep())
+        assert not removed
+        assert lease.release(keep=False)
+
+
 def test_a_partial_store_is_made_again_in_the_memory_of_one_that_was_left(
     supervisor: Supervisor, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Nobody:
-        def stage(self, name: str, total: int) -> Callable[[int], None]:
-            return lambda done: None
-
     made: list[int] = []
     for again in range(3):  # each as after a SIGKILL of the one before
         loading = Loading(supervisor.config(model, format="bf16", host_memory=1 << 40), Nobody())
