@@ -19,9 +19,9 @@ from pipeline.arrays import PHASES, Phase
 from pipeline.calibration.file import NAME, load
 from pipeline.checkpoint.model_source import ModelSource
 from pipeline.config import EngineConfig, FormatName
-from pipeline.errors import CalibrationError
+from pipeline.errors import CalibrationError, PolicyError
 from pipeline.experts.disk_use import misses
-from pipeline.memory.needs import Needs, needs, plain_bytes, quantized_bytes
+from pipeline.memory.needs import Needs, needs, needs_all, plain_bytes, quantized_bytes
 from pipeline.models.facts import expert_shape
 from pipeline.models.shapes import is_shape
 from pipeline.policies.calibration import Calibration
@@ -205,14 +205,16 @@ class OnDisk:
         return 1 - self.experts / self.of
 
 
-def on_disk(sizes: Sizes, text: DividedText) -> OnDisk:
-    """Returns what a token of this routing reads, without reading ahead."""
+def on_disk(sizes: Sizes, text: DividedText, phase: Phase = "decode", copied: int = 0) -> OnDisk:
+    """Returns what a token of this routing reads, without reading ahead. `copied`: experts that a device has
+    whole, which need no memory."""
     needs, shape = sizes.needs, sizes.header.shape
-    capacity = int(needs.store / needs.whole * shape.layers * shape.experts)
+    capacity = int(needs.store / needs.whole * shape.layers * shape.experts) + copied
     share = text.counts * (shape.top_k / np.maximum(text.counts.sum(axis=1, keepdims=True), 1))
     used = ([layer.router_routing.active.experts for layer in step.layers] for step in text.steps)
-    decoded = [len(step.sequences) * (step.phase == "decode") for step in text.steps]
-    experts = misses(used, [0] * text.begin + decoded[text.begin :], share, capacity)
+    rows = [len(step.sequences) * (step.phase == phase) for step in text.steps]
+    warm = text.begin if any(rows[text.begin :]) else 0  # else no prompt is among the steps that count
+    experts = misses(used, [0] * warm + rows[warm:], share, capacity)
     one = needs.whole / (needs.facts.stored_layers * shape.experts)
     return OnDisk(experts, shape.layers * shape.top_k, experts * one, text.words)
 
@@ -234,6 +236,7 @@ class Priced:
 
     costs: Costs  # per tile
     rest: float  # seconds of a step outside its layers
+    disk: float = 0.0  # bytes a second, of experts that are not in memory
 
 
 def costs_there(rates: Rates, sizes: Sizes, context: int) -> Costs:
@@ -252,6 +255,7 @@ class Setting:
     format: FormatName
     capacity: int  # tiles
     share: float  # of all tiles
+    host_memory: int | None = None  # bytes of experts in memory, where the others are on disk
 
 
 @dataclass(frozen=True)
@@ -265,8 +269,10 @@ class Estimate:
     hit_rate: float
     host_share: float  # of the tiles
     moved: float  # bytes a token
+    read: float  # bytes a token, from disk
     wait_link: float  # share of the time
     wait_host: float
+    wait_disk: float
     planning: float  # share of the time: what the policy's decisions take in this process
     fidelity: dict[str, float | None]
     notes: tuple[str, ...]
@@ -280,6 +286,7 @@ class Estimate:
             "format": setting.format,
             "expert_cache": setting.share,
             "cache_tiles": setting.capacity,
+            "host_memory": setting.host_memory,
             "workers": None,  # the default
             **plain,
             "notes": list(self.notes),
@@ -290,32 +297,48 @@ def by_replay(
     setting: Setting, sizes: Sizes, priced: Priced, text: DividedText, prompt: int, seed: int
 ) -> Estimate:
     """Returns the speed of a setting on this routing. `prompt`: tokens of the prompt whose first token is
-    timed. Raises PolicyError where the preset lacks an input, TraceError where the routing does,
-    PlanError."""
+    timed. Raises PolicyError where the preset lacks an input or needs every expert in memory, TraceError
+    where the routing lacks one, PlanError."""
     policy, size = make_policy(setting.policy, seed), sizes.header.tile_bytes
+    heads = isinstance(format_named(sizes.format), FloeFormat)
+    if sizes.needs.partial and (why := needs_all(policy, heads)):
+        raise PolicyError(why)
     taken, steps = timed(policy), Counter(step.phase for step in text.steps)
     outcome = text.replay(sizes.header, policy, priced.costs, setting.capacity)
     decode, read = (PhaseProfile(outcome.measured[phase], size) for phase in ("decode", "prefill"))
     if not read.rows and outcome.warmed:  # no prompt among the steps that count
         read = PhaseProfile(outcome.warmed["prefill"], size)
     beside = {phase: priced.rest + spent / max(steps[phase], 1) for phase, spent in taken.items()}
-    whole = decode.seconds + decode.steps * beside["decode"]
+    reads = _from_disk(sizes, text, outcome.copied)
+    disk = {phase: size and size / priced.disk for phase, size in reads.items()}  # seconds a token
+    whole = decode.seconds + decode.steps * beside["decode"] + decode.rows * disk["decode"]
     return Estimate(
         setting=setting,
         exact=outcome.exact,
         tok_s=decode.rows / whole,
         first_token_s=(
-            (read.seconds + read.steps * beside["prefill"]) * prompt / read.rows if read.rows else None
+            ((read.seconds + read.steps * beside["prefill"]) / read.rows + disk["prefill"]) * prompt
+            if read.rows
+            else None
         ),
         hit_rate=decode.hit_rate or 0.0,
         host_share=decode.host_share,
         moved=decode.copied / max(decode.rows, 1),
+        read=reads["decode"],
         wait_link=decode.causes["link"] / whole,
         wait_host=decode.causes["workers"] / whole,
+        wait_disk=decode.rows * disk["decode"] / whole,
         planning=decode.steps * (beside["decode"] - priced.rest) / whole,
         fidelity={} if outcome.exact else decode.fidelity,
         notes=tuple(outcome.notes),
     )
+
+
+def _from_disk(sizes: Sizes, text: DividedText, copied: int) -> dict[Phase, float]:
+    """Returns the bytes that a token reads from a disk; as `with_disk`, while nothing else is done."""
+    if not sizes.needs.partial:
+        return dict.fromkeys(PHASES, 0.0)
+    return {phase: on_disk(sizes, text, phase, copied).bytes for phase in PHASES}
 
 
 def timed(policy: Policy) -> dict[Phase, float]:

@@ -222,17 +222,22 @@ def plan_on_disk(source: ModelSource, now: Situation, every: Sequence[Needs]) ->
     ):
         return None
     pool = worst(now.smallest(last), now.machine)
-    none = replace(last, store=0, present=0)
-    bare = smallest(none, config, now.policy.uses_device, DEFAULT_CONTEXT)
-    room = min(pool.free - pool.needed for pool in bare.pools(now.machine) if "experts" in pool.parts)
+    room = room_for_experts(last, config, now.machine, now.policy.uses_device)
     file = store_path(user_folder("CACHE"), last.fingerprint)
     on_disk = file.exists() or free_on_disk(file) >= last.whole
-    if pool.name != MEMORY or room < LAYERS_IN_MEMORY * last.layer or not on_disk:
+    if pool.name != MEMORY or not room or not on_disk:
         return None
     if _fitting(source, now) is not None:
         return None
     partial = replace(config, format=last.format, host_memory=room)
     return now.plan(partial, [needs(source, partial, last.format)])
+
+
+def room_for_experts(needs: Needs, config: EngineConfig, machine: Machine, slab: bool) -> int:
+    """The bytes that everything else leaves for experts; 0 where so few may not be in memory."""
+    bare = smallest(replace(needs, store=0, present=0), config, slab, DEFAULT_CONTEXT)
+    room = min(pool.free - pool.needed for pool in bare.pools(machine) if "experts" in pool.parts)
+    return room if room >= LAYERS_IN_MEMORY * needs.layer else 0
 
 
 def start_line(model: Path, plan: Plan, machine: Machine, backbone_dtype: str) -> str:
@@ -297,7 +302,12 @@ def on_disk_line(needs: Needs) -> str:
     """Tells how many of the experts are in memory, and where the others are."""
     file = store_path(user_folder("CACHE"), needs.fingerprint)
     sizes = f"{byte_size(needs.store)} of the experts' {byte_size(needs.whole)} are in memory"
-    return f"--host-memory {needs.store / 1e9:.4g}GB: {sizes}, the others are read from {file}"
+    return f"{host_memory(needs.store)}: {sizes}, the others are read from {file}"
+
+
+def host_memory(size: int) -> str:
+    """The option for so many bytes."""
+    return f"--host-memory {size / 1e9:.4g}GB"
 
 
 def disk_line(needs: Needs, rate: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -156,6 +156,18 @@ class PhaseCounters:
             hits[layer] += resident.count(tiles)
             hit_tiles[layer] += sum(resident)
 
+    def of_layers(self) -> tuple[dict[str, Any], list[NDArray[np.int64]]]:
+        """Returns a copy of what is counted of a step's layers, but for time and what was moved."""
+        numbers = ("host_tiles", "resident_tiles", "masked_channels", "kept_channels")
+        counts = {name: getattr(self, name) for name in numbers} | {"fidelity": replace(self.fidelity)}
+        return counts, [np.array(count) for count in self._counts]
+
+    def set_layers(self, counts: dict[str, Any], by_layer: Sequence[NDArray[np.int64]]) -> None:
+        """Set what `of_layers` has returned."""
+        vars(self).update(counts)
+        for count, value in zip(self._counts, by_layer, strict=True):
+            np.asarray(count)[:] = value
+
     @property
     def prefetched(self) -> tuple[int, int]:
         """Tiles and channels that predictions moved, and those of them that were used. A policy predicts
@@ -240,9 +252,14 @@ class StepClock:
     ("read")."""
 
     def __init__(
-        self, counters: PhaseCounters, copied: Callable[[], tuple[int, float]] = lambda: (0, 0.0)
+        self,
+        counters: PhaseCounters,
+        copied: Callable[[], tuple[int, float]] = lambda: (0, 0.0),
+        again: bool = False,
     ) -> None:
-        """`copied`: the tiles that were moved so far, and the seconds of that."""
+        """`copied`: the tiles that were moved so far, and the seconds of that. `again`: the step may be begun
+        again."""
+        self._layers = counters.of_layers() if again else None
         self._copied, (_, self._before) = copied, copied()
         self.counters, self._seconds = counters, counters.seconds
         self._last = time.perf_counter()
@@ -252,6 +269,11 @@ class StepClock:
         now = time.perf_counter()
         self._seconds[part][self.layer] += now - self._last
         self._last = now
+
+    def fail(self) -> None:
+        """The step has failed. Where it is begun again, its layers have not been counted."""
+        if self._layers is not None:
+            self.counters.set_layers(*self._layers)
 
     def finish(self, part: Part) -> None:
         """End the step, of which all that was launched was waited for; the rest is as `mark`."""

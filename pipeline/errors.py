@@ -80,7 +80,7 @@ class StepInterrupted(StepFailed):
 
 
 class DiskFailed(StepFailed):
-    """An expert that a step needs could not be read from its file."""
+    """An expert, or a row of a table, that a step needs could not be read from its file."""
 
 
 class NotFinite(PipelineError):

@@ -17,13 +17,13 @@ SUFFIXES = {".py", ".c", ".h", ".cu", ".cuh", ".js", ".html", ".css"}
 LINES = {
     "protocol": 2_600,
     "shm": 4_800,
-    "workers": 10_400,
-    "pipeline": 43_030,
-    "launch": 14_630,
+    "workers": 10_425,
+    "pipeline": 43_330,
+    "launch": 14_710,
     "benchmarks": 8_400,
-    "tests": 65_260,
+    "tests": 65_555,
 }
-ROOMS = 304  # Python files of the program, without those that only mark a package
+ROOMS = 305  # Python files of the program, without those that only mark a package
 
 
 @pytest.mark.parametrize("folder", LINES)

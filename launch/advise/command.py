@@ -11,14 +11,14 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from launch.advise.machine import elsewhere, recorded, this_machine
+from launch.advise.machine import Hardware, elsewhere, recorded, this_machine
 from launch.advise.search import Fitting, Search, fitting
 from launch.bench.plan import requested_policies
 from launch.command_line.checks import check_engine, check_one_device
 from launch.command_line.options import Options
 from launch.errors import WrongUsage
 from launch.forecast import Estimate, Sizes, drawn, sizes_of
-from launch.planning import every_format, second_roundings
+from launch.planning import every_format, host_memory, room_for_experts, second_roundings
 from launch.profile import shown_hits
 from launch.terminal.format import alike, merged_notes, model_name, percent, three_digits
 from launch.terminal.interrupts import Interrupts
@@ -46,8 +46,8 @@ async def advise(options: Options, interrupts: Interrupts) -> int:
     if batch > 1 and (hardware is None or "trace" in written):
         raise WrongUsage("--batch: several requests are drawn, of a described machine, without --trace")
     check_one_device(asked, "advise")
-    if asked.host_memory is not None:
-        raise WrongUsage("--host-memory: of experts on disk `doctor --model` tells how fast they would be")
+    if asked.host_memory is not None and hardware is not None and not hardware.disk:
+        raise WrongUsage("--host-memory: a machine that is not here needs --disk-gbps as well")
     source = open_config(written.get("model", model_dir()))
 
     def sizes(config: EngineConfig) -> list[Sizes]:
@@ -56,6 +56,7 @@ async def advise(options: Options, interrupts: Interrupts) -> int:
 
     if hardware is not None:
         config = replace(asked, device=hardware.device, workers=1 if asked.workers is None else asked.workers)
+        config = on_its_disk(sizes(config), config, hardware)
         every = sizes(config)
         header, chunk = every[0].header, min(config.chunk or CHUNK_MAX, prompt)
         path = written.get("trace")
@@ -75,6 +76,17 @@ async def advise(options: Options, interrupts: Interrupts) -> int:
     else:
         print_parts(*_report(source.name, search, best))
     return 0 if best is not None else 1
+
+
+def on_its_disk(every: Sequence[Sizes], config: EngineConfig, hardware: Hardware) -> EngineConfig:
+    """Returns the configuration with as many experts in memory as find room on a machine that is not here,
+    where none of these formats fits and its disk is known."""
+    if not hardware.disk or config.host_memory is not None:
+        return config
+    if any(fitting(each, config, hardware).fits for each in every):
+        return config
+    room = room_for_experts(every[-1].needs, config, hardware.memory, slab=True)
+    return replace(config, host_memory=room or None)
 
 
 def _to_json(model: str, search: Search) -> dict[str, Any]:
@@ -110,6 +122,8 @@ def _report(model: str, search: Search, best: Estimate | None) -> Iterator[Rende
     yield from (_formats(search), "")
     if best is None:
         yield Text("It does not fit.", style="bold red")
+        if not search.hardware.disk:
+            yield "With --disk-gbps X its experts may be read from disk."
         return
     estimates = search.of(best.setting.format)[:SHOWN]
     yield from (_presets(best, estimates), "")
@@ -125,6 +139,12 @@ def _report(model: str, search: Search, best: Estimate | None) -> Iterator[Rende
     notes += [f"{name} left out: {reason}" for name, reason in search.left_out.items()]
     again = (line for of in search.formats if of.fits for line in second_roundings(of.plan.needs))
     notes += dict.fromkeys(again)  # of other matrices than experts the same for each format
+    notes += [
+        f"{needs.format}: {byte_size(needs.store)} of the experts' {byte_size(needs.whole)} are in memory; a"
+        " token waits for what it reads of the others from disk"
+        for needs in (of.plan.needs for of in search.formats if of.fits)
+        if needs.partial
+    ]
     yield from dim(f"note: {note}" for note in notes)
 
 
@@ -161,6 +181,8 @@ def _formats(search: Search) -> Table[Fitting]:
 
 def _presets(best: Estimate, estimates: Sequence[Estimate]) -> Table[Estimate]:
     """Returns the presets of the best setting's format."""
+    on_disk = best.setting.host_memory is not None
+    disk = [Column[Estimate]("wait\ndisk", lambda of: of.wait_disk, each(percent))] * on_disk
     columns = [
         Column[Estimate](f"policy, {best.setting.format}", _policy, text=True),
         Column[Estimate]("tok/s", lambda of: of.tok_s, alike),
@@ -170,6 +192,7 @@ def _presets(best: Estimate, estimates: Sequence[Estimate]) -> Table[Estimate]:
         Column[Estimate]("moved/\ntoken", lambda of: byte_size(round(of.moved))),
         Column[Estimate]("wait\nlink", lambda of: of.wait_link, each(percent)),
         Column[Estimate]("wait\nhost", lambda of: of.wait_host, each(percent)),
+        *disk,
         Column[Estimate]("plan-\nning", lambda of: of.planning, each(percent)),
         Column[Estimate]("weight\nchanged", _changed),
     ]
@@ -188,6 +211,8 @@ def _command(estimate: Estimate) -> str:
     words.append(f"--format {setting.format}")
     if setting.capacity and (estimate.host_share < 1 or estimate.moved):
         words.append(f"--expert-cache {setting.share:.3g}")
+    if setting.host_memory is not None:
+        words.append(host_memory(setting.host_memory))
     return " ".join(words)
 
 

@@ -15,11 +15,12 @@ from typing import Any
 from launch.bench.measure import make_prompts, read_other_texts, warm_up
 from launch.command_line.options import Options
 from launch.connect import connected
+from launch.doctor.measure import disk_rate
 from launch.errors import WrongUsage
 from launch.forecast import WARM, Priced, Sizes, calibration_of, costs_there, sizes_of
 from launch.planning import make_plan, situation
 from launch.processes.cores import Cores
-from launch.terminal.format import model_name
+from launch.terminal.format import model_name, rate
 from launch.terminal.interrupts import Interrupts
 from launch.terminal.log import notice
 from pipeline.assets import model_dir
@@ -61,11 +62,12 @@ class Hardware:
     memory: Machine
     priced: Callable[[Sizes, int], Priced]  # for a model's sizes and the tokens that a token attends to
     device: DeviceName = "cuda"
+    disk: float = 0.0  # bytes a second that are read from it; 0: unknown
 
 
 def elsewhere(written: Mapping[str, Any]) -> Hardware | None:
     """Returns the machine that the command line describes; None where it is this one. Raises WrongUsage."""
-    given = {name for name in (*RATES, "gpu_gb", "host_gb") if name in written}
+    given = {name for name in (*RATES, "gpu_gb", "host_gb", "disk_gbps") if name in written}
     known = written.get("machine")
     if not given and known is None:
         return None
@@ -91,12 +93,14 @@ def elsewhere(written: Mapping[str, Any]) -> Hardware | None:
         f"{known + ': ' if known else ''}host memory {rates.host_gbps:g} GB/s, link {rates.link_gbps:g} GB/s,"
         f" GPU of {gpu_gb:g} GB at {rates.device_gbps:g} GB/s"
     )
+    disk = written.get("disk_gbps", 0.0)
+    words += f", disk {disk:g} GB/s" * bool(disk)
 
     def priced(sizes: Sizes, context: int) -> Priced:
         rest = BESIDE_STEP + sizes.head / (rates.device_gbps * GIGABYTE)
         return Priced(costs_there(rates, sizes, context), rest)
 
-    return Hardware(words, memory, priced)
+    return Hardware(words, memory, priced, disk=disk * GIGABYTE)
 
 
 # --- this machine -------------------------------------------------------------------------------------------
@@ -111,7 +115,8 @@ async def this_machine(
     asked = Options("bench", {k: v for k, v in written.items() if k not in ("policy", "set")}).config()
     now = await asyncio.to_thread(situation, asked, Cores.here().default_workers())
     plan, _ = await asyncio.to_thread(make_plan, asked.model or model_dir(), now)
-    config = replace(now.config, format=plan.needs.format)
+    memory = plan.needs.store if plan.needs.partial else asked.host_memory
+    config = replace(now.config, format=plan.needs.format, host_memory=memory)
     sizes = sizes_of(source, config, plan.needs.format)
     notice(f"advise: running {model_name(source.name)} in {sizes.format}, to see how fast it is here")
     with tempfile.TemporaryDirectory(prefix="tandem-advise-") as folder:
@@ -131,7 +136,9 @@ async def this_machine(
     words = "this machine, {}, {} cores".format(*processor())
     if config.emulation:
         words += f"; emulated: {config.emulation}"
-    return Hardware(words, now.machine, priced, config.kind), config, text
+    disk = 0.0 if memory is None else await asyncio.to_thread(disk_rate)
+    words += f"; its disk reads {rate(disk)}" * bool(disk)
+    return Hardware(words, now.machine, priced, config.kind, disk), config, text
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launch.advise.machine import Hardware
 from launch.forecast import Estimate, Priced, Setting, Sizes, by_replay
@@ -97,8 +97,9 @@ class Search:
             variants.append(PolicyRequest(request.name, request.options | without))
         reason = ""
         for each in variants:
-            share = fitting.plan.expert_cache
-            setting = Setting(each, sizes.format, cache_tiles(share, sizes.needs.tiles), share)
+            share, needs = fitting.plan.expert_cache, sizes.needs
+            memory = needs.store if needs.partial else None
+            setting = Setting(each, sizes.format, cache_tiles(share, needs.tiles), share, memory)
             try:
                 self.estimates.append(await self._run(setting, sizes, priced))
                 return
@@ -107,7 +108,8 @@ class Search:
         self.left_out[request.label] = reason
 
     def _priced(self, fitting: Fitting) -> Priced:
-        return self.hardware.priced(fitting.sizes, self.prompt)
+        priced = self.hardware.priced(fitting.sizes, self.prompt)
+        return replace(priced, disk=self.hardware.disk)
 
     async def _run(self, setting: Setting, sizes: Sizes, priced: Priced) -> Estimate:
         await asyncio.sleep(0)  # lets the event loop handle a Ctrl-C

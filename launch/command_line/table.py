@@ -294,6 +294,7 @@ _advise = _section(
     Option("gpu-gbps X", above(0.0), "GB/s that the GPU reads from its memory"),
     Option("gpu-gb X", above(0.0), "size of the GPU's memory"),
     Option("host-gb X", above(0.0), "free memory of the host (default: enough)"),
+    Option("disk-gbps X", above(0.0), "GB/s that its disk reads, for experts that do not fit into memory"),
     Option("trace F", Path, "routing of this model that --record wrote"),
     Option("seed S", at_least(0), "seed of synthetic routing"),
 )

@@ -234,6 +234,9 @@ def _head(plan: ModelPlan) -> Iterator[RenderableType]:
     yield Text(plan.source.name, style="bold")
     context = f"context of up to {facts.max_positions} tokens"
     yield f"{count(facts.layers, 'layer')}{which} with {experts}; {context}"
+    if numbers := facts.table_numbers:
+        size = f"{byte_size(2 * numbers)} in bf16"
+        yield f"Tables beside the input's embedding, {size}, stay on disk: a step reads rows of them"
     yield f"with --device {','.join(map(str, config.cards)) or config.device} --policy {config.policy}"
 
 

@@ -136,7 +136,11 @@ def answers(
     chosen = np.repeat([item.logits == "greedy" for item in inputs], counts)
     if not chosen.any():
         return split_rows(device.to_host(logits)[0], counts)
-    choices = split_rows(device.to_host(greedy(logits))[0], counts)
+    if device.on_host:
+        best = greedy_on_host(logits.numpy())
+    else:
+        (best,) = device.to_host(greedy(logits))
+    choices = split_rows(best, counts)
     if chosen.all():
         return choices
     (others,) = device.to_host(logits[device.from_host(np.flatnonzero(~chosen))])
@@ -160,3 +164,16 @@ def greedy(logits: Tensor) -> Tensor:
     numbers = torch.cat((logits.gather(1, token), others.gather(1, second)), dim=1)
     tokens = torch.cat((token, second), dim=1).to(torch.int32)
     return torch.cat((numbers, tokens.view(torch.float32)), dim=1)
+
+
+def greedy_on_host(logits: FloatArray) -> FloatArray:
+    """Returns the same of logits on the host, where numpy's argmax takes a tenth of the time of torch's."""
+    rows = np.arange(len(logits))
+    token = logits.argmax(axis=1)
+    best = logits[rows, token]
+    logits[rows, token] = -np.inf
+    second = logits.argmax(axis=1)
+    numbers = np.stack((best, logits[rows, second]), axis=1)
+    logits[rows, token] = best
+    tokens = np.stack((token, second), axis=1).astype(np.int32)
+    return np.concatenate((numbers, tokens.view(np.float32)), axis=1)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -33,6 +34,7 @@ from transformers.core_model_loading import (
 from pipeline.checkpoint.decoder import MATRICES, decoder_of, experts_used, without_memory
 from pipeline.checkpoint.quantized import WRONG
 from pipeline.checkpoint.reader import RawTensor, TensorReader, numbers_of, together
+from pipeline.checkpoint.tables import DiskTable, Parameters
 from pipeline.errors import ModelError
 from pipeline.models.config_keys import Config
 from pipeline.models.facts import Headers
@@ -246,12 +248,12 @@ def conversion_of(config: Config, names: Sequence[str]) -> Conversion:
     return Conversion(without_memory(*decoder_of(config)), names)
 
 
-class ConvertedTensors(Mapping[str, Tensor]):
-    """The parameters and buffers of a model outside its routed experts, read from a checkpoint on each call,
-    for any number of threads: in the checkpoint's own dtype, or in float32 where they are quantized."""
+class ConvertedTensors(Parameters):
+    """Parameters that are read from a checkpoint on each call, for any number of threads: in the checkpoint's
+    own dtype, or in float32 where they are quantized."""
 
     def __init__(self, conversion: Conversion, reader: TensorReader, headers: Headers) -> None:
-        self._conversion, self._reader = conversion, reader
+        self._conversion, self._reader, self._headers = conversion, reader, headers
         self._read = partial(read_tensor, reader, headers)
         self._places = dict(conversion.backbone)
         for place in conversion.backbone.values():
@@ -268,6 +270,16 @@ class ConvertedTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._places)
 
+    def table(self, name: str, shape: tuple[int, ...]) -> DiskTable:
+        """Implements `Parameters.table`: of one tensor, or of several that are stacked by rows."""
+        place = self._place(name)
+        keys = [key for keys in place.keys.values() for key in keys]
+        tensors = {key: self._headers[key][1] for key in keys}
+        found = (sum(rows for rows, *_ in tensors.values()), *tensors[keys[0]][1:])
+        if not _stacks(place) or found != shape or len({each[1:] for each in tensors.values()}) > 1:
+            raise ModelError(f"{name} cannot be read by rows from tensors like {place.first}: {WRONG}")
+        return DiskTable(self._reader, tensors)
+
     def float32(self, name: str, shape: tuple[int, ...]) -> Float32:
         """Implements `Tensors.float32`."""
         numbers: Float32 = self._checked(name, shape).to(torch.float32).numpy()
@@ -283,13 +295,26 @@ class ConvertedTensors(Mapping[str, Tensor]):
             return self._reader.stacked([(place.first, shape)])
         return raw_of(self._checked(name, shape))
 
-    def _checked(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _place(self, name: str) -> Place:
         if name not in self._places:
             raise ModelError(f"no tensor gives the parameter {name}: {WRONG}")
+        return self._places[name]
+
+    def _checked(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self._place(name)
         tensor = self[name]
         if tuple(tensor.shape) != shape:
             raise ModelError(f"the parameter {name} has the shape {list(tensor.shape)}, not {list(shape)}")
         return tensor.contiguous()
+
+
+def _stacks(place: Place) -> bool:
+    """Returns whether a parameter is a tensor, or all of its tensors by rows, in order."""
+    if place.converter is None:
+        return True
+    steps = place.converter.operations
+    stacked = len(steps) == 1 and isinstance(steps[0], Concatenate) and steps[0].dim == 0
+    return stacked and len(place.keys) == 1
 
 
 def read_tensor(reader: TensorReader, headers: Headers, name: str, place: int | None) -> Tensor:

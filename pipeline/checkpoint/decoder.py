@@ -140,6 +140,18 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+def tables_of(model: PreTrainedModel) -> dict[nn.Embedding, str]:
+    """The decoder's embeddings beside that of the input, with their names in the whole model: tables whose
+    rows are read by token. One that shares its weights is none."""
+    decoder = model.get_decoder()
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    shared = {*tied.keys(), *tied.values()}
+    names = {module: name for name, module in model.named_modules()}
+    embeddings = [module for module in decoder.modules() if isinstance(module, nn.Embedding)]
+    beside = [module for module in embeddings if module is not decoder.get_input_embeddings()]
+    return {module: names[module] for module in beside if f"{names[module]}.weight" not in shared}
+
+
 def run(decoder: nn.Module) -> tuple[Any, dict[str, nn.Module]]:
     """The cache after TOKENS tokens, and the experts modules that were called, by name."""
     fx_config.meta_nonzero_assume_all_nonzero = True  # of masks: any number of tokens does

@@ -172,7 +172,8 @@ class ConvertedCheckpoint(ModelSource):
         self._index = index
         self.name = str(file or index.folder)
         self.config = index.config
-        facts_of(self.config)  # what cannot be run is said first
+        tables = facts_of(self.config).tables  # what cannot be run is said first
+        on_disk = {table.name.rpartition(".")[2] for table in tables}
         try:
             self.note = check_headers(self.config, index.headers)
         except ModelError as e:
@@ -181,10 +182,11 @@ class ConvertedCheckpoint(ModelSource):
         if matrices and any(EXPERT.search(name) and _is_matrix(name, e) for name, e in index.tensors.items()):
             matrices.append(None)
         self.quantized, self.own_format = _kinds(matrices)
-        self.kinds = _kinds_of(index, {name for name in index.headers if not EXPERT.search(name)})
+        beside = {n for n in index.headers if not EXPERT.search(n) and on_disk.isdisjoint(n.split("."))}
+        self.kinds = _kinds_of(index, beside)
         self.half = any(_is_half(index, name) for name in index.tensors if EXPERT.search(name))
         if file is not None:
-            others = {name: m for name, m in index.packed.items() if not EXPERT.search(name)}
+            others = {name: m for name, m in index.packed.items() if name in beside}
             self.own_matrices = {name: _own_matrix(matrix) for name, matrix in others.items()}
 
     def fingerprint(self, format_name: str, tile: int) -> str:

@@ -6,7 +6,7 @@ a new model: norms, biases, decays of recurrent layers and the like mean somethi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,12 +17,15 @@ from transformers import PreTrainedModel
 
 from pipeline.checkpoint.decoder import MATRICES, decoder_of, experts_of, without_memory
 from pipeline.checkpoint.random_tensors import RandomTensors
+from pipeline.checkpoint.tables import Parameters, Places, Shape
 from pipeline.models.config_keys import Config
+from shm.layout import Float32
 
+TABLE_ROWS = 4096  # of a table, at most, that are drawn
 SMALL = 1 << 20  # numbers, at most, of a parameter that is no layer's `weight` and is left to transformers
 
 
-class RandomParameters(RandomTensors, Mapping[str, Tensor]):
+class RandomParameters(RandomTensors, Parameters):
     """The parameters and stored buffers, for any number of threads: those that are drawn on each call, in
     bfloat16, and small ones in float32. Tied parameters are given once."""
 
@@ -45,12 +48,28 @@ class RandomParameters(RandomTensors, Mapping[str, Tensor]):
         bits = self.stacked([(name, self._drawn[name])]).bits
         return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
+    def table(self, name: str, shape: Shape) -> RandomTable:
+        """Implements `Parameters.table`."""
+        return RandomTable(self.float32(name, (min(shape[0], TABLE_ROWS), *shape[1:])))
+
     def __iter__(self) -> Iterator[str]:
         yield from self._small
         yield from self._drawn
 
     def __len__(self) -> int:
         return len(self._small) + len(self._drawn)
+
+
+class RandomTable:
+    """A table of as many rows as one likes, copies of a few."""
+
+    def __init__(self, numbers: Float32) -> None:
+        self._numbers = numbers
+
+    def rows(self, places: Places) -> Float32:
+        """Implements `Table.rows`."""
+        found: Float32 = self._numbers[places % len(self._numbers)]
+        return found
 
 
 def _small(model: PreTrainedModel) -> dict[str, Tensor]:

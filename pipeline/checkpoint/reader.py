@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,6 +95,13 @@ class TensorReader:
         self._read(entry, (part.first + lo) * columns * bits.itemsize, bits)
         return RawTensor(entry.dtype, bits.shape, bits)
 
+    def hold(self, names: Iterable[str]) -> list[tuple[int, TensorEntry]]:
+        """Returns the open files of these tensors, or of quantized matrices' weights, and their places there:
+        they can be read until the reader is closed, even if the files are removed. Raises ModelError."""
+        packed, tensors = self.packed, self._index.tensors
+        entries = [packed[name].weight if name in packed else tensors[name] for name in names]
+        return [(self._open(entry), entry) for entry in entries]
+
     def packed_rows(self, name: str, lo: int, hi: int, place: int | None = None) -> RawTensor | Codes:
         """Rows of a quantized matrix, or of that at a place of the first axis, as `Packed.rows`."""
         matrix = self.packed[name].rows(self._stored, lo, hi, place)
@@ -135,20 +143,9 @@ class TensorReader:
 
     def _read(self, entry: TensorEntry, begin: int, out: NDArray[Any]) -> None:
         """Fill `out` with a tensor's bytes from its byte `begin` on."""
-        target = out.reshape(-1).view(np.uint8).data
-        descriptor = self._open(entry)
-        done = 0
-        while done < out.nbytes:
-            part = target[done : done + READ_BYTES]
-            try:
-                count = os.preadv(descriptor, [part], entry.offset + begin + done)
-            except OSError as e:
-                raise ModelError(f"{entry.file} cannot be read: {e.strerror}") from None
-            if count == 0:
-                raise ModelError(f"{entry.file} became shorter while it was read")
-            done += count
+        fill(entry.file, self._open(entry), entry.offset + begin, out.reshape(-1).view(np.uint8).data)
         with self._lock:
-            self.bytes_read += done
+            self.bytes_read += out.nbytes
 
     def _open(self, entry: TensorEntry) -> int:
         name = entry.file.name
@@ -169,6 +166,19 @@ class TensorReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def fill(file: Path, descriptor: int, place: int, target: memoryview) -> None:
+    """Read bytes of an open file from this place on. Raises ModelError."""
+    done = 0
+    while done < len(target):
+        try:
+            count = os.preadv(descriptor, [target[done : done + READ_BYTES]], place + done)
+        except OSError as e:
+            raise ModelError(f"{file} cannot be read: {e.strerror}") from None
+        if count == 0:
+            raise ModelError(f"{file} became shorter while it was read")
+        done += count
 
 
 def to_float32(dtype: str, bits: Bits) -> Float32:

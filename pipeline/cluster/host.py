@@ -72,6 +72,7 @@ from shm.control import ControlSegment
 from shm.descriptor import HEADER, ITEMS, LAYER, Descriptor, head_of, numbers
 from shm.errors import ShmError
 from shm.lane import LaneShape, library
+from shm.layout import ExpertShape
 from shm.locks import StoreLease
 from shm.segment import engine_prefix
 from shm.store import Store
@@ -231,7 +232,8 @@ class ExpertHost:
             ends = list(accumulate(work.lengths, initial=0))
             pieces = [work.descriptors[begin:end] for begin, end in pairwise(ends)]
             if self._tier is not None and pieces:
-                self._tier.need(*_needed(pieces))
+                assert self._store is not None
+                self._tier.need(*_needed(pieces, self._store.layout.shape))
             ticket = self._lanes.begin({lane: pieces for lane in work.lanes}, x, few)
             if self._tier is not None:
                 self._tier.predict(None)
@@ -328,13 +330,18 @@ class ExpertHost:
             self._log.warning(f"an answer did not reach the coordinator: {e}")
 
 
-def _needed(pieces: Sequence[Descriptor]) -> tuple[int, IntArray]:
-    """Returns the layer of pieces, and its experts, ascending."""
+def _needed(pieces: Sequence[Descriptor], shape: ExpertShape) -> tuple[int, IntArray]:
+    """Returns the layer of pieces, and its experts, ascending. Raises ValueError for others than there are:
+    workers, which check all numbers of a Work, get those of frames instead."""
     heads = [head_of(piece) for piece in pieces]
     experts = [
         piece[HEADER : HEADER + 3 * head[ITEMS] : 3] for piece, head in zip(pieces, heads, strict=True)
     ]
-    return heads[0][LAYER], np.unique(np.concatenate(experts))
+    layer, needed = heads[0][LAYER], np.unique(np.concatenate(experts))
+    there = 0 <= layer < shape.layers and all(head[LAYER] == layer for head in heads)
+    if not there or needed.min(initial=0) < 0 or needed.max(initial=0) >= shape.experts:
+        raise ValueError("no such expert in the layer of a Work")
+    return layer, needed
 
 
 class _Only:

@@ -89,7 +89,7 @@ class LanesPool(HostPool):
     def use_lanes(self, plan: LanePlan, layout: StoreLayout, machines: Machines | None) -> None:
         """Divide by lanes from now on. `layout`: of this machine's part; without `machines` it holds all of
         them, else its own one and copies of others'."""
-        self._plan, self._machines = plan, machines
+        self._plan, self._machines, self.interruptible = plan, machines, machines is not None
         self._divider_of_lanes = LaneDivider(plan.part, layout.shape.experts, plan.pieces)
         self._held = HeldLanes(self, plan.part)
         self._copies = frozenset(() if machines is None else plan.copies)

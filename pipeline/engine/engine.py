@@ -182,7 +182,7 @@ class Engine:
         observers = self.observers if counted else []
         spans = [item.span for item in inputs]
         sequences = self.begin_step(stages, spans, phase, tuple(live), counters, counted)
-        clock = StepClock(counters, partial(copied, stages))
+        clock = StepClock(counters, partial(copied, stages), again=self.pool.interruptible)
         for observer in observers:
             observer.begin(phase, sequences)
         step = begin_step(self.backbone, stages, spans, phase)
@@ -253,6 +253,7 @@ class Engine:
         except (StepFailed, torch.OutOfMemoryError, torch.AcceleratorError, CudaError):
             for stage, executor in executors.items():
                 executor.abandon(stage.driver.cancel_early())
+            clock.fail()
             raise
 
 

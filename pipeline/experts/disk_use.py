@@ -60,4 +60,4 @@ def misses(
                 expected = np.where(resident, use.until_needed(layer), -1.0)
                 expected[layer, experts] = -1.0
                 resident.ravel()[np.argpartition(expected, -over, axis=None)[-over:]] = False
-    return missed / tokens
+    return missed / max(tokens, 1)

@@ -222,6 +222,7 @@ class HostPool:
         self._running: dict[int, _Worker] = {}  # by index
         self._unassigned: list[Task] = []  # while no worker runs
         self.tier: DiskTier | None = None  # of a store of which only some experts are in memory
+        self.interruptible = False  # a step that waits may raise StepInterrupted
 
     def wait_ready(self, limit: float) -> None:
         """Wait until all workers have announced themselves; they import their kernels meanwhile. Raises

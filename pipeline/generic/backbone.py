@@ -8,7 +8,7 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -20,8 +20,9 @@ from pipeline.backbone.batch import StepInput, TokenSpan
 from pipeline.backbone.linear import FEW_ROWS, Precision
 from pipeline.backbone.protocol import Experts, Probe
 from pipeline.backbone.step import answers
+from pipeline.checkpoint.tables import Parameters
 from pipeline.device.base import Added, Device
-from pipeline.errors import ModelError, PolicyError
+from pipeline.errors import DiskFailed, ModelError, PolicyError
 from pipeline.generic import attention
 from pipeline.generic.caches import LayerKept, OneToken, StepCache, rows_of
 from pipeline.generic.modules import OwnLinear, fuse_norms
@@ -42,12 +43,13 @@ class GenericBackbone:
         facts: ModelFacts,
         model_class: type[PreTrainedModel],
         config: PreTrainedConfig,
-        weights: Mapping[str, Tensor],
+        weights: Parameters,
         precision: Precision,
         progress: Callable[[int], None] = lambda done: None,
     ) -> None:
-        """`weights`: by parameters' names in the whole model; `progress` is called with the bytes loaded so
-        far. Raises ModelError where the family cannot run here, or weights are missing."""
+        """`weights`: by parameters' names in the whole model; rows of its tables are read in each step.
+        `progress` is called with the bytes loaded so far. Raises ModelError where the family cannot run here,
+        or weights are missing."""
         to_own_log()
         self.facts = facts
         self.dtype = precision.kv_dtype
@@ -177,7 +179,10 @@ class GenericStep:
         self._h: Tensor  # float32 [R, H], the last hidden states
 
     def run(self, experts: Experts) -> None:
-        self._h = self._backbone._run(self._spans, experts, self._probe)
+        try:
+            self._h = self._backbone._run(self._spans, experts, self._probe)
+        except ModelError as e:  # a row of a table
+            raise DiskFailed(str(e)) from e
 
     def answers(self, inputs: Sequence[StepInput]) -> list[FloatArray]:
         backbone = self._backbone

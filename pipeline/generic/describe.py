@@ -31,12 +31,13 @@ from pipeline.checkpoint.decoder import (
     experts_of,
     found_math,
     run,
+    tables_of,
     without_memory,
 )
 from pipeline.errors import ModelError
 from pipeline.generic.caches import check_layers, kept_by
 from pipeline.models.config_keys import Config, shown
-from pipeline.models.facts import WHOLE_PROMPTS, Group, ModelFacts, pack
+from pipeline.models.facts import WHOLE_PROMPTS, Group, ModelFacts, Table, pack
 from shm.expert_math import ExpertMath
 from workers.lifetime import limit_memory
 
@@ -74,6 +75,7 @@ def describe(model: PreTrainedModel) -> ModelFacts:
         kv_streams=tuple(layer.streams for layer in kept),
         state_shapes=tuple(layer.states for layer in kept),
         backbone=tuple(_groups(model, decoder)),
+        tables=tuple(Table(name, tuple(m.weight.shape)) for m, name in tables_of(model).items()),
         latent=any(hasattr(module, "kv_b_proj") for module in decoder.modules()),
         whole_prompts=model.config.model_type in WHOLE_PROMPTS,
         left_aside=_left_aside(model),
@@ -123,12 +125,13 @@ def _groups(model: PreTrainedModel, decoder: nn.Module) -> Iterator[Group]:
         m for name, module in decoder.named_modules() if name.endswith(ROUTERS) for m in module.modules()
     }
     dense |= {m.kv_b_proj for m in decoder.modules() if hasattr(m, "expand_kv")}
-    seen: set[nn.Parameter] = set()  # tied ones are one
+    seen = {table.weight for table in tables_of(model)}  # and what is tied is one
     for module in {m: None for top in tops if top is not None for m in top.modules()}:
         stripped = MATRICES if hasattr(type(module), "_apply_gate") else ()
         for name, parameter in module.named_parameters(recurse=False):
             whole = type(module) is nn.Linear and module not in dense and name == "weight"
-            kind = "matrix" if whole else "dense" if type(module) is nn.Embedding else "float32"
+            table = isinstance(module, nn.Embedding) and name == "weight"
+            kind = "matrix" if whole else "dense" if table else "float32"
             if name not in stripped and parameter not in seen:
                 counts[kind, tuple(parameter.shape)] += 1
             seen.add(parameter)

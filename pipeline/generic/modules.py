@@ -1,9 +1,10 @@
 """Modules in place of those of transformers that compute the same faster or from fewer bytes: linear layers
-by our kernels, embeddings in the backbone's dtype, RMS norms in one pass."""
+by our kernels, embeddings in the backbone's dtype or on disk, RMS norms in one pass."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +87,28 @@ class OwnEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """float32 [..., H]."""
         return functional.embedding(ids, self.weight).float()
+
+
+class GatheredRows:
+    """In place of the forward of an embedding that does more than to look rows up, or whose table stays on
+    disk: the module is given the rows that it looks up, each once and in float32, and their places among
+    these."""
+
+    def __init__(self, module: nn.Module, rows: Callable[[Tensor], Tensor], device: torch.device) -> None:
+        """`rows`: those of a table, float32 [n, H] on the module's device, at places int64 [n]."""
+        self._module, self._rows = module, rows
+        self._own: Callable[[Tensor], Tensor] = module.forward
+        vars(module)["padding_idx"] = None  # it is for training, and no place among a few rows
+        self._take(torch.empty(0, 0, device=device))
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Raises what `rows` raises."""
+        places, which = ids.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        self._take(self._rows(places))
+        return self._own(which)
+
+    def _take(self, rows: Tensor) -> None:
+        self._module.weight = nn.Parameter(rows, requires_grad=False)
 
 
 def fuse_norms(model: nn.Module, device: Device) -> list[nn.Module]:

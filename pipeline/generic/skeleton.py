@@ -7,7 +7,7 @@ Nothing here knows a family. An experts module is one that transformers decorate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -21,11 +21,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from pipeline.backbone.linear import DenseLinear, Precision, QuantizedLinear
-from pipeline.checkpoint.decoder import MATRICES, ROUTERS, experts_of
+from pipeline.checkpoint.decoder import MATRICES, ROUTERS, experts_of, tables_of
 from pipeline.checkpoint.model_source import Tensors
 from pipeline.checkpoint.reader import codes_or_numbers
+from pipeline.checkpoint.tables import Parameters
 from pipeline.errors import ModelError
-from pipeline.generic.modules import OwnEmbedding, OwnLinear
+from pipeline.generic.modules import GatheredRows, OwnEmbedding, OwnLinear
 from shm.blocks import FileFormat
 from shm.codes import Codes
 from shm.formats import Float32, MatrixFormat
@@ -89,7 +90,7 @@ class Skeleton:
 
     def load(
         self,
-        weights: Mapping[str, Tensor],
+        weights: Parameters,
         precision: Precision,
         progress: Callable[[int], None] = lambda done: None,
     ) -> int:
@@ -103,7 +104,7 @@ class _Loader:
     def __init__(
         self,
         skeleton: Skeleton,
-        weights: Mapping[str, Tensor],
+        weights: Parameters,
         precision: Precision,
         progress: Callable[[int], None],
     ) -> None:
@@ -116,6 +117,7 @@ class _Loader:
             used.append(head)
         self._modules = {names[m]: m for top in used for m in top.modules()}
         self._dense = {m for router in skeleton.routers for m in router.modules()}
+        self._tables = tables_of(self._model)
         # expansions of latents, which are multiplied by queries too, see `attention.py`
         self._expansions = {m.kv_b_proj for m in self._modules.values() if hasattr(m, "expand_kv")}
         tied = getattr(self._model, "all_tied_weights_keys", None) or {}
@@ -126,8 +128,12 @@ class _Loader:
         for name, module in self._modules.items():
             if type(module) is nn.Linear and module not in self._dense:
                 self._replace(name, self._linear(name, module))
+            elif module in self._tables:
+                self._keep_on_disk(name, module)
             elif type(module) is nn.Embedding:
                 self._replace(name, OwnEmbedding(self._stored(f"{name}.weight", module.weight)))
+            elif isinstance(module, nn.Embedding):
+                self._keep_in_memory(name, module)
             else:
                 self._fill(name, module)
             self._progress(self._bytes)
@@ -148,6 +154,25 @@ class _Loader:
             matrix = DenseLinear(self._stored(weight, linear.weight), precision.device)
         bias = None if linear.bias is None else self._kept(f"{name}.bias", linear.bias)
         return OwnLinear(matrix, shape, bias, precision.device.torch_device)
+
+    def _keep_on_disk(self, name: str, module: nn.Module) -> None:
+        table = self._weights.table(f"{name}.weight", tuple(module.get_parameter("weight").shape))
+        device = self._precision.device.torch_device
+
+        def rows(places: Tensor) -> Tensor:
+            return torch.from_numpy(table.rows(places.cpu().numpy())).to(device)
+
+        self._gather(name, module, rows)
+
+    def _keep_in_memory(self, name: str, module: nn.Embedding) -> None:
+        stored = self._stored(f"{name}.weight", module.weight)
+        self._gather(name, module, lambda places: stored[places].float())
+
+    def _gather(self, name: str, module: nn.Module, rows: Callable[[Tensor], Tensor]) -> None:
+        """Let an embedding ask for its rows; what else it has is in memory."""
+        module._parameters["weight"] = None
+        self._fill(name, module)
+        module.forward = GatheredRows(module, rows, self._precision.device.torch_device)
 
     def _fill(self, name: str, module: nn.Module) -> None:
         """Its own parameters and buffers, float32."""

@@ -34,6 +34,7 @@ from pipeline.config import (
 from pipeline.device.base import CONTEXT_BYTES, SLOT_ALIGNMENT
 from pipeline.errors import UsageError
 from pipeline.models.architecture import TensorSpec, stacks
+from pipeline.models.config_keys import DRAFTS
 from pipeline.models.facts import ModelFacts, expert_shape, facts_of, is_own, narrowed
 from pipeline.models.registry import architecture_of, model_spec
 from pipeline.policies.view import Policy
@@ -110,6 +111,9 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     whole = store_bytes(manifest)
     partial = config.host_memory is not None and config.host_memory < whole
     store = _budget(config, manifest) if partial else whole
+    used = facts
+    if facts.drafts and not drafts(config, partial):  # the store has that layer's experts all the same
+        used = facts_of({**source.config, DRAFTS: False})
     cuda = config.kind == "cuda"
     slot, heads = manifest.layout.tile_bytes, manifest.layout.head_stride
     staging = staging_tiles(shape.tiles, facts.top_k, heads > 0)
@@ -128,7 +132,7 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
     if facts.latent or not is_own(source.config):
         activations += EXPANDED_COPIES * EXPANDED_KV_BYTES
     # Each weight is read as float32, whatever its dtype in memory, before activations are allocated.
-    largest = 4 * max(math.prod(group.shape) for group in facts.backbone)
+    largest = 4 * max(math.prod(group.shape) for group in used.backbone)
     device = "cuda" if cuda else "cpu"
     workers = 1 if config.workers is None else config.workers
     processes = COORDINATOR[device] + workers * WORKER + PREFETCHER[device] + TOKENIZER
@@ -152,18 +156,25 @@ def needs(source: ModelSource, config: EngineConfig, format: FormatName) -> Need
         staging=staging,
         # The host computes each tile as it lands, so more slots would save nothing there.
         layer_staging=layer_staging(shape.tiles, facts.top_k) if cuda and not heads else staging,
-        backbone=backbone_bytes(source, facts, config),
+        backbone=backbone_bytes(source, used, config),
         embedding=plain_bytes(config) * facts.vocabulary * facts.hidden,
         head=_head_bytes(facts, config),
         position=8 * facts.rope_numbers,
         kv_token=kv_token_bytes(facts, kv_dtype(config)),
-        drafting=drafting_bytes(facts, config),
+        drafting=drafting_bytes(used, config),
         states=state_bytes(facts),
         max_sequences=config.max_sequences,
         processes=processes + (largest if cuda else max(largest, activations)),
         steps=activations + CONTEXT_BYTES + graphs if cuda else 0,
         facts=facts,
     )
+
+
+def drafts(config: EngineConfig, partial: bool) -> bool:
+    """Tells whether a layer that drafts is used where there is one: on one device that has all of a model,
+    with experts that are all in this machine's memory, and where something asks for guesses."""
+    several = len(config.cards) > 1 or config.lanes is not None or partial
+    return config.speculate != "off" and config.record is None and not several
 
 
 def needs_all(policy: Policy, heads: bool) -> str:
@@ -306,6 +317,7 @@ def own_matrices(source: ModelSource, facts: ModelFacts) -> dict[str, OwnMatrix]
         return {}
     if is_own(source.config):
         spec, architecture = model_spec(source.config), architecture_of(source.config)
+        spec = replace(spec, drafts=facts.drafts)
         kept = {t.name for t in architecture.backbone(spec, source.fused) if t.kind == "matrix"}
         if facts.tied_embeddings:
             kept.add(architecture.outer(spec)["embedding"].name)

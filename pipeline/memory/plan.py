@@ -124,10 +124,9 @@ class Plan:
         states = [sum(map(prod, layer)) for layer in facts.state_shapes]
         kv = whole_blocks(self.kv_tokens) * needs.kv_token
         kept = kv_sequences(self.kv_tokens, needs.max_sequences) * needs.states
-        drafting = needs.drafting if len(layers) == every else 0  # on several devices nothing drafts
         parts = {
             "slab": slots * needs.slot,
-            "KV cache": _share(kv, streams, decoder) + _share(kept, states, decoder) + drafting,
+            "KV cache": _share(kv, streams, decoder) + _share(kept, states, decoder) + needs.drafting,
             "backbone": _backbone(needs, layers) + self.context * needs.position,
         }
         if self.slab and needs.heads:

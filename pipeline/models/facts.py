@@ -41,7 +41,7 @@ MODULE = "pipeline.generic.describe"
 LIMIT = 180.0  # seconds of the child; the largest known model takes 15 on one busy core
 FOLDER = "facts"  # of the user's cache
 FILE_NAME = re.compile(r"[0-9a-f]{32}\.json")
-VERSION = 4  # of the files; part of their names
+VERSION = 5  # of the files; part of their names
 MAX_BYTES = 1 << 22  # of a file
 WHOLE_PROMPTS = ("jamba",)  # families whose layers forget, in transformers, what came before several tokens
 Headers = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape of each tensor of a checkpoint, by name
@@ -53,6 +53,13 @@ class Group(NamedTuple):
     kind: Kind
     shape: tuple[int, ...]
     number: int
+
+
+class Table(NamedTuple):
+    """An embedding beside that of the input."""
+
+    name: str  # of the module
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -71,11 +78,12 @@ class ModelFacts:
     tied_embeddings: bool  # embeddings and head are one tensor in memory
     kv_streams: tuple[tuple[tuple[int, int], ...], ...]  # by decoder layer, (heads, numbers a token) of each
     state_shapes: tuple[tuple[tuple[int, ...], ...], ...]  # by decoder layer, of its recurrent states
-    backbone: tuple[Group, ...]  # every weight but those of routed experts
+    backbone: tuple[Group, ...]  # every weight but those of routed experts and tables
     rope_switch: int | None = None  # as of ModelSpec's rope
     rope_numbers: int = 0  # of cosines, and of sines, that are kept for a position
     latent: bool = False  # keys and values of attention are expanded from latents
     whole_prompts: bool = False  # a prompt is one chunk, and so is the context
+    tables: tuple[Table, ...] = ()  # which stay on disk
     left_aside: str = ""  # a line about parts of the model that are not used
     own_router: Router | None = None
     drafts: bool = False  # as of ModelSpec; the store has that layer's experts behind the others
@@ -105,6 +113,11 @@ class ModelFacts:
         """Numbers of the backbone that are never quantized."""
         return sum(math.prod(g.shape) * g.number for g in self.backbone if g.kind != "matrix")
 
+    @property
+    def table_numbers(self) -> int:
+        """Numbers of the tables that stay on disk."""
+        return sum(math.prod(table.shape) for table in self.tables)
+
     def decoder_layers(self, layers: range) -> range:
         """The layers of the decoder that belong to these with routed experts: also the dense ones before
         them, and behind the last of all."""
@@ -116,7 +129,8 @@ class ModelFacts:
     def weights(self) -> int:
         """Numbers of the whole model."""
         expert = self.math.matrices * self.hidden * self.intermediate + self.math.biases * self.intermediate
-        return self.matrix_numbers + self.other_numbers + self.stored_layers * self.experts * expert
+        beside = self.matrix_numbers + self.other_numbers + self.table_numbers
+        return beside + self.stored_layers * self.experts * expert
 
     @property
     def stored_layers(self) -> int:
@@ -226,7 +240,9 @@ def _unpack(answer: bytes) -> ModelFacts:
     """Raises ValueError, KeyError or TypeError for what `pack` has not made."""
     fields = {name: _tuples(value) for name, value in msgspec.json.decode(answer)["facts"].items()}
     groups = tuple(Group(*group) for group in fields["backbone"])
-    return ModelFacts(**fields | {"math": math_of(fields["math"]), "backbone": groups})
+    tables = tuple(Table(*table) for table in fields["tables"])
+    found = {"math": math_of(fields["math"]), "backbone": groups, "tables": tables}
+    return ModelFacts(**fields | found)
 
 
 def _tuples(value: Any) -> Any:

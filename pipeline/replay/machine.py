@@ -69,6 +69,7 @@ class Outcome(NamedTuple):
     notes: list[str]
     measured: dict[str, Any]  # as a snapshot of the counters: of the measured steps
     warmed: dict[str, Any] | None  # of those before them
+    copied: int  # experts that the device has whole at the end
 
     @property
     def prefill(self) -> PhaseCounters:
@@ -171,7 +172,8 @@ class Replay:
             notes.append(f"{self._policy.name}: of the channels that a prediction names, {taken}")
         every = self._all.snapshot()
         measured = difference(every, self._warmed) if self._warmed else every
-        return Outcome(self._all, self._policy.exact, notes, measured, self._warmed)
+        copied = int(np.count_nonzero(self.cache.residency == self._shape.tiles))
+        return Outcome(self._all, self._policy.exact, notes, measured, self._warmed, copied)
 
     @property
     def now(self) -> float:

@@ -290,9 +290,11 @@ class GenerateJob(Job):
 
     def _end_reason(self) -> str | None:
         """Returns the reason why the answer ends here; None where more tokens follow."""
-        if self._complete or (self._text is not None and self._text.stopped):
+        if self._text is not None and self._text.stopped:
             return "stop"
-        return "length" if len(self.tokens) == self.max_kv_tokens else None
+        if len(self.tokens) == self.max_kv_tokens:  # what its grammar allows then need not be known
+            return "length"
+        return "stop" if self._complete else None
 
     def finish(self, reason: str, stats: dict[str, Any], error: str = "", text: str = "") -> None:
         if self._grammar is not None:

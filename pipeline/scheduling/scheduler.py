@@ -131,13 +131,14 @@ class Scheduler:
             self._resume(job)
         ready = [job for job in self._running if job.ready and not self._congested(job.client)]
         for job in self._with_capacity(self._next_prefill(ready)):
-            with self._debts.owing(job.client):
+            with self._suspects.computing([job]), self._debts.owing(job.client):
                 self._step([job], "prefill")
         decoding = [job for job in ready if job.ready and not job.prefilling and job.reason is None]
         for jobs in self._suspects.apart(self._with_capacity(decoding)):
-            self._guess(jobs)
-            with self._debts.paying({job.client for job in jobs}):
-                self._step(jobs, "decode")
+            with self._suspects.computing(jobs):  # perhaps by a layer that drafts, too
+                self._guess(jobs)
+                with self._debts.paying({job.client for job in jobs}):
+                    self._step(jobs, "decode")
         return bool(ready)
 
     def _next_prefill(self, ready: list[Job]) -> list[Job]:
@@ -206,9 +207,7 @@ class Scheduler:
 
     def _guess(self, jobs: list[Job]) -> None:
         """Let the speculation guess next tokens, where there is room for them without a preemption."""
-        self._suspects.begin_step(jobs)  # a layer that drafts computes them
         self.speculation.plan(jobs)
-        self._suspects.end()
         for job in jobs:
             if job.guesses and job.kv is not None:
                 room = self.prefixes.grow(job.kv, job.filled + 1 + len(job.guesses))
@@ -235,31 +234,25 @@ class Scheduler:
 
     def _step(self, jobs: list[Job], phase: Phase) -> None:
         """Run the next tokens of these jobs through the engine, and give each its logits."""
-        if not jobs:
-            return
         if len(jobs) > 1 and not self.engine.backbone.several:
-            for job in jobs:
-                self._step([job], phase)
+            self._step_each(jobs, phase)
             return
         started = time.perf_counter()
         # A request that is alone delays no other's next token, and long chunks are faster. Score wants every
         # row's logits, which are large for a long chunk.
         alone = len(self._live) == 1 and jobs[0].grows
         inputs = [job.step_input(self.chunk_alone if alone else self.chunk) for job in jobs]
-        self._suspects.begin_step(jobs)
         try:
             # a preempted request is live too: it will go on
             live = [job.sequence for job in self._live.values() if job.sequence is not None]
             logits = self.engine.step(inputs, phase, live)
         except StepFailed as e:
-            self._suspects.end()
             if e.begins_again:
                 return
             if len(jobs) == 1:
                 self._end(jobs[0], "error", e)
-            else:  # run each by itself, so that only the job that causes the failure ends
-                for job in jobs:
-                    self._step([job], phase)
+            else:  # so that only the job that causes the failure ends
+                self._step_each(jobs, phase)
             return
         answers: list[tuple[bytes, object]] = []
         self._step_answers = answers
@@ -269,7 +262,12 @@ class Scheduler:
             self._step_answers = None
             if answers:
                 self._send(answers)
-        self._suspects.end()
+
+    def _step_each(self, jobs: list[Job], phase: Phase) -> None:
+        """Run each job by itself."""
+        for job in jobs:
+            with self._suspects.computing([job]):
+                self._step([job], phase)
 
     def _end_step(
         self, jobs: list[Job], inputs: list[StepInput], logits: list[FloatArray], phase: Phase, started: float

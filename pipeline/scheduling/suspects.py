@@ -61,11 +61,14 @@ class Suspects:
         if not isinstance(message, Generate | Score):
             self._crashes.pop(key, None)
 
-    def begin_step(self, jobs: Sequence[Job]) -> None:
-        """Note that these jobs are being computed, until `end`. What ends by an exception that ends the
-        engine's thread stays written."""
+    @contextmanager
+    def computing(self, jobs: Sequence[Job]) -> Iterator[None]:
+        """Note that these jobs are being computed. What ends by an exception that ends the engine's thread
+        stays written."""
         self._begin([job.key for job in jobs])
         self.stepping = True
+        yield
+        self.end()
 
     def end(self) -> None:
         """Note that what began last has ended."""
@@ -80,7 +83,8 @@ class Suspects:
 
     def apart(self, jobs: Sequence[Job]) -> list[list[Job]]:
         """Returns the jobs of each decode step: suspects alone, all others together."""
-        return [[job for job in jobs if not job.alone_steps], *([job] for job in jobs if job.alone_steps)]
+        together = [job for job in jobs if not job.alone_steps]
+        return [together] * bool(together) + [[job] for job in jobs if job.alone_steps]
 
     def count_step(self, job: Job) -> None:
         """Count a step that went well."""

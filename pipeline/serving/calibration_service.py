@@ -19,7 +19,7 @@ from pipeline.calibration.file import calibration_path, save, summary
 from pipeline.calibration.measure import calibrate
 from pipeline.calibration.observers import up_of
 from pipeline.calibration.reading import CalibrationContext, Findings
-from pipeline.errors import PipelineError, RequestError, UsageError
+from pipeline.errors import PipelineError, RequestError, StepInterrupted, UsageError
 from pipeline.models.shapes import short_name
 from pipeline.scheduling.job_factory import check_ids
 from pipeline.scheduling.scheduler import Scheduler
@@ -78,7 +78,7 @@ class CalibrationService:
             check_creatable(path, ROOM)  # before the work
             remove_empty(path.parent)
             answer: object = self._calibrate(client, message, path)
-        except _Cancelled:
+        except (_Cancelled, StepInterrupted):
             answer = Done(message.request, "cancelled")
         except OSError as e:
             reason = f"the calibration {path} cannot be written: {e.strerror or e}"
@@ -96,6 +96,11 @@ class CalibrationService:
     def forget(self, client: bytes) -> None:
         """End the calibration of a client that has disconnected."""
         self._cancelled |= self._current is not None and self._current[0] == client
+
+    def ended(self) -> bool:
+        """Handle the waiting messages; returns whether one of them has ended the calibration."""
+        self._stopping = not self._drain_inbox()
+        return self._stopping or self._cancelled
 
     def _calibrate(self, client: bytes, message: Calibrate, path: Path) -> Calibrated:
         parts, scheduler = self._parts, self._scheduler
@@ -118,8 +123,7 @@ class CalibrationService:
             if now - self._reported > PROGRESS_SECONDS:
                 self._reported = now
                 self._send(client, Calibrating(message.request, stage, done, total))
-            self._stopping = not self._drain_inbox()
-            if self._stopping or self._cancelled:
+            if self.ended():
                 raise _Cancelled
 
         try:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -39,6 +39,7 @@ from pipeline.experts.pool import Compute, HostPool, computing
 from pipeline.memory.needs import (
     CHUNK_MAX,
     choose_context,
+    drafts,
     full_memory_in_one_line,
     kv_budget,
     kv_dtype,
@@ -211,11 +212,8 @@ class EngineParts:
     def _load_drafter(
         self, model: Backbone, precision: Precision, progress: Callable[[int], None]
     ) -> DraftLayer | None:
-        """Load the layer that drafts; None where there is none, or nothing would ask it. It is for one
-        device that has all of a model, and for experts that are all in this machine's memory."""
-        options = self.config.options
-        wanted = options.speculate != "off" and options.record is None
-        if not (self.facts.drafts and wanted) or self.store.partial or options.lanes is not None:
+        """Load the layer that drafts; None where there is none, or it is not used."""
+        if not (self.facts.drafts and drafts(self.config.options, self.store.partial)):
             return None
         return DraftLayer(model, self.source, precision, DRAFT_TOKENS, progress)
 
@@ -273,11 +271,12 @@ class EngineParts:
             return model
         # here, because importing transformers' models takes seconds
         from pipeline.checkpoint.decoder import decoder_of
+        from pipeline.checkpoint.tables import Parameters
         from pipeline.generic.backbone import GenericBackbone
 
-        with self.source.tensors() as weights:
-            assert isinstance(weights, Mapping)  # of a family without names of ours
-            return GenericBackbone(facts_of(config), *decoder_of(config), weights, precision, progress)
+        weights = self.closing.enter_context(self.source.tensors())
+        assert isinstance(weights, Parameters)  # of a family without names of ours
+        return GenericBackbone(facts_of(config), *decoder_of(config), weights, precision, progress)
 
     def _open_carrier(self, top_k: int) -> ArenaCarrier | SocketCarrier:
         """Open what carries Works to the workers and their answers back."""

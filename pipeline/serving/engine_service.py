@@ -90,7 +90,9 @@ class EngineService:
         self.status = EngineStatus(parts, self._policies, self._scheduler)
 
     def _interrupted(self) -> bool:
-        """Returns whether a step that waits is to end: a message is there."""
+        """Returns whether a step that waits is to end: a message is there, or has ended the calibration."""
+        if self._calibrations.running:
+            return self._calibrations.ended()
         return self._inbox.waiting and self._parts.suspects.stepping
 
     def warm_up(self) -> None:

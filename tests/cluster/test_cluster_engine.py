@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster_heads import KEYS, PLAN, TILE, host_config, hosts, machine, pid_of, restart
+from cluster_heads import KEYS, LAYERS, PLAN, TILE, host_config, hosts, machine, pid_of, restart
 
 from launch.processes.supervisor import Supervisor
 from pipeline.config import EngineConfig, LanePlan, MachineList
@@ -127,12 +127,20 @@ async def test_requests_that_wait_for_a_machine_say_so_and_can_be_cancelled(thre
             said: Queue[str] = Queue()
             scored = asyncio.create_task(scores_of(client, said))
             assert (await said.get()).startswith("lane 1 of the experts: ")
+            calibrated = asyncio.create_task(client.calibrate(token_ids=[5, 6, 7, 8] * 70, tokens=256))
+            await asyncio.sleep(0)  # it is asked for
+            more = client.generate(token_ids=[5], max_tokens=40)
+            calibrated.cancel()
+            await running(client, 3)  # a request runs when the calibration before it has ended
+            await more.cancel()
             assert lost.status() == psutil.STATUS_STOPPED
             lost.resume()
             assert await scored == 2
             assert (await kept.result()).tokens == expected[:40]
             assert heard[0].startswith("lane 1 of the experts: ")
             assert heard[-1] == "", "it goes on"
+            phase = (await client.stats())["engine"]["prefill"]
+            assert phase["fidelity"]["weight"] == pytest.approx(LAYERS * phase["rows"]), "each row once"
 
 
 async def test_policies_that_use_a_device_see_to_this_machine_s_share(three_tiles: Path) -> None:

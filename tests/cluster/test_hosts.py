@@ -14,17 +14,34 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
-from cluster_heads import BOUNDS, KEYS, Head, expert_bytes, head, host_config, hosts, machine, pid_of, restart
+from cluster_heads import (
+    BOUNDS,
+    EXPERTS,
+    HIDDEN,
+    KEYS,
+    LAYERS,
+    Head,
+    expert_bytes,
+    head,
+    host_config,
+    hosts,
+    machine,
+    pid_of,
+    restart,
+)
 
 from launch.cluster.machine import HostActor, LogLines
 from launch.runtime import sweep
 from pipeline.cluster import place
 from pipeline.cluster.keeper import HostKeeper, new_keys
+from pipeline.cluster.rows import WireX
 from pipeline.config import Machine
 from pipeline.errors import PeerLost, ShardFailed, StepInterrupted
 from protocol.files import private_directory
+from shm.descriptor import describe
 from workers.kernels.native import best
 from workers.lifetime import PR_SET_PDEATHSIG
 
@@ -124,6 +141,21 @@ def test_a_part_that_no_memory_has_room_for_is_served_from_disk(three_tiles: Pat
             several.update_until(lambda: [each["state"] for each in known.stats()] == ["ready"] * 2)
             assert several.sums(3) == alone.sums(3)
             assert known.stats()[1]["works"], "one that has all of it in memory is asked first"
+
+
+def test_an_expert_that_is_not_there_is_refused(three_tiles: Path) -> None:
+    """Also where a host finds experts in its memory by their numbers."""
+    config = host_config(three_tiles, 1, 2, name="host-of-a-few")
+    on_disk = replace(config, disk_memory=5 * expert_bytes(three_tiles, 1, 2))
+    x = WireX(False, np.ones((1, HIDDEN), np.float32).view(np.int8))
+    with hosts(on_disk) as (keeper,), head(three_tiles, machine(keeper.place())) as several:
+        assert several.machines is not None
+        several.machines.wait_ready([1, 2], 60)
+        for layer, expert in ((0, -1), (0, EXPERTS), (LAYERS, 0)):
+            pieces = [describe(layer, [[expert, 0, 1]], [0, 1], [0], [1.0], 1)]
+            question = several.machines.ask({1: pieces}, x, 1)
+            with pytest.raises(ShardFailed, match="no such expert"):
+                several.machines.wait(question)
 
 
 def test_a_stand_in_takes_what_of_its_budget_is_free(three_tiles: Path, alone: Head) -> None:

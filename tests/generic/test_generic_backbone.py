@@ -20,7 +20,9 @@ from pipeline.backbone.linear import Precision, QuantizedLinear
 from pipeline.backbone.protocol import LayerCall
 from pipeline.checkpoint.decoder import TOKENS, without_memory
 from pipeline.checkpoint.model_source import OwnMatrix
+from pipeline.checkpoint.random_parameters import RandomTable
 from pipeline.checkpoint.reader import numbers_of
+from pipeline.checkpoint.tables import Parameters
 from pipeline.config import KvDType
 from pipeline.device.cpu import CpuDevice
 from pipeline.errors import ModelError, PolicyError, StepFailed
@@ -74,7 +76,15 @@ def device() -> CpuDevice:
     return CpuDevice()
 
 
-class CodesOf(dict[str, Tensor]):
+class InMemory(dict[str, Tensor], Parameters):
+    """Parameters of a model, and its tables."""
+
+    def table(self, name: str, shape: tuple[int, ...]) -> RandomTable:
+        assert self[name].shape == shape
+        return RandomTable(self[name].numpy())
+
+
+class CodesOf(InMemory):
     """Parameters of a model whose file has matrices as codes."""
 
     @property
@@ -101,7 +111,7 @@ def loaded(family: str, dtype: str = "f32", kv_dtype: KvDType | None = None) -> 
     model = tiny_model(family)
     precision = Precision(dtype, device(), kv=kv_dtype)
     facts = describe(without_memory(type(model), model.config))
-    return model, GenericBackbone(facts, type(model), model.config, model.state_dict(), precision)
+    return model, GenericBackbone(facts, type(model), model.config, InMemory(model.state_dict()), precision)
 
 
 def alone(model: Any, tokens: Sequence[int], counts: Sequence[int]) -> np.ndarray:

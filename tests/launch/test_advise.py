@@ -86,6 +86,27 @@ def test_the_answer_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(len(line) <= 80 for line in table.splitlines())
 
 
+def test_experts_on_disk_take_what_reading_them_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also chosen where nothing fits; a device that has experts whole leaves fewer to be read."""
+    only = [*MACHINE, "--policy", "all-host,layerwise", "--format", "int4", "--expert-cache", "0.25"]
+    half = [*only, "--host-memory", "1.6GB"]
+
+    def estimates(*options: str) -> dict[str, Any]:
+        found: Any = advise(capsys, *options)
+        return {each["policy"]: each for each in found["estimates"]} | {"advice": found["advice"]}
+
+    there, slow = estimates(*only), estimates(*half, "--disk-gbps", "1")
+    for policy in ("all-host", "layerwise"):
+        read, time = slow[policy]["read"], 1 / slow[policy]["tok_s"] - 1 / there[policy]["tok_s"]
+        assert time == pytest.approx(read / 1e9, rel=0.05)
+    assert 0 < slow["layerwise"]["read"] < slow["all-host"]["read"]
+    assert slow["all-host"]["first_token_s"] > there["all-host"]["first_token_s"] + 1
+    assert slow["advice"][0].endswith("--host-memory 1.6GB")
+    chosen = estimates(*only, "--disk-gbps", "1", "--host-gb", "7")
+    assert 0 < chosen["all-host"]["host_memory"] < 3e9
+    assert "--disk-gbps" in refusal(capsys, *half)
+
+
 def test_an_incomplete_or_unknown_machine_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     line = refusal(capsys, "--link-gbps", "25")
     assert "--host-gbps" in line

@@ -26,8 +26,9 @@ from pipeline.checkpoint.decoder import MATRICES, decoder_of, experts_of, withou
 from pipeline.checkpoint.index import CheckpointIndex
 from pipeline.checkpoint.reader import TensorReader, numbers_of
 from pipeline.errors import ModelError
+from pipeline.generic.describe import describe
 from pipeline.models.config_keys import Config
-from pipeline.models.facts import Headers, expert_shape
+from pipeline.models.facts import Headers, ModelFacts, expert_shape
 from pipeline.models.registry import architecture_of, model_spec
 from shm.codes import Codes
 from shm.layout import ExpertShape, format_named
@@ -48,6 +49,11 @@ def saved(model: PreTrainedModel, folder: Path, original: bool = False) -> Path:
 def checked(config: Config, headers: Headers) -> str:
     """What the child process says that checks a checkpoint's headers."""
     return check_headers(without_memory(*decoder_of(config)), headers)
+
+
+def described(config: Config) -> ModelFacts:
+    """What a child process says of a config."""
+    return describe(without_memory(*decoder_of(config)))
 
 
 def check_folder(folder: Path) -> str:
@@ -256,7 +262,7 @@ def test_experts_that_a_file_has_in_two_ways_have_no_own_format(
     packed_up(tensors, packing)
     rewrite(tmp_path, tensors | plain, quantization_config=packing.settings)
     monkeypatch.setattr(opening, "check_headers", checked)
-    monkeypatch.setattr(opening, "facts_of", lambda config: None)
+    monkeypatch.setattr(opening, "facts_of", described)
     source = opening.open_model(tmp_path)
     assert (source.quantized, source.own_format) == ("AWQ int4 and plain", None)
 
@@ -280,7 +286,7 @@ def test_experts_fill_a_store_without_loss(
     meant = packed_up(tensors, packing)
     rewrite(tmp_path, tensors, quantization_config=packing.settings)
     monkeypatch.setattr(opening, "check_headers", checked)
-    monkeypatch.setattr(opening, "facts_of", lambda config: None)
+    monkeypatch.setattr(opening, "facts_of", described)
     source = opening.open_model(tmp_path)
     assert (source.quantized, source.own_format) == (kind, packing.format)
     places = sorted({name.rpartition(".experts.")[0] for name in meant if ROUTED.search(name)})

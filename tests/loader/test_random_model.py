@@ -285,6 +285,10 @@ def test_random_parameters_of_a_family_without_an_architecture(tmp_path: Path) -
         assert tensor.isfinite().all()
         if tensor.dim() == 2 and tensor.numel() > 1000:
             assert tensor.float().std() == pytest.approx(tensor.shape[-1] ** -0.5, rel=0.15), name
+    with open_model(Path(f"shape:{tmp_path}/config.json")).tensors() as tensors:
+        rows = tensors.table("a.table.weight", (1 << 40, 64)).rows(np.array([7, 1 << 39]))
+    assert rows.shape == (2, 64)
+    assert rows.std() == pytest.approx(64**-0.5, rel=0.3)
     decays = [tensor for name, tensor in found.items() if name.endswith("A_log")]
     assert all((decay.exp() >= 1).all() and (decay.exp() <= 16).all() for decay in decays)
     assert (found["model.norm.weight"] == 1).all()

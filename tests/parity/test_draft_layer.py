@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -31,10 +32,11 @@ from pipeline.backbone.kv_blocks import BlockPool
 from pipeline.backbone.kv_cache import KVCache, SequenceKV
 from pipeline.backbone.linear import Precision
 from pipeline.checkpoint.open import open_model
-from pipeline.config import DRAFT_TOKENS, KV_BLOCK
+from pipeline.config import DRAFT_TOKENS, KV_BLOCK, EngineConfig
 from pipeline.device.base import Device
 from pipeline.engine.drafter import Drafter
 from pipeline.errors import ShardFailed
+from pipeline.memory.needs import needs
 from pipeline.models.config_keys import DRAFTS
 from pipeline.models.facts import expert_shape, facts_of
 from pipeline.policies.presets import make_policy
@@ -234,6 +236,28 @@ def test_incomplete_layer_is_left_aside(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(config | {DRAFTS: True}))
     assert facts_of(open_model(tmp_path).config).stored_layers == 2
+
+
+@pytest.mark.parametrize("packing", [None, PACKINGS[0]], ids=["plain", "packed"])
+def test_memory_is_planned_for_the_layer_where_it_is_used(packing: Packing | None, tmp_path: Path) -> None:
+    case = Case("glm4_moe", "plain", EVEN, shards=False)
+    save(case, tmp_path)
+    folder = tmp_path if packing is None else quantize(tmp_path, packing)[0]
+    config, name = EngineConfig(device="cpu", workers=1), open_model(folder).own_format or "bf16"
+    without = needs(open_model(folder), config, name)
+    add_draft_layer(draft_layer(case), 3, folder)
+    layer = open_model(folder)
+    used = needs(layer, config, name)
+    assert used.drafting > 0 == without.drafting
+    assert used.backbone > without.backbone
+    others: list[dict[str, Any]] = [
+        {"speculate": "off"},
+        {"record": Path("f")},
+        {"device": "cpu:1,cpu:1"},
+    ]
+    for changes in (*others, {"host_memory": used.whole - 1}):
+        found = needs(layer, replace(config, **changes), name)
+        assert (found.backbone, found.drafting) == (without.backbone, 0)
 
 
 def test_first_of_several_layers_is_read(tmp_path: Path) -> None:

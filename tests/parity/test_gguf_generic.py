@@ -63,10 +63,11 @@ def saved(family: str, changes: dict[str, Any], folder: Path) -> PreTrainedModel
 
 
 def kind(name: str, shape: tuple[int, ...]) -> Type:
-    """Q4_0 for experts, Q8_0 for attention, F32 for the others."""
+    """Q4_0 for experts, Q8_0 for attention and the table of layers' inputs, F32 for the others."""
     if "_exps.weight" in name:
         return Type.Q4_0
-    return Type.Q8_0 if "attn_" in name and len(shape) == 2 else FLOATS(name, shape)
+    rounded = "attn_" in name or "per_layer_token" in name
+    return Type.Q8_0 if rounded and len(shape) == 2 else FLOATS(name, shape)
 
 
 @torch.no_grad()
@@ -74,7 +75,8 @@ def round_as_kind(model: PreTrainedModel) -> None:
     """Rows are quantized alone, so where they lie does not matter."""
     for name, tensor in model.named_parameters():
         experts = ".experts." in name
-        if experts or (".self_attn." in name and tensor.dim() == 2):
+        rounded = ".self_attn." in name or "embed_tokens_per_layer" in name
+        if experts or (rounded and tensor.dim() == 2):
             type_ = Type.Q4_0 if experts else Type.Q8_0
             data = gguf.quants.quantize(tensor.numpy(), type_)
             tensor.copy_(torch.from_numpy(gguf.quants.dequantize(data, type_)).reshape(tensor.shape))
@@ -128,6 +130,7 @@ def test_blocks_are_read_as_codes(family: str, tmp_path: Path) -> None:
     assert isinstance(source, ConvertedCheckpoint)
     assert (source.own_format, source.quantized) == ("q4_0", "Q4_0")
     assert {matrix.format for matrix in source.own_matrices.values()} == {"q8_0"}
+    assert not any("embed_tokens_per_layer" in name for name in source.own_matrices)  # its table is on disk
     round_as_kind(model)
     read, formats = model_of(source)
     assert formats == {"q4_0"}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from embedded_tokenizer import embedded_tokenizer
+from msgspec.structs import replace
 from test_scheduler import CONTEXT, Harness
 from thread_engine import engine_in_threads
 
@@ -150,6 +151,30 @@ def test_a_waiting_row_can_be_preempted_and_cancelled(
     assert rounds.tokens(0) == reference[0]
     assert rounds.done(1).reason == "cancelled"  # type: ignore[union-attr]
     assert len(rounds.dropped) == 3
+
+
+@pytest.mark.parametrize("speculate", ["off", 4])
+def test_a_grammar_that_ends_with_the_last_token_ends_by_length(
+    engine: Any, tokenizer: Tokenizer, speculate: Any
+) -> None:
+    """With guesses as without, and where only the Done is missing: it does not matter whether it is known
+    that nothing may follow."""
+    prompt = tuple(tokenizer.encode('["red","blue"]'))
+    whole = Rounds(engine, tokenizer)
+    whole.scheduler.enqueue(b"c", with_grammar(0, tokenizer, 0, 0.0, prompt))
+    whole.finish()
+    had = tuple(whole.tokens(0))
+    for most, resume, reason in (
+        (len(had) - 1, (), "length"),
+        (len(had), (), "length"),
+        (len(had), had, "length"),
+        (len(had) + 1, (), "stop"),
+    ):
+        message = with_grammar(0, tokenizer, 0, 0.0, prompt)
+        rounds = Rounds(engine, tokenizer, speculate=speculate)
+        rounds.scheduler.enqueue(b"c", replace(message, max_tokens=most, resume=resume))
+        rounds.finish()
+        assert rounds.done(0).reason == reason, (most, len(resume))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])

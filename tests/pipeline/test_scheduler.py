@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -32,6 +31,16 @@ BOUND = 1e-4  # between float32 results of different batches
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
 
+class Noted:
+    """What a scheduler computes, as the control segment has it, and how often that was written."""
+
+    requests: tuple[Any, ...] = ()
+    times = 0
+
+    def __setattr__(self, name: str, value: object) -> None:
+        self.__dict__.update({name: value, "times": self.times + 1})
+
+
 class Harness:
     """A scheduler that records its messages; the clients in `slow` are congested."""
 
@@ -50,7 +59,7 @@ class Harness:
         self.sent: list[tuple[bytes, object]] = []
         self.batches: list[int] = []  # messages that were sent together
         self.slow: set[bytes] = set()
-        self.suspects = SimpleNamespace(requests=[])
+        self.suspects = Noted()
         spec, device = engine.backbone.spec, engine.device.torch_device
         self.scheduler = Scheduler(
             engine,
@@ -142,15 +151,16 @@ def ask(request: int, prompt: int, count: int, reuse: bool = True) -> Generate:
 
 
 def test_all_tokens_of_a_step_are_sent_together(harness) -> None:
-    """And the Dones of those that end with it."""
+    """And the Dones of those that end with it. What is computed is written once, and that it has ended."""
     for request in range(3):
         harness.scheduler.enqueue(b"c", ask(request, 4, 9))
     while not all(harness.answered(request) for request in range(3)):
         harness.scheduler.round()
     harness.batches.clear()
-    ended = len(harness.to(b"c", Done))
+    ended, written = len(harness.to(b"c", Done)), harness.suspects.times
     harness.scheduler.round()
     assert harness.batches == [3 + len(harness.to(b"c", Done)) - ended]
+    assert harness.suspects.times - written == 2
     harness.finish()
     assert len(harness.to(b"c", Done)) == 3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -156,23 +156,24 @@ def engine_in_threads(
         pool = stack.enter_context(
             pool_in_threads(folder, store, 1, exchange, device=parts.device, dies=dies)
         )
-        backbone = backbone_in(parts.device, source, context)
+        backbone = backbone_in(parts.device, source, stack, context)
         engine = Engine(backbone, store.layout, pool)
         engine.first.memory = device_memory(parts, engine.shape, capacity)
         yield engine, parts.prefetcher
 
 
-def backbone_in(device: Device, source: ModelSource, context: int = CONTEXT) -> AnyBackbone:
-    """The model's backbone as an engine has it, in float32."""
+def backbone_in(device: Device, source: ModelSource, stack: ExitStack, context: int = CONTEXT) -> AnyBackbone:
+    """The model's backbone as an engine has it, in float32; its tables are open until the stack is closed."""
     precision = Precision("f32", device)
     if is_own(source.config):
         return Backbone(source, model_spec(source.config), precision, context)
     from pipeline.checkpoint.decoder import decoder_of
+    from pipeline.checkpoint.tables import Parameters
     from pipeline.generic.backbone import GenericBackbone
 
-    with source.tensors() as weights:
-        assert isinstance(weights, Mapping)
-        return GenericBackbone(facts_of(source.config), *decoder_of(source.config), weights, precision)
+    weights = stack.enter_context(source.tensors())
+    assert isinstance(weights, Parameters)
+    return GenericBackbone(facts_of(source.config), *decoder_of(source.config), weights, precision)
 
 
 def device_memory(parts: MoverParts, shape: ModelShape, capacity: int) -> DeviceMemory:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.backbone.step import greedy
+from pipeline.backbone.step import greedy, greedy_on_host
 from pipeline.errors import PipelineError, RequestError
 from pipeline.text.generation_defaults import validate_shaping
 from pipeline.text.logprobs import Greedy, best_margin, log_softmax, top_logprobs, top_of_rows
@@ -98,7 +98,10 @@ NUMBERS = st.one_of(
 def test_choices_are_the_samplers(rows: list[list[float]]) -> None:
     """Ties, infinities and numbers that are none, in any place."""
     logits = np.array(rows, np.float32)
-    for row, made in zip(logits, greedy(torch.from_numpy(logits)).numpy(), strict=True):
+    on_host, before = greedy_on_host(logits), logits.copy()
+    np.testing.assert_array_equal(logits, before)
+    on_device = greedy(torch.from_numpy(logits)).numpy()
+    for row, made in zip([*logits, *logits], [*on_host, *on_device], strict=True):
         try:
             token = Sampler(Sampling(0.0), 0).next(row, ())
         except PipelineError as e:
@@ -111,6 +114,7 @@ def test_choices_are_the_samplers(rows: list[list[float]]) -> None:
 def test_a_large_vocabularys_tokens_keep_their_bits() -> None:
     logits = torch.zeros(2, (1 << 18) + 3)
     logits[0, -1], logits[0, -2], logits[1, 1] = 2.0, 1.5, 1.0
-    first, second = (Greedy.read(row, logits.shape[1]) for row in greedy(logits).numpy())
-    assert first == (logits.shape[1] - 1, 0.5, logits.shape[1] - 2)
-    assert second == (1, 1.0, 0)
+    for choices in (greedy(logits).numpy(), greedy_on_host(logits.numpy())):
+        first, second = (Greedy.read(row, logits.shape[1]) for row in choices)
+        assert first == (logits.shape[1] - 1, 0.5, logits.shape[1] - 2)
+        assert second == (1, 1.0, 0)

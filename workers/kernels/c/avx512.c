@@ -1,6 +1,7 @@
 /* AVX-512 with VNNI: a block's 16 outputs are the 16 lanes of a register. */
 #include "kernels.h"
 
+#include <cpuid.h>
 #include <immintrin.h>
 #include <string.h>
 
@@ -144,18 +145,32 @@ INLINE __m512i in_place_sum(const __m512i *dots) {
 
 enum { IN_PLACE = 4 }; /* rows with four sums each: as many as registers hold */
 
-/* PREFETCH for so many rows, a constant. One row's arithmetic is short, and its lines are best in the first cache; more
- * rows' are not (docs/kernels.md has both measured). */
-INLINE void prefetch_line(const uint8_t *at, const int rows) {
+/* Whether this processor reads lines that are prefetched as used once (NTA) as fast as others. They then leave its second
+ * and third cache to what runs between two products. Of AMD's family 25 (Zen 4) that was measured; on Intel's it is half
+ * as fast (docs/kernels.md). */
+static int reads_past_caches;
+
+__attribute__((constructor)) static void find_processor(void) {
+    unsigned a, b, c, d;
+    __builtin_cpu_init();
+    if (__builtin_cpu_is("amd") && __get_cpuid(1, &a, &b, &c, &d))
+        reads_past_caches = (a >> 8 & 15) + (a >> 20 & 255) == 25;
+}
+
+/* PREFETCH for so many rows; constants. One row's arithmetic is short, and its lines are best in the first cache; more
+ * rows' are not (docs/kernels.md has both measured). `past`: as above, of one row. */
+INLINE void prefetch_line(const uint8_t *at, const int rows, const int past) {
     if (rows > 1)
         PREFETCH(at + AHEAD);
+    else if (past)
+        __builtin_prefetch((const char *)at + AHEAD / 2, 0, 0);
     else
         __builtin_prefetch((const char *)at + AHEAD, 0, 3);
 }
 
 /* dot [rows] = the products of one group's codes, at `data`, with those of each row. */
 INLINE void group_dots(const uint8_t *data, int64_t group, const int8_t *codes, const int bits, const int scales,
-                       const int rows, __m512i *dot) {
+                       const int rows, const int past, __m512i *dot) {
     const __m512i low = _mm512_set1_epi8(15);
     const int step = 32 / bits; /* inputs of a line */
     const int in_place = rows <= IN_PLACE; /* INT2: codes are not shifted to the lowest bits of their byte */
@@ -165,7 +180,7 @@ INLINE void group_dots(const uint8_t *data, int64_t group, const int8_t *codes, 
         for (int f = 0; f < 4; f++) dots[r][f] = _mm512_setzero_si512();
     for (int64_t j = 0; j < group; j += step) {
         __m512i line = _mm512_loadu_si512(data + 64 / step * j);
-        prefetch_line(data + 64 / step * j, rows);
+        prefetch_line(data + 64 / step * j, rows, past);
         if (bits == INT2 && in_place) {
             for (int f = 0; f < 4; f++) {
                 __m512i part = _mm512_and_si512(line, _mm512_set1_epi8((char)(3 << 2 * f)));
@@ -202,17 +217,18 @@ INLINE void group_dots(const uint8_t *data, int64_t group, const int8_t *codes, 
     }
 }
 
-INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes, const float *factors,
-                     const int bits, const int scales, const int rows, float *y) {
+INLINE void prefetched_block(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes,
+                             const float *factors, const int bits, const int scales, const int rows, const int past,
+                             float *y) {
     const int together = groups_together(scales);
     __m512 sum[ROWS];
     for (int r = 0; r < rows; r++) sum[r] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; g += together) {
         const uint8_t *data = block + record_head(scales);
-        prefetch_line(block, rows);
+        prefetch_line(block, rows, past);
         for (int part = 0; part < together; part++) {
             __m512i dot[ROWS];
-            group_dots(data, group, codes, bits, scales, rows, dot);
+            group_dots(data, group, codes, bits, scales, rows, past, dot);
             __m512 scale = scales_of(block, bits, scales, part), zero = zeros_of(block, bits, scales);
             for (int r = 0; r < rows; r++) sum[r] = grown(sum[r], dot[r], scale, zero, factors + 2 * r);
             data += BLOCK * bits / 8 * group;
@@ -222,6 +238,14 @@ INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const 
         block = data;
     }
     for (int r = 0; r < rows; r++) _mm512_storeu_ps(y + BLOCK * r, sum[r]);
+}
+
+INLINE void block_of(const uint8_t *block, int64_t groups, int64_t group, const int8_t *codes, const float *factors,
+                     const int bits, const int scales, const int rows, float *y) {
+    if (rows == 1 && reads_past_caches)
+        prefetched_block(block, groups, group, codes, factors, bits, scales, rows, 1, y);
+    else
+        prefetched_block(block, groups, group, codes, factors, bits, scales, rows, 0, y);
 }
 
 /* sum + the products of bytes with codes, four neighbours each. */
