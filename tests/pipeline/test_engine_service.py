@@ -183,17 +183,6 @@ def test_uncounted_policy_stays_uncounted_when_it_is_made_anew(whole: WholeEngin
         assert engine.popularity.sum() - before == (8 if counted else 0)  # 2 experts in each of 2 layers
 
 
-def test_refused_policy_is_an_error_to_its_client_alone(
-    whole: WholeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(whole.parts.device, "open_slab", fails(NotEnoughMemory("full")))
-    unknown, refused = whole.serve(SetPolicy(7, "bad"), SetPolicy(8, "on-demand"))
-    assert unknown.text.startswith("unknown policy 'bad'")
-    assert (unknown.request, refused) == (7, Error(8, "full"))
-    assert len(whole.events) == 2
-    assert whole.parts.engine.policy.name == "all-host"
-
-
 def test_configured_policy_is_set_first_and_device_memory_opened_once(whole: WholeEngine) -> None:
     notes = len(whole.parts.notes)
     policies = whole.policies(policy="layerwise", policy_options={"replacement": "keep"})
