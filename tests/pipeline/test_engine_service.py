@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -193,6 +194,30 @@ def test_configured_policy_is_set_first_and_device_memory_opened_once(whole: Who
     memory = whole.parts.engine.first.memory
     whole.policies(policy="on-demand")
     assert whole.parts.engine.first.memory is memory
+
+
+def test_hosts_on_other_machines_keep_their_lease_while_device_memory_is_opened(
+    whole: WholeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restarted engine may wait there for longer, for the memory of the one before."""
+    open_slab, kept = whole.parts.device.open_slab, list[bool]()
+
+    class Machines:
+        @contextmanager
+        def kept(self) -> Iterator[None]:
+            kept.append(True)
+            yield
+            kept.append(False)
+
+    def opening(*arguments: Any) -> Any:
+        assert kept == [True]
+        return open_slab(*arguments)
+
+    with monkeypatch.context() as several:
+        several.setattr(whole.parts, "machines", Machines())
+        several.setattr(whole.parts.device, "open_slab", opening)
+        whole.policies(policy="layerwise")
+    assert kept == [True, False]
 
 
 def test_costs_are_measured_once(whole: WholeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
