@@ -77,7 +77,7 @@ def test_rotary_tables_of_long_sequences_follow_those_of_short_ones(context: int
     np.testing.assert_allclose(sin[:, 0, 2:], (np.sin(at) * scale)[: len(rows)], atol=1e-6)
     assert len(tables[list(range(context * lengths))][0]) == context * lengths
     for found, addresses in zip((cos, sin), tables.addresses(rows), strict=True):
-        for row, address in zip(found, addresses.tolist(), strict=True):
+        for row, address in zip(found, addresses, strict=True):
             assert list((ctypes.c_float * 4).from_address(address)) == row.flatten().tolist()
     for outside in (-1, context * lengths):
         with pytest.raises(IndexError, match=f"of {context * lengths}"):

@@ -84,7 +84,7 @@ def by_hand(engine: Engine, store: Store, new: TokenSpan, cut: int, stale: bool)
     with torch.inference_mode():
         batch = model.batch([new])
         first = model.attend(0, model.embed(batch), batch)
-        x0 = first.x
+        x0 = first.x.clone()  # it is valid until the next layer
         h = first.h + experts(0, model.router_math(first.logits().numpy(), 0), x0, x0)
         predicted = model.router_math(model.router(1, x0).numpy(), 1)
         second = model.attend(1, h, batch)
