@@ -65,6 +65,7 @@ SMALLER = {"backbone_dtype": "--backbone-dtype", "kv_dtype": "--kv-dtype"}
 # What a second rounding adds to the embedded model's perplexity: docs/checkpoints.md has the measurement.
 SECOND = {"int8": "about 0.1 %", "int4": "about 1 %"}
 SECOND_REST = dict.fromkeys(("int8", "bf16"), "less than 0.1 %")
+DIGITS = 5  # of a size in an option
 OPTIONS = {
     "format": "--format",
     "context": "--context",
@@ -306,8 +307,9 @@ def on_disk_line(needs: Needs) -> str:
 
 
 def host_memory(size: int) -> str:
-    """The option for so many bytes."""
-    return f"--host-memory {size / 1e9:.4g}GB"
+    """The option for so many bytes, or for slightly fewer: more might not fit."""
+    step = 10 ** max(0, len(str(size)) - DIGITS)
+    return f"--host-memory {size // step * step / 1e9:.{DIGITS}g}GB"
 
 
 def disk_line(needs: Needs, rate: float) -> str:

@@ -1,6 +1,6 @@
 """`launch.py advise`: which preset, expert cache and format for a model, and how fast it would be.
 Nothing of the model is loaded: presets are replayed on routing, with the costs of a machine.
-Exit code 0: the model fits in some format; 1: not."""
+Exit code 0: the model fits in some format, and a preset can be used; 1: not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from launch.terminal.tables import Column, Table, dim, each, policy_name, print_
 from pipeline.assets import model_dir
 from pipeline.checkpoint.open import open_config
 from pipeline.config import EngineConfig
-from pipeline.memory.needs import CHUNK_MAX
+from pipeline.memory.needs import CHUNK_MAX, LAYERS_IN_MEMORY, Needs
 from pipeline.memory.plan import automatic
 from shm.segment import SHM_FOLDER, byte_size
 
@@ -120,10 +120,17 @@ def _report(model: str, search: Search, best: Estimate | None) -> Iterator[Rende
     yield f"{shape.layers} layers of {shape.experts} experts, {shape.top_k} a token"
     yield from (search.hardware.words, f"{search.text.words}; prompt of {search.prompt} tokens", "")
     yield from (_formats(search), "")
+    left_out = [f"{name} left out: {reason}" for name, reason in search.left_out.items()]
+    if best is None and left_out:
+        yield Text("It fits, and none of these policies can be used.", style="bold red")
+        yield from left_out
+        return
     if best is None:
         yield Text("It does not fit.", style="bold red")
         if not search.hardware.disk:
             yield "With --disk-gbps X its experts may be read from disk."
+        elif not any(of.plan.needs.partial for of in search.formats):
+            yield _least_in_memory(search.formats[-1].plan.needs)
         return
     estimates = search.of(best.setting.format)[:SHOWN]
     yield from (_presets(best, estimates), "")
@@ -136,7 +143,7 @@ def _report(model: str, search: Search, best: Estimate | None) -> Iterator[Rende
         yield f"  {_command(other)}"
     yield ""
     notes = merged_notes((estimate.setting.policy.name, estimate.notes) for estimate in estimates)
-    notes += [f"{name} left out: {reason}" for name, reason in search.left_out.items()]
+    notes += left_out
     again = (line for of in search.formats if of.fits for line in second_roundings(of.plan.needs))
     notes += dict.fromkeys(again)  # of other matrices than experts the same for each format
     notes += [
@@ -148,6 +155,15 @@ def _report(model: str, search: Search, best: Estimate | None) -> Iterator[Rende
     yield from dim(f"note: {note}" for note in notes)
 
 
+def _least_in_memory(needs: Needs) -> str:
+    """Tells what would have to fit for experts to be read from disk."""
+    least = byte_size(LAYERS_IN_MEMORY * needs.layer)
+    return (
+        f"With experts on disk those of two layers must fit into memory ({least} in {needs.format}), or what"
+        " --host-memory asks for."
+    )
+
+
 def _formats(search: Search) -> Table[Fitting]:
     """Returns each format's memory and its fastest preset."""
     memory = search.hardware.memory
@@ -155,6 +171,10 @@ def _formats(search: Search) -> Table[Fitting]:
 
     def best(of: Fitting) -> Any:
         return fastest[of.sizes.format]
+
+    def preset(of: Fitting) -> Text | str:
+        none = "none can be used" if of.fits else "does not fit"
+        return _policy(best(of)) if best(of) else none
 
     def pool(name: str) -> Column[Fitting]:
         needed = {
@@ -168,9 +188,7 @@ def _formats(search: Search) -> Table[Fitting]:
     pools = [pool.name for pool in search.formats[0].plan.pools(memory) if pool.name != SHM_FOLDER]
     columns = [
         Column[Fitting]("format", lambda of: of.sizes.format, text=True),
-        Column[Fitting](
-            "fastest exact preset", lambda of: _policy(best(of)) if best(of) else "does not fit", text=True
-        ),
+        Column[Fitting]("fastest exact preset", preset, text=True),
         *map(pool, pools),
         Column[Fitting]("cache", lambda of: percent(of.plan.expert_cache if of.fits else None)),
         Column[Fitting]("tok/s", lambda of: best(of) and best(of).tok_s, alike),

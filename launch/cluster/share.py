@@ -153,7 +153,7 @@ def _share(
             continue
         shape = expert_shape(source.config, asked.tile, format_named(name))
         tile_bytes = -(-StoreLayout(shape, format_named(name)).total_bytes // shape.tiles)
-        own = replace(now.config, format=name)
+        own = replace(now.config, format=name, speculate="off")  # no layer drafts on several machines
         plan_here = smallest(needs(source, own, name), own, now.policy.uses_device, GOOD_CONTEXT)
         free = min(
             pool.free - pool.needed + pool.parts["experts"]

@@ -13,6 +13,7 @@ from plain_calibration import plain_calibration
 from launch.advise.search import Search
 from launch.cli import main
 from launch.forecast import Priced, Setting, by_replay, drawn, sizes_of
+from launch.planning import host_memory
 from pipeline.calibration.file import NAME, save
 from pipeline.checkpoint.open import open_config, open_model
 from pipeline.config import EngineConfig
@@ -104,7 +105,18 @@ def test_experts_on_disk_take_what_reading_them_takes(capsys: pytest.CaptureFixt
     assert slow["advice"][0].endswith("--host-memory 1.6GB")
     chosen = estimates(*only, "--disk-gbps", "1", "--host-gb", "7")
     assert 0 < chosen["all-host"]["host_memory"] < 3e9
+    assert host_memory(2_999_999_999) == "--host-memory 2.9999GB", "what it says fits, too"
     assert "--disk-gbps" in refusal(capsys, *half)
+    assert main([*MODEL, *only, "--disk-gbps", "1", "--host-gb", "4"]) == 1
+    assert "those of two layers" in capsys.readouterr().out
+
+
+def test_policies_that_need_all_experts_in_memory_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--policy", "tandem", "--format", "floe-int4", "--host-memory", "1.6GB", "--disk-gbps", "1"]
+    assert main([*MODEL, *MACHINE, *options]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "tandem left out: policy tandem has the up matrices of all experts on the device" in out
+    assert "does not fit" not in out
 
 
 def test_an_incomplete_or_unknown_machine_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
