@@ -43,6 +43,7 @@ SEGMENT = re.compile(r"tandem-([A-Za-z0-9_-]{1,32})-[0-9a-f]{6}-[a-z]+-[0-9]+")
 SHM = Path("/dev/shm")
 MAX_INFO = 1 << 16  # bytes of engine.json
 INFO = "engine.json"
+MACHINE_INFO = "machine.json"  # of a machine in a cluster (`cluster/node.py`)
 LOCK_TRIES = 10  # another process that tests the lock holds it for a moment
 
 log = logging.getLogger("tandem")
@@ -173,6 +174,8 @@ def sweep() -> list[str]:
     """Remove the files of killed supervisors; returns the engines' names."""
     swept = []
     for path in _engine_dirs():
+        if (path / MACHINE_INFO).exists():
+            continue  # its Ray may go on, and `cluster stop` finds it by this
         lock = _try_lock(path)
         if lock is not None:
             try:

@@ -14,12 +14,11 @@ user of an attached store has just left), it starts the loader again.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,7 +50,7 @@ from shm.errors import (
     UnknownFormat,
 )
 from shm.layout import Bytes, format_named, part_of
-from shm.locks import build_lock, remove_unused, sweep
+from shm.locks import StoreLease, build_lock, remove_unused, sweep
 from shm.segment import byte_size, check_space, free_space, unlink
 from shm.store import Store, StoreBuilder, StoreManifest, own_fingerprint, store_bytes, store_name
 
@@ -86,7 +85,7 @@ class Control:
             now = time.monotonic()
             if now >= self._next or 0 < done == total:
                 self._next = now + PROGRESS_SECONDS
-                with contextlib.suppress(zmq.Again):  # a lost report is better than a loader that blocks
+                with suppress(zmq.Again):  # a lost report is better than a loader that blocks
                     self._socket.send_multipart(encode(Progress(name, done, total)), zmq.DONTWAIT)
                 while self._socket.poll(0):
                     if isinstance(decode(self._socket.recv_multipart()), Shutdown):
@@ -139,18 +138,36 @@ class Loading:
 
     def load(self) -> None:
         """Make a ready store under `name`. Raises NotEnoughMemory, ModelError, ShmError, Stopped."""
+        with self._locked():
+            self._make()
+
+    def load_leased(self) -> StoreLease:
+        """Make a ready store and lease it, which no start of another engine removes in between. Raises as
+        `load`."""
+        with self._locked():
+            self._make()
+            with suppress(SegmentMissing):  # where it was attached, and its last user has just left
+                return StoreLease.acquire(self.fingerprint)
+            self._make()
+            return StoreLease.acquire(self.fingerprint)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
         for path in sweep_cache(self.cache_folder):
             log.warning(f"removed the half-written {path}, left by a loader that was killed")
         waiting = self.control.stage("waiting for another engine that loads this model", 0)
         with build_lock(self.in_file.fingerprint, lambda: waiting(0)), self._own_lock():
-            if self.budget is not None:
-                origin, read, cached = self._on_disk()
-            elif self._attached():
-                origin, read, cached = "attached", 0, 0
-            elif self._from_cache():
-                origin, read, cached = "cache", 0, self.size
-            else:
-                origin, read, cached = self.source.kind, self._from_source(), 0
+            yield
+
+    def _make(self) -> None:
+        if self.budget is not None:
+            origin, read, cached = self._on_disk()
+        elif self._attached():
+            origin, read, cached = "attached", 0, 0
+        elif self._from_cache():
+            origin, read, cached = "cache", 0, self.size
+        else:
+            origin, read, cached = self.source.kind, self._from_source(), 0
         if (path := store_path(self.cache_folder, self.in_file.fingerprint)).exists():
             note_use(path.parent, CacheRecord("store", self.source.name, self.manifest.format))
         self.origin = (
@@ -166,6 +183,8 @@ class Loading:
         """Make a partial store without any expert, and its file where there is none; returns the origin of
         its bytes, those of weights read, and those of the file. Raises NotEnoughDisk where that cannot be
         written."""
+        remove_unused(self.name)  # of a process before that was killed: nobody else's, and its memory counts
+        self.manifest = replace(self.manifest, frames=0)
         try:
             found = CachedStore.open(self.cache_folder, self.in_file.fingerprint)
         except StoreInvalid as e:
@@ -203,10 +222,10 @@ class Loading:
     def _with_frames(self) -> StoreBuilder:
         """Create the segment of a partial store, once its file is there."""
         assert self.budget is not None
-        if self.least is not None:
-            self.budget = self._shrunk(self.budget, self.least)
-        frames = self.budget // self.manifest.layout.expert_pages
-        self.manifest = replace(self.manifest, frames=frames)
+        self._sweep()  # before what is free is counted
+        if (budget := self._needed()) < self.budget:
+            log.warning(f"of the {byte_size(self.budget)} meant for experts {byte_size(budget)} are free")
+        self.manifest = replace(self.manifest, frames=budget // self.manifest.layout.expert_pages)
         return self._builder()
 
     def _attached(self) -> bool:
@@ -225,25 +244,29 @@ class Loading:
 
     def _builder(self) -> StoreBuilder:
         """Create the segment, after removing unused ones. Raises NotEnoughMemory."""
-        for name in sweep():
-            log.warning(f"removed the unused store {name}")
+        self._sweep()
         sparse = self.budget is not None and not self.manifest.frames
-        check_space(self.size if self.budget is None else self.budget, self.reserve)
+        check_space(self._needed(), self.reserve)
         allocating = self.control.stage("allocating", store_bytes(self.manifest))
         builder = StoreBuilder.create(self.name, self.manifest, allocating, self.nodes, sparse)
         self.notes = builder.notes
         return builder
 
-    def _shrunk(self, budget: int, least: int) -> int:
-        """Returns what of a budget is free now. Raises NotEnoughMemory for less than `least`."""
+    def _sweep(self) -> None:
+        for name in sweep():
+            log.warning(f"removed the unused store {name}")
+
+    def _needed(self) -> int:
+        """Returns the bytes of experts in memory: of a budget that may shrink, what is free now. Raises
+        NotEnoughMemory for less than `least`."""
+        if (budget := self.budget) is None or (least := self.least) is None:
+            return self.size if budget is None else budget
         free = free_space(self.reserve)
         free = max(0, free - free // LEFT_SHARE - LEFT_BYTES)
         if min(budget, least) > free:
             raise NotEnoughMemory(
                 f"experts read from disk need {byte_size(least)} of memory, and {byte_size(free)} are free"
             )
-        if free < budget:
-            log.warning(f"of the {byte_size(budget)} meant for experts {byte_size(free)} are free")
         return min(budget, free)
 
     def _from_cache(self) -> bool:

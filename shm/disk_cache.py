@@ -257,7 +257,7 @@ def free_on_disk(path: Path) -> int:
 
 PIECE = 1 << 24  # bytes of one write
 FLUSH = 1 << 28  # bytes between two flushes
-LOCK_TRIES = 10  # a sweep holds an unfinished file's lock for a moment
+LOCK_TRIES = 100  # a sweep holds an unfinished file's lock for a moment, longer on a busy machine
 REPORT_SECONDS = 0.1
 
 

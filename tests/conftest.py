@@ -7,6 +7,7 @@ directory behind fails and lists it. `-n 2` runs the tests in two processes, eac
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -126,14 +127,6 @@ def start_engine() -> EngineFactory:
     return start
 
 
-@pytest.fixture
-def executed_processes() -> Iterator[None]:
-    """Engines of this test execute a Python for each process, as outside of tests: they start more slowly."""
-    SERVER.remove()
-    yield
-    SERVER.install()
-
-
 @pytest.fixture(scope="session")
 def tiny_model() -> Iterator[Path]:
     """A Mixtral of 2 layers and 4 experts with random weights and the embedded model's tokenizer, which
@@ -221,7 +214,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Torch in this process computes with one thread: tests run in several processes and beside engines, and
-    a product that waits until its second thread gets a core takes up to thirty times as long."""
+    a product that waits until its second thread gets a core takes up to thirty times as long. And what was
+    imported is no garbage: collections, of which pytest makes ten at its end alone, leave it aside."""
+    gc.freeze()
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
 

@@ -57,6 +57,7 @@ PRELOADED = (
     *(f"launch.{name}.command" for name in ("chat", "stress", "bench", "doctor", "cache")),
 )
 EXIT_AT = "TESTED_EXIT_AT"  # variable: see `_exit_at_steps`
+HOOK = "TESTED_HOOK"  # variable: a file that an engine's process executes, if it is there, when it starts
 READ_AT_START = ("PYTHON", "LC_", "LANG", "TORCH")  # variables that a forked process cannot change
 HUB = ("HF_", "huggingface_hub")  # variables that this package reads when it is imported
 SETTINGS = {  # numerical libraries read these once, so every engine process has the same
@@ -193,6 +194,8 @@ SERVER = ForkServer()  # the test process's
 class ForkedPython(subprocess.Popen[str]):
     """`launch.py` or `-c CODE`, with arguments, in a forked process."""
 
+    passed: tuple[int, ...] = ()
+
     def __init__(self, *arguments: str, **options: Any) -> None:
         """`options`: of Popen. TypeError for those that a forked process cannot have."""
         if unknown := options.keys() - {"stdin", "stdout", "stderr", "env", "cwd"}:
@@ -215,9 +218,17 @@ class ForkedPython(subprocess.Popen[str]):
             changed = environment.get(name) != os.environ.get(name)
             if changed and name.startswith(READ_AT_START) and name != "PYTHONPATH":
                 raise ValueError(f"the fork server has read {name} already: execute this process")
-        self.pid = SERVER.fork(args[1:], environment, str(cwd or os.getcwd()), given)
+        self.pid = SERVER.fork(args[1:], environment, str(cwd or os.getcwd()), given, self.passed)
         self._child_created = True
         self._close_pipe_fds(*streams)
+
+
+class ForkedChild(ForkedPython):
+    """An engine's process that runs this module; `lifeline`: the end that it reads."""
+
+    def __init__(self, module: str, lifeline: int, **options: Any) -> None:
+        self.passed = (lifeline,)
+        super().__init__(ENTRY[-1], module, "--lifeline", str(lifeline), **options)
 
 
 def _umask() -> int:
@@ -283,6 +294,8 @@ def _run(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
         if own is None:
             if place := os.environ.get(EXIT_AT):
                 _exit_at_steps(Path(place))
+            if Path(hook := os.environ.get(HOOK, "")).is_file():
+                exec(Path(hook).read_text(), {})  # noqa: S102 - a test's
             importlib.import_module("workers.child").main()
         else:
             ForkServer(own).install()

@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from fork_server import ForkedPython
 from waiting import wait_until
 
 from pipeline.checkpoint.index import CheckpointIndex, fingerprint
@@ -154,15 +154,13 @@ class Engine:
 
     def _launch(self, *words: str, mark: str, stdout: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
         places = {"XDG_RUNTIME_DIR": str(self.place.runtime), "XDG_CACHE_HOME": str(self.place.cache)}
-        return subprocess.Popen(
-            [sys.executable, str(ROOT / "launch.py"), *words],
+        return ForkedPython(
+            str(ROOT / "launch.py"),
+            *words,
             env=os.environ | places | {MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=self._log,
-            text=True,
-            # Under nohup the child would inherit that SIGHUP is ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
 
 
@@ -173,7 +171,11 @@ def runs(process: psutil.Process) -> bool:
 
 
 def marked(mark: str) -> Iterator[psutil.Process]:
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                yield process
+    """By their environments, which a test that waits reads again and again."""
+    sought = f"{MARK}={mark}\0".encode()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError, psutil.Error):
+            if sought in Path(f"/proc/{name}/environ").read_bytes() and runs(
+                found := psutil.Process(int(name))
+            ):
+                yield found

@@ -9,6 +9,7 @@ import re
 import socket
 from argparse import ArgumentTypeError
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from shm.segment import byte_size
 ANYWHERE = "192.0.2.1"  # an address of documentation, on the way to which the default route leads
 LOOK_SECONDS = 1.0
 GIVEN_UP_SECONDS = 7.0  # after which the head has given up a machine that it does not reach (`node.TUNED`)
+REACHED_LIMIT = 60.0  # seconds to stay up for so long: on a busy machine, Ray or the head may start again
+POLL_SECONDS = 0.2
 
 Row = tuple[str, dict[str, Any]]
 
@@ -91,12 +94,19 @@ async def _join(options: Options, interrupts: Interrupts) -> int:
 
 
 async def _check_reached(there: Cluster, config: NodeConfig) -> None:
-    """Raises LaunchError where the head gives this machine up, which has reached the head itself."""
-    await asyncio.sleep(GIVEN_UP_SECONDS)
-    nodes, place = await there.nodes(), node.read_place(config.name)
-    known = any(each["alive"] and each["name"] == config.name for each in nodes)
-    if known and place is not None and place.state == "up":
-        return
+    """Raises LaunchError where the head gives this machine up again and again, which has reached the head
+    itself."""
+    loop = asyncio.get_running_loop()
+    up_since = began = loop.time()
+    while loop.time() - began < REACHED_LIMIT:
+        await asyncio.sleep(POLL_SECONDS)
+        place = node.read_place(config.name)
+        if place is None or place.state != "up":
+            up_since = loop.time()
+        elif loop.time() - up_since > GIVEN_UP_SECONDS:
+            with suppress(LaunchError):  # the head itself is started again
+                if any(each["alive"] and each["name"] == config.name for each in await there.nodes()):
+                    return
     await asyncio.to_thread(node.stop, config.name)
     raise LaunchError(
         f"the head does not reach this machine at {config.address}, ports {config.port} to"

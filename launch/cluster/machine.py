@@ -11,7 +11,6 @@ import ctypes
 import os
 import platform
 import re
-import secrets
 import signal
 import socket
 import threading
@@ -29,7 +28,7 @@ import numpy as np
 from launch.processes.cores import Cores
 from pipeline.assets import model_dir
 from pipeline.cluster.keeper import HostConfig, HostKeeper
-from pipeline.cluster.place import LOG, folder_of
+from pipeline.cluster.place import logs
 from pipeline.errors import PipelineError
 from pipeline.models.shapes import is_shape
 from protocol.files import read_small
@@ -124,33 +123,34 @@ def read_rate(cores: int) -> float:
 
 
 class LogLines:
-    """The latest lines of a host's log, each with its number; also those of a host before, whose log is
-    removed when the next one starts."""
+    """The latest lines of a host's log, each with its file and the byte at which it ends there, by which
+    another actor would name it too; also those of a host before, whose log is removed when the next one
+    starts."""
 
     def __init__(self, name: str) -> None:
         """`name`: the host's."""
-        self._path, self._prefix = folder_of(name) / LOG, f"[{name}] "
-        self._inode = self._at = self._count = 0  # of the file, bytes of it that were read, and lines of all
+        self._name, self._prefix = name, f"[{name}] "
+        self._file, self._at = "", 0  # that is read, and its bytes that were
         self._last = ""
-        self.latest: deque[tuple[int, str]] = deque(maxlen=LINES)
+        self.latest: deque[tuple[str, int, str]] = deque(maxlen=LINES)
 
     def read(self) -> bool:
         """Read on; returns whether there are new lines. Of equal ones in a row the first counts."""
-        before = self._count
-        with suppress(OSError), open(self._path, "rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != self._inode:
-                self._inode, self._at = status.st_ino, 0
-            self._at = max(self._at, status.st_size - LOG_BYTES)
-            file.seek(self._at)
-            data = file.read(LOG_BYTES)
-            self._at += data.rfind(b"\n") + 1
-            for line in data[: data.rfind(b"\n") + 1].decode("utf-8", "replace").splitlines():
-                text = line.removeprefix(self._prefix)[:LINE_LENGTH]
-                if text.strip() and text != self._last:
-                    self._count, self._last = self._count + 1, text
-                    self.latest.append((self._count, text))
-        return self._count > before
+        new = False
+        for path in logs(self._name):
+            if path.name != self._file:
+                self._file, self._at = path.name, 0
+            with suppress(OSError), open(path, "rb") as file:
+                self._at = max(self._at, os.fstat(file.fileno()).st_size - LOG_BYTES)
+                file.seek(self._at)
+                data = file.read(LOG_BYTES)
+                for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
+                    self._at += len(line)
+                    text = line.decode("utf-8", "replace").rstrip().removeprefix(self._prefix)[:LINE_LENGTH]
+                    if text.strip() and text != self._last:
+                        new, self._last = True, text
+                        self.latest.append((self._file, self._at, text))
+        return new
 
 
 class HostActor:
@@ -163,7 +163,6 @@ class HostActor:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         self._changed = threading.Condition()
         self._now: dict[str, dict[str, Any]] = {}  # of each host, by name
-        self._began = secrets.token_hex(4)  # tells this actor's numbers of lines from another's
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=self._keep, args=(host_config(one),)) for one in configs]
         for thread in self._threads:
@@ -206,9 +205,8 @@ class HostActor:
             keeper.stop()
 
     def _say(self, config: HostConfig, place: dict[str, Any], log: LogLines) -> None:
-        lines = {"of": self._began, "latest": [list(line) for line in log.latest]}
         with self._changed:
-            self._now[config.name] = place | {"lines": lines}
+            self._now[config.name] = place | {"lines": [list(line) for line in log.latest]}
             self._changed.notify_all()
 
 

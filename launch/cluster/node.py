@@ -29,6 +29,7 @@ import psutil
 
 from launch.command_line.table import PORTS
 from launch.errors import LaunchError, WrongUsage
+from launch.runtime import MACHINE_INFO as INFO
 from launch.runtime import RuntimeDir
 from protocol.files import private_directory, read_small
 from protocol.program import COMMAND, installed, user_folder
@@ -38,7 +39,7 @@ from workers.lifetime import PYTHON, environment
 
 RAY = "2.60"  # the minor version of the extra `cluster`
 ENTRY = "launch.cluster.node"
-INFO, LOG = "machine.json", "ray.log"
+LOG = "ray.log"
 MAX_INFO = 1 << 16  # bytes
 STARTED = b"Ray runtime started"
 # Ports from the first one on: the head's own, the services of a node, then one for each of its Python
@@ -60,13 +61,16 @@ STOP_LIMIT = 15.0  # seconds for Ray to end
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds before another start
 POLL_SECONDS = 0.1
 # A lost machine is noticed in 1.5 s instead of 12. Ray must not end processes because shared memory is in
-# use: the experts are there.
+# use: the experts are there. What it starts, and so an expert host, must neither wait behind all other
+# programs (a niceness of 15) nor be the first to go when memory is short.
 TUNED = {
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
     "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_worker_oom_score_adjustment": "0",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
     "RAY_enable_metrics_collection": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -253,6 +257,7 @@ def start(config: NodeConfig, limit: float = START_LIMIT) -> None:
         raise WrongUsage(
             f"machine {config.name} has joined already: {COMMAND} cluster stop ends it"
         ) from None
+    _end_ray(ray_folder(config.name))  # of a process that was killed
     check_ports(config)
     subprocess.run(
         [*PYTHON, "-m", ENTRY],

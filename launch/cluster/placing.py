@@ -53,7 +53,8 @@ class _Placing:
         # By machine and host: two that stand in for a third have hosts of one name.
         self._machines: dict[tuple[str, str], Machine] = {}
         self._why = dict.fromkeys(self._hosts, "not heard of yet")  # a machine has no expert host
-        self._lines: dict[tuple[str, str], tuple[str, int]] = {}  # the same: whose line was last logged
+        # The same: up to which byte each of its log's files was logged.
+        self._lines: dict[tuple[str, str], dict[str, int]] = {}
         self._states: dict[str, str] = {}  # what was last logged, by machine
 
     async def run(self) -> None:
@@ -121,7 +122,7 @@ class _Placing:
         self._log("", "")
         for machine, hosts in said["hosts"].items():
             for name, host in hosts.items():
-                self._pass_on(machine, name, **host["lines"])
+                self._pass_on(machine, name, host["lines"])
                 if host["state"] in ("loading", "ready"):
                     self._machines[machine, name] = Machine(
                         machine, host["endpoint"], host["key"], self._order(machine, host["lanes"])
@@ -141,13 +142,14 @@ class _Placing:
         for key in [k for k in self._states if k.startswith("ray ") and k[4:] not in said["down"]]:
             self._log(key, "")
 
-    def _pass_on(self, machine: str, name: str, of: str, latest: list[tuple[int, str]]) -> None:
-        """Log lines of a host's log that were not logged yet. `of`: the actor that has numbered them."""
-        before, last = self._lines.get((machine, name), (of, 0))
-        for number, text in latest:
-            if before != of or number > last:
+    def _pass_on(self, machine: str, name: str, latest: list[tuple[str, int, str]]) -> None:
+        """Log lines of a host's log that were not logged yet, also where another actor has told them."""
+        before = self._lines.get((machine, name), {})
+        for file, end, text in latest:
+            if end > before.get(file, 0):
                 notice(f"[{machine}] {text}")
-                self._lines[machine, name] = of, number
+        if latest:
+            self._lines[machine, name] = {file: end for file, end, _ in latest}
 
     def _order(self, machine: str, lanes: list[int]) -> tuple[int, ...]:
         """Returns the lanes of a machine's host in the order of the plan; a host for a lost machine has its

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.arrays import FloatArray
+from pipeline.arrays import FloatArray, sum_on_host
 from pipeline.backbone.attention import Attention, GroupedQueryAttention, LatentAttention
 from pipeline.backbone.batch import Batch, DecodeRows, Masks, StepInput, TokenSpan
 from pipeline.backbone.decoder_layer import AfterAttention, DecoderLayer, Norm, SwiGLU
@@ -73,6 +73,7 @@ class Backbone:
         self.dtype = precision.kv_dtype
         self._precision = precision
         self._scratch = Kept()  # of the layers' kernels on the host
+        self._widths = spec.hidden, spec.experts
         self._device = precision.device.torch_device
         with source.tensors() as tensors, ThreadPoolExecutor(1 + READERS) as pool:
             fused = source.fused
@@ -191,11 +192,11 @@ class Backbone:
         tokens = [t for s in spans for t in s.tokens]
         positions = [(s.positions, s.kv.long) for s in spans]
         device, rope_rows = self._precision.device, self._rope.rows(positions)
-        common = self._rope, rope_rows, self._masks, device.flash
+        common = self._rope, rope_rows, self._masks, device.flash, self._widths
         if self.kernels is not None and all(s.decodes for s in spans):
             table = device.from_host(self.decode_table(spans, len(tokens)))
             return self.decode_batch(table, spans[0].kv.pool, spans)
-        return Batch(spans, len(tokens), device.from_host(torch.tensor(tokens).numpy()), *common)
+        return Batch(spans, len(tokens), device.from_host(np.array(tokens, np.int64)), *common)
 
     def decode_table(self, spans: Sequence[TokenSpan], rows: int) -> NDArray[np.int64]:
         """Returns the table of spans that decode, as `table_of`."""
@@ -208,8 +209,8 @@ class Backbone:
         The table may change later."""
         assert self.kernels is not None
         decode = DecodeRows(table, pool, self.kernels)
-        flash = self._precision.device.flash
-        return Batch(spans, table.shape[1], decode.tokens, self._rope, [], self._masks, flash, decode)
+        common = self._masks, self._precision.device.flash, self._widths
+        return Batch(spans, table.shape[1], decode.tokens, self._rope, [], *common, decode)
 
     def _masks(self, spans: Sequence[TokenSpan]) -> Masks:
         return {
@@ -283,6 +284,7 @@ class EagerLayers:
         self._backbone, self._probe = backbone, probe
         self._batch = backbone.batch(spans)
         self._read: list[Tensor] = []
+        self._attended: AfterAttention  # the latest layer
         self._last: Tensor  # hidden states after the last layer, once there are answers
 
     def embed(self) -> Tensor:
@@ -293,14 +295,12 @@ class EagerLayers:
         return h, backbone.device.to_host(*(backbone.router_before(target, h) for target in probes))
 
     def attend(self, layer: int, h: Tensor, own: bool, probes: Sequence[int]) -> Attended:
-        attended = self._backbone.attend(layer, h, self._batch, routed=own)
-        logits = [attended.logits()] if own else []
-        logits += [self._probe(target, attended.x) for target in probes]
-        self._read = [attended.x, *logits]
+        self._attended = attended = self._backbone.attend(layer, h, self._batch, routed=own)
+        self._read = attended.unread(own) + [self._probe(target, attended.x) for target in probes]
         return attended
 
     def read(self) -> Sequence[FloatArray]:
-        return self._backbone.device.to_host(*self._read)
+        return *self._attended.arrays[1:], *self._backbone.device.to_host(*self._read)
 
     def enter(self, h: Tensor) -> Tensor:
         return h
@@ -308,8 +308,13 @@ class EagerLayers:
     def leave(self, h: Tensor) -> Tensor:
         return self._backbone.finish(h, self._batch)
 
-    def add(self, added: Sequence[Added], parts: Sequence[FloatArray]) -> Tensor:
-        return self._backbone.device.total(added, parts, self._read[0].shape)
+    def add(self, added: Sequence[Added], parts: Sequence[FloatArray]) -> Tensor | None:
+        attended = self._attended
+        if added or not attended.arrays:
+            return self._backbone.device.total(added, parts, attended.x.shape)
+        stream = attended.arrays[0]
+        stream += sum_on_host(parts, stream.shape)
+        return None
 
     def answers(self, h: Tensor, inputs: Sequence[StepInput]) -> list[FloatArray]:
         self._last = self._backbone.finish(h, self._batch)

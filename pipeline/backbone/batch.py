@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-import numpy as np
 from torch import Tensor
 
+from pipeline.backbone.host_rows import HostRows
 from pipeline.backbone.kv_blocks import BlockPool
 from pipeline.backbone.kv_cache import BLOCKS, POSITIONS, ROPE, TOKENS, SequenceKV
 from pipeline.backbone.rope import RopeTables
 from workers.kernels.cuda.attention import DecodeAttention, Rows
-from workers.kernels.layer import TOKEN, Tokens
 
 
 @dataclass(frozen=True)
@@ -107,6 +106,7 @@ class Batch:
     rope_rows: list[int]  # of these tables, of the rows' positions
     find_masks: Callable[[Sequence[TokenSpan]], Masks]
     flash: bool  # as of the device
+    widths: tuple[int, int]  # of hidden states, and of a router's logits
     decode: DecodeRows | None = None  # where each span decodes and the device has kernels for that
 
     @cached_property
@@ -136,18 +136,15 @@ class Batch:
         return all(span.kv.stored for span in self.spans)
 
     @cached_property
-    def host_tokens(self) -> Tokens:
-        """The rows for the host's kernel of a layer, where each span decodes."""
-        rows = np.empty(self.rows, TOKEN)
-        rows["cosines"], rows["sines"] = self.rope.addresses(self.rope_rows)
-        row = 0
+    def host(self) -> HostRows:
+        """The rows for the host's kernels of layers, where each span decodes."""
+        turns = zip(*self.rope.addresses(self.rope_rows), strict=True)
+        rows = []
         for span in self.spans:
-            kv, at = span.kv, slice(row, row + len(span.tokens))
-            rows["streams"][at], rows["states"][at] = kv.pool.addresses, kv.state_addresses
-            rows["blocks"][at], rows["capacity"][at] = kv.blocks.ctypes.data, kv.capacity
-            rows["position"][at] = span.positions
-            row = at.stop
-        return Tokens(rows)
+            kv = span.kv
+            of_all = kv.pool.addresses, kv.blocks.ctypes.data, kv.state_addresses, kv.capacity
+            rows += [(*next(turns), *of_all, position) for position in span.positions]
+        return HostRows(rows, *self.widths)
 
 
 def logit_rows(inputs: Sequence[StepInput]) -> tuple[list[int], list[int]]:

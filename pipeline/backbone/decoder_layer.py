@@ -15,6 +15,7 @@ from torch.nn import functional
 from pipeline.arrays import FloatArray, IntArray
 from pipeline.backbone.attention import Attention
 from pipeline.backbone.batch import Batch
+from pipeline.backbone.host_rows import Written
 from pipeline.backbone.linear import FEW_ROWS, Linear
 from pipeline.backbone.weights import Weights
 from pipeline.device.base import Added, Device
@@ -149,21 +150,20 @@ class DecoderLayer:
 
     def _on_host(self, kernel: LayerKernel, h: Tensor, batch: Batch, routed: bool) -> AfterAttention:
         """Compute the layer in C: `h` after the attention, or after a dense block."""
-        h = h.contiguous()
-        made = torch.empty(3 if self.shares else 2, *h.shape)
-        first, step = made.data_ptr(), h.numel() * h.itemsize
-        logits = None
-        if routed and self._router is not None:
-            logits = torch.empty(len(h), len(self._router))
+        h, rows = h.contiguous(), batch.host
+        out, x = rows.streams[h is rows.streams[0].tensor], rows.x  # h is read meanwhile
+        logits = rows.logits if routed and self._router is not None else None
+        shared = rows.shared if self.shares else None
         kernel(
-            batch.host_tokens,
+            rows.tokens,
             h.data_ptr(),
-            out=first,
-            x=first + step,
-            logits=None if logits is None else logits.data_ptr(),
-            shared=first + 2 * step if self.shares else None,
+            out.address,
+            x.address,
+            None if logits is None else logits.address,
+            None if shared is None else shared.address,
         )
-        return AfterAttention(self, made[0], made[1], logits, made[2] if self.shares else None)
+        arrays = (out.array, x.array) if logits is None else (out.array, x.array, logits.array)
+        return AfterAttention(self, out.tensor, x.tensor, logits, shared, arrays)
 
     def router(self, x: Tensor) -> Tensor:
         """Router logits float32 [R, E]."""
@@ -195,21 +195,28 @@ class DecoderLayer:
 @dataclass(slots=True)  # not frozen, which takes longer to make
 class AfterAttention:
     """A layer up to its experts: hidden states `h` and the normalised input `x` of router and experts, both
-    float32 [R, H]; and what the host has computed in the same call."""
+    float32 [R, H]; and what the host has computed in the same call. All are valid until the next layer."""
 
     layer: DecoderLayer
     h: Tensor
     x: Tensor
-    _logits: Tensor | None = None
-    _shared: Tensor | None = None
+    _logits: Written | None = None
+    _shared: Written | None = None
+    arrays: tuple[FloatArray, ...] = ()  # h, x and perhaps the logits where the host has computed them
 
     def logits(self) -> Tensor:
         """The router's, float32 [R, E]."""
-        return self.layer.router(self.x) if self._logits is None else self._logits
+        return self.layer.router(self.x) if self._logits is None else self._logits.tensor
+
+    def unread(self, own: bool) -> list[Tensor]:
+        """What `arrays` lacks: x and, if `own`, the router's logits."""
+        if self.arrays:
+            return []
+        return [self.x, self.logits()] if own else [self.x]
 
     def shared(self) -> Tensor | None:
         """The output of the shared experts, float32 [R, H]; None for a layer without them."""
-        return self.layer.shared_experts(self.x) if self._shared is None else self._shared
+        return self.layer.shared_experts(self.x) if self._shared is None else self._shared.tensor
 
     @property
     def inputs(self) -> Tensor:

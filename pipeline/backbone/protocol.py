@@ -58,7 +58,7 @@ class LayerCall(Protocol):
 
     def add(self, added: Sequence[Added], parts: Sequence[FloatArray]) -> Tensor | None:
         """Take what the layer's experts give, as `Device.total`. Returns their sum, which `Experts` returns;
-        None where it will be added to the residual stream later."""
+        None where it is added to the residual stream here or later."""
 
 
 Experts = Callable[

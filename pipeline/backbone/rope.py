@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.device import Device
@@ -46,13 +45,14 @@ class RopeTables:
         """Returns cosines and sines of rows of the tables; the rows are on the device, int64 [R]."""
         return self._cos[rows], self._sin[rows]
 
-    def addresses(self, rows: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def addresses(self, rows: list[int]) -> tuple[list[int], list[int]]:
         """The same rows where they lie, on the host: of cosines and sines, [R] each. Raises IndexError
         outside the tables, because C reads what the addresses name."""
         if not 0 <= min(rows, default=0) <= max(rows, default=0) < len(self._cos):
             raise IndexError(f"rotary rows {min(rows)} to {max(rows)} of {len(self._cos)}")
-        offsets = np.array(rows, np.int64) * (self._cos.stride(0) * self._cos.element_size())
-        return self._cos.data_ptr() + offsets, self._sin.data_ptr() + offsets
+        step = self._cos.stride(0) * self._cos.element_size()
+        cosines, sines = self._cos.data_ptr(), self._sin.data_ptr()
+        return [cosines + step * row for row in rows], [sines + step * row for row in rows]
 
 
 def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from pipeline.cluster.lanes import HeldLanes
 from pipeline.cluster.rows import RowCoder, WireX
 from pipeline.cluster.workers import READER, ROLE, HostWorkers
 from pipeline.config import WorkerCores
-from pipeline.errors import PeerLost, PipelineError
+from pipeline.errors import PipelineError
 from pipeline.experts.carriers import ArenaCarrier
 from pipeline.experts.disk_tier import DiskTier
 from pipeline.experts.division import Divider, largest
@@ -70,7 +70,7 @@ from protocol.program import LineFormatter
 from protocol.sockets import runtime_root
 from shm.control import ControlSegment
 from shm.descriptor import HEADER, ITEMS, LAYER, Descriptor, head_of, numbers
-from shm.errors import SegmentMissing, ShmError
+from shm.errors import ShmError
 from shm.lane import LaneShape, library
 from shm.layout import ExpertShape
 from shm.locks import StoreLease
@@ -81,8 +81,8 @@ from workers.kernels.native import best, store_kernel
 
 NARROW_ROWS = 32  # of the slots of a lane of which there are several
 FEW_ROWS = 4  # of a Work of which this process computes a share itself: it is deaf meanwhile
-LOAD_TRIES = 10  # another engine's start may remove a store that nobody has leased yet
 LOOK_MS = 100  # of a wait for messages, between two looks at the workers
+TURN_SECONDS = 1.0  # that a turn counts as silence at most: one that was stopped has not listened
 CHECK_SECONDS = 0.01  # between two looks at least: a system call for each worker
 WORKER_LIMIT = 60.0  # seconds for the workers to announce themselves
 
@@ -116,7 +116,8 @@ class ExpertHost:
         self._workers: HostWorkers | None = None
         self._tier: DiskTier | None = None
         self._error = ""  # why it cannot compute
-        self._heard_at = time.monotonic()
+        self._silence = 0.0  # seconds since the coordinator's last message in which this host has listened
+        self._turned_at = time.monotonic()
         self._check_at = 0.0
         self.stopped = False
         self._log = SparseLog(log)
@@ -136,9 +137,11 @@ class ExpertHost:
                 self._publish(READY)
 
     def _ended(self) -> bool:
+        before, self._turned_at = self._turned_at, time.monotonic()
+        self._silence += min(TURN_SECONDS, self._turned_at - before)
         if self._loading.is_alive():  # perhaps for longer than a coordinator takes to start
-            self._heard_at = time.monotonic()
-        if not self.stopped and time.monotonic() - self._heard_at > self._config.lease:
+            self._silence = 0.0
+        if not self.stopped and self._silence > self._config.lease:
             log.warning(f"the coordinator was silent for {self._config.lease:g} s: this host ends")
             self.stopped = True
         return self.stopped
@@ -156,7 +159,7 @@ class ExpertHost:
     def _publish(self, state: str, error: str = "") -> None:
         config = self._config
         of_host = config.name, os.getpid(), config.setting, state, self._endpoint, self._public
-        lanes, path = config.lanes.held, str(self._path / place.LOG)
+        lanes, path = config.lanes.held, str(place.log_of(self._path))
         place.publish(self._path, place.HostPlace(*of_host, lanes, path, error))
 
     # --- computing ---------------------------------------------------------------------------------------
@@ -183,7 +186,7 @@ class ExpertHost:
             "host_slowdown": config.host_slowdown,
             "supervised": False,
         }
-        workers = HostWorkers(config.cores, told, key, control, exits, runtime / place.LOG, on_disk)
+        workers = HostWorkers(config.cores, told, key, control, exits, place.log_of(runtime), on_disk)
 
         def bind(file: str, role: str, largest: int = 0) -> ChildServerSocket:
             identity = runtime, file, role, loading.fingerprint, key, exits, workers.on_message
@@ -271,7 +274,7 @@ class ExpertHost:
             except MalformedMessage as e:
                 self._log.warning(f"dropped a malformed message of the coordinator: {e}")
                 continue
-            self._heard_at = time.monotonic()
+            self._silence = 0.0
             self._on_message(sender, message)
 
     def _on_message(self, sender: bytes, message: object) -> None:
@@ -380,20 +383,12 @@ class _LoadingThread(threading.Thread):
             loading.least = LAYERS_IN_MEMORY * loading.manifest.layout.layer_stride
             if loading.manifest.layout.head_bytes:
                 raise ValueError(f"experts in {config.format} are for one machine alone")
-            self.lease = self._leased(loading)
+            self.lease = loading.load_leased()
             log.info(f"lanes {config.lanes.held}: {loading.origin}")
             self.loading = loading
         except Exception as e:  # it is told to whoever asks; this thread has no caller
             log.warning(f"loading failed: {e}")
             self.failure = str(e) or type(e).__name__
-
-    def _leased(self, loading: Loading) -> StoreLease:
-        """Load, and lease the store; again, where the start of another engine has removed it in between."""
-        for _ in range(LOAD_TRIES):
-            loading.load()
-            with suppress(SegmentMissing):
-                return StoreLease.acquire(loading.fingerprint)
-        raise PeerLost("other engines removed the store each time it had been loaded")
 
     def stage(self, name: str, total: int) -> Callable[[int], None]:
         """As of the loader's control."""
@@ -413,7 +408,7 @@ def main(plain: dict[str, Any]) -> None:
     if claimed is None:
         return  # another one runs, which its keeper finds
     path, lock = claimed
-    _open_log(path / place.LOG, config)
+    _open_log(place.log_of(path), config)
     with ExitStack() as closing:
         try:
             host = ExpertHost(config, path, closing)

@@ -159,9 +159,15 @@ class HostKeeper:
         sweep()  # the store of one that was killed
 
     def _wait_place(self, limit: float) -> HostPlace:
+        name, setting = self.config.name, self.config.setting
+
         def said() -> HostPlace | None:
-            now = place.read(self.config.name)
-            return now if now is not None and now.setting == self.config.setting else None
+            gone, now = not place.runs(name), place.read(name)
+            if now is not None and now.setting == setting:
+                return now
+            if gone:
+                raise PeerLost(f"the expert host {name} has exited in its start")
+            return None
 
         now = _until(said, limit)
         if now is None:
@@ -172,14 +178,15 @@ class HostKeeper:
 
 
 def launch(config: HostConfig) -> None:
-    """Start a host that is no child of this process. Raises PeerLost where that takes too long."""
+    """Start a host that is no child of this process; returns when it has taken its place, or has exited.
+    Raises PeerLost where that takes too long."""
     # Its folder's host.json is of an earlier one, which must not be taken for what this one says.
     if (claimed := place.claim(config.name)) is not None:
         place.remove(*claimed)
     process = subprocess.Popen(
         [*PYTHON, "-m", "pipeline.cluster.host"],
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,  # which it closes then
         stderr=subprocess.DEVNULL,
         start_new_session=True,
         env=environment(1),

@@ -4,7 +4,7 @@ what a killed host leaves is swept by the next start of an engine or a host.
     $XDG_RUNTIME_DIR/tandem/<name>/     or /tmp/tandem-<uid>/<name>/, 0700
         lock            flocked exclusively by the host as long as it runs
         host.json       what it says about itself: HostPlace
-        host.log        its log
+        host-<pid>.log  its log
         work.sock       its expert workers"""
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from pathlib import Path
 
 import msgspec
 
+from protocol.errors import NotPrivate
 from protocol.files import private_directory, read_small
 from protocol.sockets import runtime_root
 from shm.atomic_file import atomic_file
-from shm.locks import is_locked, try_lock
+from shm.locks import is_locked, leads_to, try_lock
 from shm.segment import engine_prefix, is_segment, segment_path, shm_names
 
-LOCK, INFO, LOG = "lock", "host.json", "host.log"
+LOCK, INFO = "lock", "host.json"
 MAX_INFO = 1 << 16  # bytes
 POLL_SECONDS = 0.02
 LOCK_TRIES = 10  # a process that looks whether a host runs holds its lock for a moment
@@ -55,14 +56,36 @@ def folder_of(name: str) -> Path:
 def claim(name: str) -> tuple[Path, int] | None:
     """Make a host's directory and take its lock; returns its path and the lock's descriptor, or None where a
     host of this name runs. What an earlier one has left is removed. Raises NotPrivate, OSError."""
-    path = private_directory(folder_of(name))
+    path = folder_of(name)
     for _ in range(LOCK_TRIES):
-        lock = try_lock(path / LOCK, fcntl.LOCK_EX)
-        if lock is not None:
-            _clear(path)
-            return path, lock
+        with suppress(FileNotFoundError):  # a host that ends, or another start's sweep, has just removed it
+            lock = try_lock(_made(path) / LOCK, fcntl.LOCK_EX)
+            if lock is not None:
+                _clear(path)
+                return path, lock
         time.sleep(POLL_SECONDS)
     return None
+
+
+def _made(path: Path) -> Path:
+    """Make a host's directory. Raises FileNotFoundError where another process removes it meanwhile,
+    NotPrivate."""
+    try:
+        return private_directory(path)
+    except NotPrivate as e:
+        if isinstance(e.__cause__, FileNotFoundError):
+            raise FileNotFoundError(path) from None
+        raise
+
+
+def log_of(path: Path) -> Path:
+    """Returns the log of the host that this process is: each has one of another name."""
+    return path / f"host-{os.getpid()}.log"
+
+
+def logs(name: str) -> list[Path]:
+    """Returns the logs of the latest host of this name: one, or none before it runs."""
+    return list(folder_of(name).glob("host-*.log"))
 
 
 def publish(path: Path, place: HostPlace) -> None:
@@ -72,11 +95,13 @@ def publish(path: Path, place: HostPlace) -> None:
 
 
 def remove(path: Path, lock: int) -> None:
-    """Remove a host's segments and directory, and release its lock."""
-    _clear(path)
-    (path / LOCK).unlink(missing_ok=True)
-    with suppress(OSError):
-        path.rmdir()
+    """Remove a host's segments and directory, and release its lock. After another program had removed the
+    directory, as at a logout, one of that name is another host's, and stays."""
+    if leads_to(path / LOCK, lock):
+        _clear(path)
+        (path / LOCK).unlink(missing_ok=True)
+        with suppress(OSError):
+            path.rmdir()
     os.close(lock)
 
 

@@ -333,7 +333,7 @@ class TensorExecutor:
         if tier is not None:
             tier.beside = partial(self.engine.pool.begin_stored, begun)
         work = self._memory.begin(layer, split.device, self.call.x, mask, self.clock)
-        self._device_work = work._replace(started=started)
+        self._device_work = work if started is None else work._replace(started=started)
         if tier is not None:
             logits = decision.signals.probes.get(layer + 1)
             tier.predict(None if logits is None else self._router(logits, layer + 1 - self._first))

@@ -150,36 +150,35 @@ class Divider:
         self._tiles = tiles if workers.nodes > 1 else 1  # items of an expert in one descriptor, at most
         self._cores = np.array(workers.cores, np.int64)
         self._starts, self._lengths = np.zeros((2, len(workers)), np.int64)
+        self._lo, self._hi = np.zeros((2, experts), np.int32)
         self._kept = [
+            self._lo,
+            self._hi,
             self._cores,
             self._starts,
             self._lengths,
             np.empty(4 * experts + 2, np.int64),
             np.empty((experts * self._tiles + 1, 3), np.int64),
         ]
-        self._pairs = np.empty((2, 0), np.int32)
         self._struct = s = _Division(experts, workers.nodes, len(workers), row_cost=ROWS_PER_READ)
-        s.cores, s.starts, s.lengths, s.scratch, self._part = map(address_of, self._kept)
+        s.lo, s.hi, s.cores, s.starts, s.lengths, s.scratch, self._part = map(address_of, self._kept)
+        self._size(0, 0)
         self._at = ctypes.addressof(s)
 
     def divide(self, split: Split, seq: int) -> Divided:
         """Return the descriptors of the host's tiles; that of worker w has the number seq + w. Raises
         PlanError for an expert that does not exist, and for arrays that do not fit each other."""
-        s, routing = self._struct, split.routing
-        s.rows, s.k = rows, k = routing.experts.shape
-        if not len(split.lo) == len(split.hi) == self._experts or routing.weights.shape != (rows, k):
+        s, routing, size = self._struct, split.routing, split.routing.experts.shape
+        if not len(split.lo) == len(split.hi) == self._experts or routing.weights.shape != size:
             raise PlanError(f"a plan's arrays do not fit each other, or {self._experts} experts")
-        given = (
-            np.ascontiguousarray(routing.experts, np.int32),
-            np.ascontiguousarray(routing.weights, np.float32),
-            np.ascontiguousarray(split.lo, np.int32),
-            np.ascontiguousarray(split.hi, np.int32),
-        )
-        s.chosen, s.weights, s.lo, s.hi = map(address_of, given)
+        if size != self._chosen.shape:
+            self._size(*size)
+        self._chosen[:], self._weights[:] = routing.experts, routing.weights
+        self._lo[:], self._hi[:] = split.lo, split.hi
         s.seq, s.layer = seq, split.layer
         s.threshold, s.share = split.mask.threshold, split.mask.share
-        to = np.empty(self._room(rows, k), np.int32)
-        s.to, s.room = address_of(to), len(to)
+        to = np.empty(s.room, np.int32)
+        s.to = address_of(to)
         if fault := self._function(self._at, self._part):
             none = f"a policy's routing names an expert outside the layer's {self._experts}"
             raise PlanError(none if fault == 1 else "a layer's descriptors have no room")
@@ -191,15 +190,16 @@ class Divider:
         ]
         return Divided(parts, s.tiles)
 
-    def _room(self, rows: int, k: int) -> int:
-        """Return the numbers of all descriptors, at most: where a run ends within an item, the next one has
-        the item's rows too."""
-        pairs, workers = rows * k, len(self._workers)
-        if self._pairs.shape[1] < pairs:
-            self._pairs = np.empty((2, pairs), np.int32)
-            self._struct.pair_rows, self._struct.pair_weights = map(address_of, self._pairs)
+    def _size(self, rows: int, k: int) -> None:
+        """Prepare for so many rows with k experts each: where a run ends within an item, the next descriptor
+        has the item's rows too."""
+        s, pairs, workers = self._struct, rows * k, len(self._workers)
+        self._chosen, self._weights = np.empty((rows, k), np.int32), np.empty((rows, k), np.float32)
+        self._sorted = np.empty((2, pairs), np.int32)
+        of_pairs = self._chosen, self._weights, *self._sorted
+        s.chosen, s.weights, s.pair_rows, s.pair_weights = map(address_of, of_pairs)
         every = self._tiles * numbers(min(self._experts, pairs), pairs)
-        return every + workers * (numbers(1, rows) + 16)
+        s.rows, s.k, s.room = rows, k, every + workers * (numbers(1, rows) + 16)
 
 
 def largest(workers: WorkerCores, experts: int, tiles: int, rows: int, k: int) -> int:

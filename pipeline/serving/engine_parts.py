@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -131,10 +131,10 @@ class EngineParts:
         self.store = Store.attach(config.store, config.fingerprint, writable=True)
         closing.callback(self.store.close)
         self.machines = self._open_machines()
-        kept = nullcontext() if self.machines is None else self.machines.kept()
-        with kept, ThreadPoolExecutor(1, "locking") as beside:
+        with self.leases_kept(), ThreadPoolExecutor(1, "locking") as beside:
             locked = beside.submit(self._lock_store)
             backbone = self._load_backbone()
+            self.detokenizer = self._detokenizer(text_up)
         chunk = options.chunk or CHUNK_MAX
         if not backbone.chunks and chunk < self.context:  # a prompt is one chunk
             log.warning(
@@ -144,7 +144,6 @@ class EngineParts:
             self.context = chunk
         self.tier = self._open_tier(facts.top_k)
         pool = self._open_pool(facts.top_k)
-        self.detokenizer = self._detokenizer(text_up)
         held = kv_budget(options.kv_tokens, self.context)
         sequences = kv_sequences(held, options.max_sequences)
         self.kv = KVCache(facts, backbone.dtype, devices_of(backbone), held, sequences)
@@ -172,6 +171,10 @@ class EngineParts:
         ]
         if self.drafter is not None:
             self.notes.append("guesses of next tokens: also by the checkpoint's own layer for that")
+
+    def leases_kept(self) -> AbstractContextManager[None]:
+        """Hosts on other machines know that this engine is there, while the block does something else."""
+        return nullcontext() if self.machines is None else self.machines.kept()
 
     def _backbone_notes(self, backbone: AnyBackbone) -> list[str]:
         """Returns what each device has of the backbone, in a line each."""

@@ -67,7 +67,8 @@ class PolicySwitch:
             engine.backbone.check_choices(f"policy {policy.name}")
         for index, stage in enumerate(engine.stages):
             if policy.uses_device and stage.memory.slab is None:
-                stage.memory = self._opener.open(index)
+                with self._parts.leases_kept():  # it may wait for longer than a lease
+                    stage.memory = self._opener.open(index)
                 if (tier := self._parts.tier) is not None:
                     stage.memory.mover.stored = tier
                     tier.movers.append(stage.memory.mover)

@@ -30,22 +30,6 @@ def test_last_threshold_within_the_bound_is_found() -> None:
     assert len(found.tried) <= 8
 
 
-@pytest.mark.parametrize(("added", "value"), [(0.0, 15 / 64), (0.011, 47 / 64), (0.06, 1.0)])
-def test_bound_depends_on_the_exact_loss(added: float, value: float) -> None:
-    loss = steps({0.25: 2.02, 0.75: 2.1})
-    assert largest_threshold(RANKED, loss, lambda exact: added * exact, 8).value == value
-
-
-def test_zero_is_not_a_candidate() -> None:
-    assert largest_threshold(np.zeros(9, np.float32), steps({}), bound, 8).tried == ((0.0, 2.0),)
-
-
-def test_thresholds_above_a_broken_bound_are_not_searched() -> None:
-    # Kept up to 10/64, broken up to 40/64, kept again up to 60/64: the middle one is broken.
-    loss = steps({10.5 / 64: 2.5, 40.5 / 64: 2.0, 60.5 / 64: 2.5})
-    assert largest_threshold(RANKED, loss, bound, 8).value == 10 / 64
-
-
 def test_nan_loss_breaks_the_bound() -> None:
     assert largest_threshold(RANKED, steps({20.5 / 64: float("nan")}), bound, 8).value == 20 / 64
 

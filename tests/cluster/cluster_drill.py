@@ -5,8 +5,9 @@ without pause, and every fault so many times in random order. A program; needs r
 
 Each answer is compared with that of the same request alone, before the first fault. A fault has passed when
 all machines are ready again and every client has got an answer that it asked for later; the next one comes
-then. Prints a JSON line for each fault, and at the end the longest wait for a token by fault. The exit code
-is 0 only if no answer differs, fails or is lost."""
+then. Prints a JSON line for each fault, and at the end the longest wait for a token by fault, and what the
+machines have left behind. The exit code is 0 only if no answer differs, fails or is lost, and nothing is
+left."""
 
 from __future__ import annotations
 
@@ -57,6 +58,7 @@ class Cluster:
         self.network, self._place = Network(len(NAMES), place, room), place
         self.replicas, self._options = replicas, options
         self._serve: subprocess.Popen[str] | None = None
+        self.left: list[str] = []  # what was still there at the end, after all had been told to end
 
     def __enter__(self) -> Cluster:
         self.network.__enter__()
@@ -80,6 +82,7 @@ class Cluster:
             self._serve.wait(LIMIT)
         for i in reversed(range(len(NAMES))):  # of one that never started there is nothing to end
             self._launch(i, "cluster", "stop").communicate(timeout=LIMIT)
+        self.left = [one for i in range(len(NAMES)) for one in self._left(i)]
         self.network.__exit__()
 
     def join(self, i: int) -> None:
@@ -115,6 +118,13 @@ class Cluster:
             except psutil.Error:
                 continue
         return found
+
+    def _left(self, i: int) -> list[str]:
+        """Returns what runs on a machine, and its shared memory and its engines' and hosts' directories."""
+        ours = [f"a process: {word}" for word in ("python", "ray") if self.find(i, word)]
+        files = self.network.shared_memory(i), self.network.runtime(i) / "tandem"
+        ours += [str(path) for folder in files if folder.exists() for path in folder.iterdir()]
+        return [f"{NAMES[i]}: {one}" for one in ours]
 
     def _run(self, i: int, *arguments: str) -> None:
         process = self._launch(i, *arguments)
@@ -272,6 +282,7 @@ class Drill:
             self._faults.append(fault)
             shown = {key: fault[key] for key in ("fault", "machine")}
             shown |= {"wait": round(fault["wait"], 2), "whole again": round(fault["ended"] - began, 1)}
+            shown |= {"load": round(os.getloadavg()[0], 1)}
             print(json.dumps(shown | self._wrong()), flush=True)
 
     async def _settled(self, asking: Client, since: float) -> None:
@@ -349,11 +360,9 @@ def main() -> int:
     try:
         with Cluster(place, options, asked.replicas) as cluster:
             os.environ["XDG_RUNTIME_DIR"] = str(cluster.network.runtime(0))
-            return (
-                0
-                if asyncio.run(Drill(cluster, asked.seed).run(asked.clients, asked.times, asked.only))
-                else 1
-            )
+            passed = asyncio.run(Drill(cluster, asked.seed).run(asked.clients, asked.times, asked.only))
+        print(*(f"left: {one}" for one in cluster.left), sep="\n")
+        return 0 if passed and not cluster.left else 1
     finally:
         shutil.rmtree(place, ignore_errors=True)
 

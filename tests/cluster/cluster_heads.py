@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,7 @@ from pipeline.models.facts import expert_shape, narrowed
 from pipeline.policies.view import Routing
 from protocol.machines import HostHello
 from protocol.messages import MachineRecord, SetMachines
-from shm.errors import SegmentMissing
 from shm.layout import StoreLayout, format_named
-from shm.locks import StoreLease
 from shm.store import Store
 from workers.kernels.native import VERSION as KERNELS
 from workers.kernels.native import best, store_kernel
@@ -128,14 +126,6 @@ class Head:
         return lambda: np.stack(ticket.parts()).tobytes()
 
 
-def _leased(loading: Loading) -> StoreLease:
-    """Load, also where the start of a host removes the store that nobody has leased yet."""
-    while True:
-        loading.load()
-        with suppress(SegmentMissing):
-            return StoreLease.acquire(loading.fingerprint)
-
-
 class _Quiet:
     def stage(self, name: str, total: int) -> Callable[[int], None]:
         return lambda done: None
@@ -151,7 +141,7 @@ def head(
     told |= {"reserve_bytes": 0, "cache_dir": str(Path(os.environ["XDG_CACHE_HOME"]) / "tandem")}
     with ExitStack() as closing:
         loading = Loading(told, _Quiet())
-        closing.callback(_leased(loading).release, keep=False)
+        closing.callback(loading.load_leased().release, keep=False)
         store = closing.enter_context(Store.attach(loading.name, loading.fingerprint))
         shape, exits = store.layout.shape, ExitEvents()
         others = None

@@ -73,6 +73,10 @@ class Network:
         path.mkdir(mode=0o700, exist_ok=True)
         return path
 
+    def shared_memory(self, i: int) -> Path:
+        """The shared memory of a machine that is on, as seen from outside."""
+        return Path(f"/proc/{self._first(i)}/root/dev/shm")
+
     def run(
         self, i: int, *command: str, stderr: int | None = None, **environment: str
     ) -> subprocess.Popen[str]:
@@ -88,9 +92,12 @@ class Network:
         )
 
     def _enter(self, i: int) -> list[str]:
+        return ["nsenter", "-t", self._first(i), "-n", "-m", "-p"]
+
+    def _first(self, i: int) -> str:
+        """Returns the id, outside, of a machine's first process."""
         init = self._inits[i].pid
-        children = Path(f"/proc/{init}/task/{init}/children").read_text().split()
-        return ["nsenter", "-t", children[0], "-n", "-m", "-p"]
+        return Path(f"/proc/{init}/task/{init}/children").read_text().split()[0]
 
 
 def address(i: int) -> str:

@@ -29,12 +29,11 @@ async def tokens_of(client: Client) -> tuple[int, ...]:
     return tuple(token for result in results for token in result.tokens)
 
 
-@pytest.mark.parametrize("format", ["int4", "int8"])
-async def test_tokens_of_three_machines_are_those_of_one(three_tiles: Path, format: str) -> None:
-    config = replace(CONFIG, model=three_tiles, format=format, name=f"t{os.getpid()}-cluster")
+async def test_tokens_of_three_machines_are_those_of_one(three_tiles: Path) -> None:
+    config = replace(CONFIG, model=three_tiles, format="int8", name=f"t{os.getpid()}-cluster")
     async with Supervisor(config, log_level="WARNING") as one, Client.connect(one.endpoint) as client:
         expected = await tokens_of(client)
-    with hosts(*(host_config(three_tiles, lane, format=format) for lane in (1, 2))) as keepers:
+    with hosts(*(host_config(three_tiles, lane, format="int8") for lane in (1, 2))) as keepers:
         machines = MachineList(tuple(machine(k.place()) for k in keepers), *KEYS)
         config = replace(config, lanes=PLAN)
         async with (
@@ -58,10 +57,9 @@ async def test_tokens_of_three_machines_are_those_of_one(three_tiles: Path, form
     assert [known["state"] for known in stats["machines"]] == ["ready", "ready"]
 
 
-@pytest.mark.parametrize("format", ["int4", "int8"])
-async def test_equal_lanes_have_equal_bits_also_of_unequal_machines(three_tiles: Path, format: str) -> None:
+async def test_equal_lanes_have_equal_bits_also_of_unequal_machines(three_tiles: Path) -> None:
     lanes = LanePlan((0, 1, 3), (0, 1), pieces=2, rows=64)
-    config = replace(CONFIG, model=three_tiles, format=format, name=f"t{os.getpid()}-bits", lanes=lanes)
+    config = replace(CONFIG, model=three_tiles, format="int4", name=f"t{os.getpid()}-bits", lanes=lanes)
 
     async def bits(client: Client) -> list[tuple[int, float]]:
         answer = client.generate(token_ids=[5, 6, 7, 8, 9], max_tokens=24, ignore_eos=True)
@@ -69,7 +67,7 @@ async def test_equal_lanes_have_equal_bits_also_of_unequal_machines(three_tiles:
 
     async with Supervisor(config, log_level="WARNING") as one, Client.connect(one.endpoint) as client:
         expected = await bits(client)
-    unequal = host_config(three_tiles, 1, format=format, lanes=replace(lanes, held=(1,)))
+    unequal = host_config(three_tiles, 1, format="int4", lanes=replace(lanes, held=(1,)))
     with hosts(unequal) as (keeper,):
         machines = MachineList((machine(keeper.place()),), *KEYS)
         config = replace(config, workers=1, lanes=replace(lanes, held=(0,)))

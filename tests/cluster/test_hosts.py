@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import time
@@ -32,12 +33,14 @@ from cluster_heads import (
     restart,
 )
 
-from launch.cluster.machine import HostActor
+from launch.cluster.machine import HostActor, LogLines
+from launch.runtime import sweep
 from pipeline.cluster import place
 from pipeline.cluster.keeper import HostKeeper, new_keys
 from pipeline.cluster.rows import WireX
 from pipeline.config import Machine
 from pipeline.errors import PeerLost, ShardFailed, StepInterrupted
+from protocol.files import private_directory
 from shm.descriptor import describe
 from workers.kernels.native import best
 from workers.lifetime import PR_SET_PDEATHSIG
@@ -54,8 +57,9 @@ def alone(three_tiles: Path) -> Iterator[Head]:
 
 @pytest.fixture(scope="module")
 def pair(three_tiles: Path) -> Iterator[list[HostKeeper]]:
-    """Two hosts, one of which has a replica of the other's lane."""
-    with hosts(host_config(three_tiles, 1), host_config(three_tiles, 1, 2)) as keepers:
+    """Two hosts, one of which has a replica of the other's lane. Tests of others may take long in between."""
+    configs = (replace(host_config(three_tiles, *held), lease=900.0) for held in ((1,), (1, 2)))
+    with hosts(*configs) as keepers:
         yield keepers
 
 
@@ -127,6 +131,10 @@ def test_a_part_that_no_memory_has_room_for_is_served_from_disk(three_tiles: Pat
             children = psutil.Process(pid_of(keeper)).children()
             next(child for child in children if "workers.reader" in child.cmdline()).kill()
             assert [wait() for wait in later] == [alone.sums(seed, 64) for seed in range(4)]
+            os.kill(before := pid_of(keeper), signal.SIGKILL)
+            stand_in = machine(restart(keeper, before))
+            several.tell(stand_in)
+            assert several.sums(4) == alone.sums(4)
             several.tell(stand_in, machine(restart(lost, pid)))
             known = several.machines
             assert known is not None
@@ -275,6 +283,36 @@ def test_unequal_variants_are_refused_where_they_differ(three_tiles: Path) -> No
             several.update_until(lambda: several.state()[0] == "refused")
 
 
+def test_a_host_that_ends_in_its_start_is_noticed_at_once(
+    three_tiles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.cluster.keeper.PYTHON", ("/bin/false",))
+    with pytest.raises(PeerLost, match="has exited in its start"):
+        HostKeeper(host_config(three_tiles, 1, name="host-of-no-program")).start()
+
+
+def test_a_place_is_whose_lock_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, name = [], "host-of-a-place"
+
+    def swept(path: Path) -> Path:
+        made.append(private_directory(path))
+        if len(made) == 1:
+            sweep()  # by the start of an engine, before the lock is there
+        return path
+
+    monkeypatch.setattr(place, "private_directory", swept)
+    first = place.claim(name)
+    assert first is not None
+    assert len(made) == 2
+    shutil.rmtree(first[0])  # as at a logout
+    second = place.claim(name)
+    assert second is not None
+    place.remove(*first)
+    assert place.runs(name)
+    place.remove(*second)
+    assert not second[0].exists()
+
+
 def test_a_host_ends_after_its_lease(three_tiles: Path, alone: Head) -> None:
     # The head is there first: the lease begins when the host has loaded.
     with ExitStack() as closing:
@@ -283,6 +321,18 @@ def test_a_host_ends_after_its_lease(three_tiles: Path, alone: Head) -> None:
         (keeper,) = closing.enter_context(hosts(config))
         several.tell(machine(keeper.place()))
         assert several.sums(5) == alone.sums(5)
+        running = keeper.place()
+        assert running is not None
+        os.kill(running.pid, signal.SIGSTOP)
+        several.tell()
+        resumed = time.monotonic() + 1.5 * config.lease
+        several.update_until(lambda: time.monotonic() > resumed)
+        several.tell(machine(running))
+        several.update_until(lambda: several.machines and several.machines.stats())
+        os.kill(running.pid, signal.SIGCONT)
+        several.update_until(lambda: several.state()[0] == "ready" or keeper.place() is None)
+        assert keeper.place() == running, "it could not hear while it was stopped"
+        assert several.sums(6) == alone.sums(6)
         assert keeper.wait_exit(60)
         assert not place.folder_of(keeper.config.name).exists()
         ended = keeper.check()
@@ -307,8 +357,12 @@ def test_the_actor_passes_on_what_a_host_has_logged(three_tiles: Path) -> None:
         psutil.Process(pid).children()[0].kill()
         os.kill(watch_until(lambda host: "exited with -9" in str(host["lines"]))["pid"], signal.SIGKILL)
         host = watch_until(lambda host: host["state"] == "ready" and host["pid"] != pid)
-        lines = [text for _, text in host["lines"]["latest"]]
+        lines = [text for *_, text in host["lines"]]
         assert "worker 0 exited with -9; it is being restarted" in lines, "also of a host before"
+        log = LogLines("host-of-an-actor")
+        log.read()
+        told = [list(line) for line in log.latest]
+        assert told == host["lines"][-len(told) :], "another actor names lines in the same way"
     finally:
         actor.stop()
 

@@ -12,13 +12,14 @@ import pytest
 import pytest_asyncio
 from fault_engines import KILL, STOP, State, answer, bits, config, same
 
+from launch.processes.monitor import Limits
 from protocol.client import Client
 from protocol.errors import EngineGone
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 FLOE = {"sparsity": "0.5", "pause": "0"}
-CONTINUE, PAUSE = signal.SIGCONT, 0.3  # s; clients and the supervisor allow 2.5 and more
+CONTINUE, PAUSE = signal.SIGCONT, 0.3  # s; the supervisor looks twice, half a second apart
 LENGTH = 220  # tokens: seconds on any machine, for the link is slow
 FAULTS = [(KILL, ["prefetcher"]), (STOP, ["prefetcher"]), (KILL, ["prefetcher", "worker"])]
 
@@ -27,7 +28,7 @@ FAULTS = [(KILL, ["prefetcher"]), (STOP, ["prefetcher"]), (KILL, ["prefetcher", 
 async def state(start_engine, tiny_model) -> AsyncIterator[State]:
     settings = {"format": "floe-u8-int8", "policy": "floe", "policy_options": FLOE}
     settings |= {"expert_cache": 0.3, "link_gbps": 0.002, "host_slowdown": 1.0}
-    async with start_engine(config(tiny_model, **settings)) as (supervisor, client):
+    async with start_engine(config(tiny_model, **settings), Limits(stopped_checks=2)) as (supervisor, client):
         state = State(supervisor, client)
         await state.wait_recovered()
         yield state

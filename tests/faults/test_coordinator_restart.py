@@ -111,7 +111,7 @@ async def test_early_exits_in_a_row_stop_the_engine_with_one_line(start_engine, 
     killed, seen = [-1], []
 
     async def run_and_kill() -> None:
-        async with start_engine(config(tiny_model)) as (supervisor, client):
+        async with start_engine(config(tiny_model), Limits(longest_pause=0.1)) as (supervisor, client):
             state = State(supervisor, client)
             seen.append(state)
             while True:
@@ -155,7 +155,7 @@ async def test_worker_that_cannot_start_stops_the_engine_with_one_line(start_eng
     seen = []
 
     async def run_and_kill() -> None:
-        async with start_engine(config(tiny_model), Limits(longest_pause=0.2)) as (supervisor, client):
+        async with start_engine(config(tiny_model), Limits(longest_pause=0.1)) as (supervisor, client):
             state = State(supervisor, client)
             seen.append(state)
             reference = await answer(client)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import fork_server
 import numpy as np
 import pytest
 import torch
@@ -29,12 +30,11 @@ DRAWN = 1024  # prompts, of two tokens each
 LAST_BYTES = 8192  # truncated from the store's end: part of the last expert's last tile
 
 
-# Python executes a sitecustomize.py of PYTHONPATH before the program. A worker's first message is the
-# coordinator's answer to its Ready; its first Work comes later.
+# A worker's first message is the coordinator's answer to its Ready; its first Work comes later.
 HOOK = """
 import os, sys, time
 
-if "workers.expert_worker" in sys.orig_argv:
+if "workers.expert_worker" in sys.argv:
     from workers.child_endpoint import ChildEndpoint
 
     receive = ChildEndpoint.receive
@@ -49,12 +49,12 @@ if "workers.expert_worker" in sys.orig_argv:
 
 
 @pytest.fixture
-def hook(executed_processes, tmp_path, monkeypatch) -> Callable[[str], None]:
+def hook(tmp_path, monkeypatch) -> Callable[[str], None]:
     """Has workers that start from now on execute a statement before they handle a message."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv(fork_server.HOOK, str(tmp_path / "hook.py"))
 
     def write(statement: str) -> None:
-        (tmp_path / "sitecustomize.py").write_text(HOOK.format(statement=statement))
+        (tmp_path / "hook.py").write_text(HOOK.format(statement=statement))
 
     return write
 

@@ -11,14 +11,17 @@ import pytest_asyncio
 from exact_presets import DIVIDING
 from fault_engines import KILL, LIMIT, LONG, PROMPT, STOP, State, answer, config, same
 
+from launch.processes.monitor import Limits
+
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def state(start_engine, tiny_model) -> AsyncIterator[State]:
     """On demand over a slow link: most of a step is waiting for tiles."""
-    settings = {"policy": "on-demand", "expert_cache": 0.3, "link_gbps": 0.01, "host_slowdown": 1.0}
-    async with start_engine(config(tiny_model, **settings)) as (supervisor, client):
+    settings = {"policy": "on-demand", "expert_cache": 0.3, "link_gbps": 0.02, "host_slowdown": 1.0}
+    limits = Limits(stopped_checks=2)
+    async with start_engine(config(tiny_model, **settings), limits) as (supervisor, client):
         state = State(supervisor, client)
         await state.wait_recovered()
         yield state

@@ -24,6 +24,7 @@ MASKED = {  # half of the channels
     "policy": "floe-host",
     "policy_options": {"sparsity": "0.5"},
 }
+SOON = Limits(start_checks=12, stopped_checks=2)  # a stopped process is noticed soon
 FAULTS = {
     "one killed": [(KILL, 0)],
     "both killed": [(KILL, 0), (KILL, 1)],
@@ -33,7 +34,7 @@ FAULTS = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def state(start_engine, tiny_model) -> AsyncIterator[State]:
-    async with start_engine(config(tiny_model), Limits(start_checks=12)) as (supervisor, client):
+    async with start_engine(config(tiny_model), SOON) as (supervisor, client):
         state = State(supervisor, client)
         await state.wait_recovered()
         yield state
@@ -42,7 +43,7 @@ async def state(start_engine, tiny_model) -> AsyncIterator[State]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def alone(start_engine, tiny_model) -> AsyncIterator[State]:
     """An engine with a single worker, which leaves channels out."""
-    async with start_engine(config(tiny_model, workers=1, **MASKED)) as (supervisor, client):
+    async with start_engine(config(tiny_model, workers=1, **MASKED), SOON) as (supervisor, client):
         state = State(supervisor, client)
         await state.wait_recovered()
         yield state
@@ -51,7 +52,7 @@ async def alone(start_engine, tiny_model) -> AsyncIterator[State]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def over_zmq(start_engine, tiny_model) -> AsyncIterator[State]:
     """An engine whose Work goes over sockets; that of the others goes through shared memory."""
-    async with start_engine(config(tiny_model, exchange="zmq")) as (supervisor, client):
+    async with start_engine(config(tiny_model, exchange="zmq"), SOON) as (supervisor, client):
         state = State(supervisor, client)
         await state.wait_recovered()
         yield state

@@ -26,19 +26,7 @@ from pipeline.text.chat_output import ChatOutput, Part, ToolCall
 from protocol.answer import Answer
 from protocol.messages import VERSION, Done, Token, Welcome
 
-JSON_CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-XML_CALL = """<tool_call>
-<function=f>
-<parameter=a>
-1
-</parameter>
-<parameter=b>
-x y
-</parameter>
-</function>
-</tool_call>"""
 SCHEMAS = {"f": {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}}
-TEXT = f"<think>I wonder. {JSON_CALL}</think>\n\nHello {JSON_CALL}\n{JSON_CALL}"
 
 
 def read(
@@ -60,33 +48,13 @@ def read(
 
 
 JSON = TemplateKind(thinks=True, tools=True, calls="json")
-XML = TemplateKind(thinks=True, tools=True, calls="xml")
 CALL = ("f", '{"a": 1}')
-
-
-@pytest.mark.parametrize(
-    "written",
-    ["{", "[]", '{"name": "g", "arguments": {}}', '{"name": "f", "arguments": "{"}', "[" * 3000, "null"],
-)
-def test_what_is_no_call_stays_text(written: str) -> None:
-    text = f"<tool_call>{written}</tool_call>"
-    assert read(text, [5, 14], JSON) == [("content", text)]
-
-
-def test_calls_in_xml_have_values_of_the_schemas_types() -> None:
-    ((name, arguments),) = read(XML_CALL, [3, 20, 40], XML)
-    assert name == "f"
-    assert json.loads(arguments) == {"a": 1, "b": "x y"}
 
 
 def test_arguments_may_be_written_as_a_string_or_left_out() -> None:
     written = ('{"name": "f", "arguments": "{\\"a\\": 1}"}', '{"name": "f"}')
     text = "".join(f"<tool_call>{call}</tool_call>" for call in written)
     assert read(text, [], JSON) == [CALL, ("f", "{}")]
-
-
-def test_a_model_without_a_form_is_not_parsed() -> None:
-    assert read(TEXT, [4], TemplateKind()) == [("content", TEXT)]
 
 
 PARTS = (

@@ -134,9 +134,10 @@ def test_every_turn_is_answered_streamed_and_whole(served: Served) -> None:
         known += before
         cached += usage.input_tokens_details.cached_tokens
         before = usage.input_tokens
-        again = whole(post(served, body | {"stream": False}, coding=coding))
-        assert again.usage.input_tokens == before
-        assert again.usage.input_tokens_details.cached_tokens >= before - 1
+        if turn % 3 == 1:  # by each coding in turn
+            again = whole(post(served, body | {"stream": False}, coding=coding))
+            assert again.usage.input_tokens == before
+            assert again.usage.input_tokens_details.cached_tokens >= before - 1
     assert turn == 19
     assert cached >= 0.95 * known
 

@@ -15,8 +15,8 @@ from embedded_tokenizer import embedded_tokenizer
 from gateway_engine import Served, serve
 from waiting import until
 
-STREAMS = 64
-TOKENS = 48
+STREAMS = 40
+TOKENS = 40
 
 
 @pytest.fixture(scope="module")

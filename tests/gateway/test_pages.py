@@ -44,10 +44,10 @@ ANSWER = """A **list** of `n`:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[object]:
-    """Without guesses, so that each token is a step."""
+    """Without guesses, so that each token is a step. An answer has a quarter of the context at most."""
     from gateway_engine import serve
 
-    with serve("--speculate", "off") as running:
+    with serve("--speculate", "off", "--context", "512") as running:
         yield running
 
 

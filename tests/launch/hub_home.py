@@ -21,12 +21,12 @@ RESOLVE = (
     "logging.basicConfig(level='INFO', format='[%(name)s] %(message)s');"
     "print(model_folder(Path(sys.argv[1]), download=True))"
 )
+# Without the seconds for which huggingface_hub waits before it tries again.
 COMPLAIN = (
-    "import json, sys; from launch.cli import main;"
+    "import json, sys, time; time.sleep = int; from launch.cli import main;"
     "ask = ['generate', '--prompt', 'a', '--log-level', 'warning', '--model'];"
     "print(json.dumps([main([*ask, name]) for name in sys.argv[1:]]))"
 )
-# `launch.py` without the seconds for which huggingface_hub waits before it tries again.
 IMPATIENT = "import sys, time; time.sleep = int; from launch.cli import main; sys.exit(main(sys.argv[1:]))"
 WANTED = {
     "config.json",

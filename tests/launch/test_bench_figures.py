@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from counters import TILE, decode
 
 from launch.bench.measure import Perplexity, PolicyResult, Run, Timeline
 from launch.bench.report import Report
-from launch.terminal.format import alike
 from launch.terminal.tables import render
 from pipeline.policies.view import PolicyRequest
 
@@ -132,19 +130,3 @@ def whole_report() -> Report:
     return Report(
         config, [exact, approximate], "", [PolicyResult(PolicyRequest("dali"), left_out="not calibrated")]
     )
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ([3067.0, 41.7], ["3067", "42"]),
-        ([41.7, 7.08], ["41.7", "7.1"]),
-        ([134.2, 98.6], ["134", "99"]),
-        ([0.42, 0.0, 0.0001], ["0.420", "0.000", "<0.001"]),
-        ([0.0, 0.0], ["0", "0"]),
-        ([9.999, 99.95], ["10.0", "100.0"]),
-        ([123456.0, 0.5], ["123456", "<1"]),
-    ],
-)
-def test_figures_of_a_column_are_alike(values: list[float], words: list[str]) -> None:
-    assert alike(values) == words

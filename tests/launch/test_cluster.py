@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import socket
+from contextlib import nullcontext
+from itertools import chain, repeat
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from engines import ROOT, launch
 
-from launch.cluster import node
-from launch.cluster.cluster import differing
+from launch.cluster import command, node
+from launch.cluster.cluster import Cluster, differing
 from launch.cluster.machine import Echo, call_echo, known_rate, look, versions
-from launch.cluster.node import NodeConfig
-from launch.errors import WrongUsage
+from launch.cluster.node import NodeConfig, NodePlace
+from launch.errors import LaunchError, WrongUsage
 
 
 def test_token_is_readable_by_its_user_alone(tmp_path: Path) -> None:
@@ -41,6 +44,35 @@ def test_port_that_is_in_use_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(WrongUsage, match=f"port {port} is in use.*--port"):
             node.check_ports(NodeConfig("m", "127.0.0.2", port, "token"))
+
+
+@pytest.mark.parametrize("reached", [True, False])
+async def test_machine_whose_ray_starts_again_while_it_joins_has_joined(
+    monkeypatch: pytest.MonkeyPatch, reached: bool
+) -> None:
+    config = NodeConfig("m", "127.0.0.2", 1, "token")
+    states = chain(["up", "again", "again"], repeat("up"))
+    stopped = list[str]()
+
+    class Head:
+        """Is started again itself meanwhile."""
+
+        answers = chain([LaunchError("nothing answers")], repeat([{"name": "m", "alive": reached}]))
+
+        async def nodes(self) -> Any:
+            answer = next(self.answers)
+            if isinstance(answer, LaunchError):
+                raise answer
+            return answer
+
+    monkeypatch.setattr(command, "GIVEN_UP_SECONDS", 0.0)
+    monkeypatch.setattr(command, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(command, "REACHED_LIMIT", 3600.0 if reached else 0.1)
+    monkeypatch.setattr(node, "read_place", lambda name: NodePlace(config, 1, next(states)))
+    monkeypatch.setattr(node, "stop", stopped.append)
+    with nullcontext() if reached else pytest.raises(LaunchError, match="open them in the firewall"):
+        await command._check_reached(cast(Cluster, Head()), config)
+    assert stopped == ([] if reached else ["m"])
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -190,19 +191,40 @@ class Told:
         self._said.put_nowait({})
 
 
-async def test_of_two_that_have_stood_in_the_one_that_does_now_is_used() -> None:
+def told(*said: dict[str, Any]) -> Share:
+    """The share of an engine whose liaison says these things about the hosts of machines."""
     rooms = tuple(Room(name, 9, 1.0) for name in "abcd")
     division = Division((0, 1, 2), ((0,), (1,), (), ()), 1)
     config = EngineConfig(lanes=LanePlan(division.bounds, (0,), 1))
     looks = {name: {"address": "127.0.0.1"} for name in "abcd"}
-    host = {"endpoint": "tcp://127.0.0.1:1", "key": "k", "lanes": [1], "lines": {"of": "x", "latest": []}}
-    states = ("c", "ready"), ("d", "ended")
-    hosts = {f"{name} for b": {"h-spare": host | {"state": state}} for name, state in states}
-    told = cast(Cluster, Told({"hosts": hosts, "down": {}}))
-    keys = MachineList((), "", "")
-    shared = Share(told, config, keys, tuple("abcd"), rooms, division, 4, (0, 0), looks)
+    cluster, keys = Told(*({"hosts": hosts, "down": {}} for hosts in said)), MachineList((), "", "")
+    return Share(cast(Cluster, cluster), config, keys, tuple("abcd"), rooms, division, 4, (0, 0), looks)
+
+
+def host(state: str, *lines: tuple[str, int, str]) -> dict[str, Any]:
+    """What a liaison says of a host, with lines of its log."""
+    return {"endpoint": "tcp://127.0.0.1:1", "key": "k", "lanes": [1], "lines": lines, "state": state}
+
+
+async def test_of_two_that_have_stood_in_the_one_that_does_now_is_used() -> None:
+    share = told({"c for b": {"h-spare": host("ready")}, "d for b": {"h-spare": host("ended")}})
     known: asyncio.Queue[tuple[Machine, ...]] = asyncio.Queue()
-    async with placed(shared, "e", known.put), asyncio.timeout(60):
+    async with placed(share, "e", known.put), asyncio.timeout(60):
         while not (there := [one.name for one in await known.get() if one.endpoint]):
             pass
     assert there == ["c for b"]
+
+
+async def test_lines_of_a_hosts_log_are_told_once_whichever_actor_reads_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lines = ("f", 4, "one"), ("f", 8, "two"), ("g", 4, "one")
+    read = lines[:1], lines[:2], (), lines[:2], lines[1:], lines[2:]
+    share = told(*({"b": {"h": host("ready", *some)}} for some in read), {"b": {"h": host("ended")}})
+    known: asyncio.Queue[tuple[Machine, ...]] = asyncio.Queue()
+    with caplog.at_level(logging.DEBUG, "tandem"):
+        async with placed(share, "e", known.put), asyncio.timeout(60):
+            while "ended" not in {machine.why for machine in await known.get()}:
+                pass
+    passed_on = [text for text in caplog.messages if text.startswith("[b] ")]
+    assert passed_on == [f"[b] {text}" for *_, text in lines]

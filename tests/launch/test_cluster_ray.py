@@ -119,6 +119,11 @@ def only(word: str, other: bool = False) -> psutil.Process | None:
     return found[0] if found else None
 
 
+def adjustment(pid: int) -> int:
+    """Returns how much sooner than others the kernel ends a process when memory is short."""
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
 def several(head: str, model: Path, kill: Callable[[Tokens, list[int]], Awaitable[None]]) -> None:
     """Serve the model on both machines, compare with one, kill something, and end."""
     options = ("--model", str(model), "--tile", "32", "--format", "bf16", "--chunk", "64")
@@ -133,6 +138,10 @@ def several(head: str, model: Path, kill: Callable[[Tokens, list[int]], Awaitabl
                 return [token.token async for token in answer]
 
             assert await tokens() == alone
+            host = only(HOST)
+            assert host is not None
+            assert host.nice() == psutil.Process().nice()
+            assert adjustment(host.pid) <= adjustment(os.getpid())
             await kill(tokens, alone)
 
     with Launched("serve", "--name", "several", *options, "--cluster", head) as engine:

@@ -5,33 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from prompt_toolkit.completion import CompleteEvent
-from prompt_toolkit.document import Document
 
-from launch.chat.repl import CommandCompleter, history_file, open_history
-from pipeline.policies.presets import PRESETS
-
-
-@pytest.mark.parametrize(
-    ("line", "some", "none"),
-    [
-        ("/", {"/help", "/policy ", "/quit"}, set()),
-        ("/s", {"/set ", "/save ", "/stats", "/system "}, {"/help "}),
-        ("/policy ", set(PRESETS), set()),
-        ("/policy random ", {"seed=", "churn=0"}, {"scope="}),
-        ("/policy random seed=1 churn=", {"churn=0", "churn=1"}, {"seed="}),
-        ("/policy dali prediction=", {"prediction=none", "prediction=lookahead"}, {"prediction=greedy"}),
-        ("/set to", {"top_k=", "top_p="}, {"stop="}),
-        ("//", set(), {"help "}),
-        ("what is /", set(), {"help "}),
-        ("/system a\n/", set(), {"help "}),
-    ],
-)
-def test_completion(line: str, some: set[str], none: set[str]) -> None:
-    offered = {c.text for c in CommandCompleter().get_completions(Document(line), CompleteEvent())}
-    assert some <= offered
-    assert not none & offered
-    assert some or not offered
+from launch.chat.repl import history_file, open_history
 
 
 async def test_history_is_private_and_an_unusable_file_is_said_once(

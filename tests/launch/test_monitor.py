@@ -102,8 +102,11 @@ async def test_crashes_of_workers_that_are_up_but_have_computed_nothing_end_the_
 
 
 @pytest.mark.parametrize("code", [KILLED, 3])
-async def test_exits_of_the_young_do_not_end_an_engine_whose_workers_compute(play: Play, code: int) -> None:
+async def test_exits_of_the_young_do_not_end_an_engine_whose_workers_compute(
+    play: Play, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with supervisor(FEW) as engine:
+        monkeypatch.setattr(children, "LAST_MESSAGE_LIMIT", 0.0)  # none is sent
         for generation in range(6):
             child = await play.spawned("worker", 0, generation)
             line_of(engine, "worker", 1).tick()

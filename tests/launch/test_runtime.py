@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.cluster.node import names
 from launch.errors import WrongUsage
 from launch.runtime import EngineInfo, RuntimeDir, find_engine, running_engines, segments, sweep
 from protocol.messages import VERSION
@@ -117,6 +118,18 @@ def test_sweep_removes_killed_engines_and_not_running_ones(claimed: RuntimeDir) 
     assert not (runtime_root() / "rt-dead").exists()
     assert not segment.exists()
     assert claimed.path.is_dir()
+
+
+def test_sweep_leaves_the_place_of_a_machine_whose_ray_may_go_on() -> None:
+    place = runtime_root() / "machine-rt-killed"
+    place.mkdir(mode=0o700)
+    try:
+        for name in ("lock", "machine.json"):
+            (place / name).touch()
+        assert sweep() == []
+        assert names() == ["rt-killed"], "cluster stop finds it"
+    finally:
+        shutil.rmtree(place)
 
 
 def test_sweep_removes_segments_without_a_directory(claimed: RuntimeDir) -> None:

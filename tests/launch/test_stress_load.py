@@ -61,8 +61,6 @@ class AnsweringClient:
         return self.idle.pop(0) if len(self.idle) > 1 else self.idle[0]
 
 
-# --- one request --------------------------------------------------------------------------------------------
-
 REQUEST = Request("r", "p", None, 9, Sampling())
 
 
@@ -95,9 +93,6 @@ async def test_answer_without_any_message_is_lost() -> None:
 
     outcome = await ask(cast(Client, Silent()), REQUEST, silence=1e-3)
     assert (outcome.end, outcome.error) == (End.LOST, "no message for 0.001 s after 0 tokens")
-
-
-# --- the report ---------------------------------------------------------------------------------------------
 
 
 # --- the command --------------------------------------------------------------------------------------------

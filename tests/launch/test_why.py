@@ -16,10 +16,9 @@ from rich.console import Console, RenderableType
 
 from launch.chat.conversation import Reply
 from launch.chat.repl import LogLines, Screen
-from launch.chat.why import engine_table, summary, why_text
+from launch.chat.why import why_text
 from launch.errors import WrongUsage
 from launch.profile import CAUSES
-from launch.terminal.log import CLEAR
 from pipeline.counters import PARTS
 from protocol.messages import VERSION, Done, Welcome
 
@@ -43,12 +42,6 @@ def shown(what: RenderableType) -> str:
 
 def flat(text: str) -> str:
     return " ".join(text.split())
-
-
-def rows(what: RenderableType) -> dict[str, str]:
-    """Cells by the row's name."""
-    cells = [re.split(r" {2,}", line.strip(), maxsplit=1) for line in shown(what).splitlines()]
-    return {name: " ".join(rest[0].split()) if rest else "" for name, *rest in cells}
 
 
 def test_why_shows_time_by_cause_and_by_layer_and_what_would_help() -> None:
@@ -116,78 +109,6 @@ def test_advice_is_about_what_took_the_time() -> None:
     assert advised(on_host, "all-host", workers=True) == ["/policy tandem", "--format int4"]
     assert advised(on_host, "all-host", device="cpu", format="int4", backbone_dtype="int8") == formats[:1]
     assert advised(decode(link=0.0, wait=0.0, device=0.9, attention=0.0), "dali") == []
-
-
-def test_engine_is_described_by_its_stats() -> None:
-    scheduler = {"running": 2, "waiting": 3, "kv_tokens_used": 50, "kv_tokens": 60}
-    scheduler |= {"kv_tokens_kept": 7, "kv_reused_tokens": 8, "kv_hits": 1}
-    scheduler |= {"kv_shared_blocks": 2, "kv_evicted_blocks": 3}
-    stats: dict[str, Any] = {
-        **{"policy": "daop", "scheduler": scheduler, "tile_bytes": TILE},
-        **{"cache": {"resident_tiles": 10, "capacity_tiles": 20}},
-        **{"engine": {"prefill": decode(steps=1, fetched_tiles=0, predicted_tiles=0), "decode": decode()}},
-    }
-    about = replace(WELCOME, format="int4", backbone_dtype="bf16", emulation="slow link")
-    assert rows(engine_table(stats, about)) == {
-        "policy": "daop on cuda",
-        "model": "/models/m (experts int4, backbone bf16)",
-        "requests": "2 running, 3 waiting",
-        "KV cache": "50 of 60 tokens in use, 7 kept",
-        "prefixes": "8 tokens reused by 1 request, 2 blocks shared, 3 evicted",
-        "expert cache": "10 of 20 tiles resident, 10.0 MB",
-        "prefill": "10 tokens in 1 step and 1.0 s; tiles: 57% host, 43% resident",
-        "decode": "10 tokens in 10 steps and 1.0 s; tiles: 33% host, 25% resident,",
-        "42% fetched; 70.0 MB moved": "",
-        "emulated": "slow link",
-    }
-    assert rows(engine_table({}, WELCOME)) == {"policy": "lru on cuda", "model": "/models/m"}
-
-
-@pytest.mark.parametrize(
-    ("reason", "tokens", "last"),
-    [("length", 5, ["cut at max_tokens"]), ("cancelled", 4, ["cancelled"]), ("stop", 5, [])],
-)
-def test_summary_has_the_answer_s_figures(reason: str, tokens: int, last: list[str]) -> None:
-    stats = {
-        **{"decode_tok_s": 12.34, "kv_reused_tokens": 7, "prompt_tokens": 9},
-        "engine": {"prefill": decode(), "decode": decode(host_tiles=100), "other": 3},
-        "fidelity": {"exact": False, "skipped": 0.01, "substituted": 0.0, "predicted": 0.5},
-    }
-    last = [*last, "approximate: 1.0% skipped, 50.0% predicted", "emulated: slow link"]
-    answer = Reply("text", tokens, 0.256, Done(0, reason, stats=stats))
-    first = [f"{tokens} tokens", "12.3 tok/s", "first 0.26 s", "KV 7/9", "host 47%", "100.0 MB moved"]
-    assert summary(answer, "slow link", 5) == [*first, *last]
-    assert summary(Reply("", 0, None, Done(0, "length")), "", 5) == ["0 tokens", "cut at the context's end"]
-
-
-async def test_answer_in_a_terminal_erases_its_status_and_defers_announcements(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def written() -> str:
-        return capsys.readouterr().out
-
-    monkeypatch.setenv("COLUMNS", "20")
-    screen = Screen(lambda: False)
-    with screen.answer() as view:
-        view.queued(2)
-        view.queued(1)
-        queued = "".join(f"{CLEAR}{CLEAR}queued, position {place}" for place in (2, 1))
-        assert written() == f"{CLEAR}reading the prompt {queued}"
-        screen.announce("another client")
-        view.append("")
-        assert written() == ""
-        view.append("two words\x07\n")
-        assert written() == f"{CLEAR}two words\ufffd\n"
-        view.queued(3)  # after a restart of the engine
-        view.append("more")
-        assert written() == "more"
-        screen.interrupt("the engine waits")
-        assert written() == "\nthe engine waits\n"
-        view.append("and then something wraps")
-        assert written() == "and then something wraps"
-    assert written() == "\nanother client\n"
-    screen.announce("at once")
-    assert written() == "at once\n"
 
 
 async def test_log_lines_go_to_the_screen_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,6 @@
 """The supervisor's side of the loader: a control socket, a lifeline, a real process."""
 
 import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,16 +9,15 @@ import decoding
 import numpy as np
 import torch
 import zmq
+from fork_server import ForkedChild
 
-import pipeline
 from protocol.codec import decode
 from protocol.messages import Failed, Progress, Ready
 from protocol.sockets import Identity, bind_router, ipc_endpoint
 from shm.layout import ExpertShape
 from shm.store import Store, store_name
-from workers.lifetime import pack_config
+from workers.lifetime import environment, pack_config
 
-ROOT = Path(pipeline.__file__).parent.parent  # where child processes find the packages
 SECONDS = 30  # no loader of these tests takes longer
 
 
@@ -67,12 +64,7 @@ class Child:
     def __init__(self, config: dict) -> None:
         read_end, self.lifeline = os.pipe()
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed at the end
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "workers.child", "pipeline.loader", "--lifeline", str(read_end)],
-            cwd=ROOT,
-            pass_fds=(read_end,),
-            stderr=self._stderr,
-        )
+        self.process = ForkedChild("pipeline.loader", read_end, env=environment(1), stderr=self._stderr)
         os.close(read_end)
         os.write(self.lifeline, pack_config(config))
 

@@ -17,7 +17,7 @@ from loader_harness import SECONDS, Supervisor, assert_right, exists, in_memory
 from pipeline.checkpoint.open import Checkpoint
 from pipeline.loader import Loading
 from shm.locks import StoreLease, sweep
-from shm.segment import unlink
+from shm.segment import allocated_bytes, unlink
 from shm.store import Store, store_name
 
 
@@ -61,6 +61,13 @@ def test_experts_that_memory_does_not_hold_are_written_to_disk(supervisor: Super
         assert file.read_bytes()[-store.layout.total_bytes :] == store.all_tiles().tobytes()
 
 
+class Nobody:
+    """Is told how far a load is."""
+
+    def stage(self, name: str, total: int) -> Callable[[int], None]:
+        return lambda done: None
+
+
 def test_a_partial_store_that_is_being_made_is_swept_by_nobody(supervisor: Supervisor, model: Path) -> None:
     class OtherStarts:
         def stage(self, name: str, total: int) -> Callable[[int], None]:
@@ -73,6 +80,45 @@ def test_a_partial_store_that_is_being_made_is_swept_by_nobody(supervisor: Super
         loading.load()
         assert not removed
         StoreLease.acquire(loading.fingerprint).release(keep=False)
+
+
+def test_what_is_loaded_is_leased_before_the_start_of_another_engine_can_remove_it(
+    supervisor: Supervisor, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acquire, removed = StoreLease.acquire, list[str]()
+
+    def beside_another(fingerprint: str) -> StoreLease:
+        removed.extend(sweep())
+        return acquire(fingerprint)
+
+    monkeypatch.setattr(StoreLease, "acquire", beside_another)
+    for budget in (None, 1 << 20):
+        loading = Loading(supervisor.config(model, format="bf16", host_memory=budget), Nobody())
+        lease = loading.load_leased()
+        removed.extend(sweep())
+        assert not removed
+        assert lease.release(keep=False)
+
+
+def test_a_partial_store_is_made_again_in_the_memory_of_one_that_was_left(
+    supervisor: Supervisor, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    for again in range(3):  # each as after a SIGKILL of the one before
+        loading = Loading(supervisor.config(model, format="bf16", host_memory=1 << 40), Nobody())
+        loading.least, name = 0, loading.name
+        monkeypatch.setattr(
+            "pipeline.loader.free_space", lambda reserve, name=name: (1 << 25) - allocated_bytes(name)
+        )
+        loading.load()
+        made.append(loading.manifest.frames)
+        if again == 1:
+            Path(loading.manifest.file).unlink()
+            loading.load()
+            made.append(loading.manifest.frames)
+    assert made[0] > 0
+    assert set(made) == {made[0]}
+    StoreLease.acquire(loading.fingerprint).release(keep=False)
 
 
 @pytest.mark.parametrize("format_name", ["f32", "int8", "int4"])

@@ -443,11 +443,17 @@ EDGES = [  # compared in the tests' process only, but for the first
 ]
 
 
-# Of these families the default suite compares all configurations in one process, but starts engines of those
-# in these places only: other families have engines with the same kinds of layers.
-FEW_ENGINES = {
+# The places of which the default suite starts engines. In float32 (0, 1) one case of each family: with a
+# sharded checkpoint of transformers 4, or with one file of transformers 5 and sizes that are no multiple of
+# anything. Quantized (3) those that have between them every kind of tensor. All are compared in one process.
+ENGINES = {
+    "mixtral": (1,),
+    "phimoe": (0, 3),
+    "qwen2_moe": (1, 3),
     "qwen3_moe": (1,),
+    "deepseek_v2": (0, 3),
     "olmoe": (0,),
+    "gpt_oss": (1, 3),
     "glm4_moe": (1,),
     "minimax_m2": (0,),
     "glm4_moe_lite": (1,),
@@ -459,8 +465,7 @@ FEW_ENGINES = {
 
 def as_sampled(case: Case) -> tuple[pytest.MarkDecorator, ...]:
     """The marks of a test that starts engines of this case."""
-    few = FEW_ENGINES.get(case.family)
-    return () if few is None or place(case) in few else (pytest.mark.slow,)
+    return () if place(case) in ENGINES[case.family] else (pytest.mark.slow,)
 
 
 def place(case: Case) -> int:

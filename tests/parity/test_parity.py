@@ -17,9 +17,9 @@ from transformers import AutoTokenizer
 from pipeline.assets import heldout, model_dir
 from pipeline.config import EngineConfig
 
-LENGTH = 40  # tokens of each text
-CHUNK = 32  # so that a prefill takes several chunks
-NEW = 16  # tokens of a greedy continuation
+LENGTH = 30  # tokens of each text
+CHUNK = 20  # so that a prefill takes several chunks
+NEW = 12  # tokens of a greedy continuation
 DRAWN = [("random", {"seed": str(seed), "churn": str(seed % 2)}) for seed in range(2)]
 FIXED = [
     ("all-host", {}),

@@ -1,4 +1,4 @@
-"""Parts of the backbone by themselves: a batch's positions and masks, rotary tables, probes, progress."""
+"""Parts of the backbone by themselves: rotary tables, probes, numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -13,18 +13,15 @@ import pytest
 import torch
 from plain_calibration import plain_calibration
 from safetensors.torch import load_file, save_file
-from test_engine import Notes
 
 from pipeline.backbone.backbone import Backbone
-from pipeline.backbone.batch import StepInput, TokenSpan, logit_rows
-from pipeline.backbone.kv_cache import KVCache, TransientKV
-from pipeline.backbone.linear import FEW_ROWS, BiasedLinear, DenseLinear, Precision
-from pipeline.backbone.rope import RopeTables, rotate
+from pipeline.backbone.linear import Precision
+from pipeline.backbone.rope import RopeTables
 from pipeline.calibration.trained_gates import GateMlps
 from pipeline.checkpoint.open import open_model
 from pipeline.device import open_device
 from pipeline.device.cpu import CpuDevice
-from pipeline.engine.observer import Probing, with_observers
+from pipeline.engine.observer import Probing
 from pipeline.errors import ModelError, PlanError
 from pipeline.models.registry import model_spec
 from pipeline.models.spec import Rope
@@ -48,45 +45,9 @@ def backbone(tiny_model: Path, device: CpuDevice) -> Backbone:
     return Backbone(source, spec, Precision("f32", device), CONTEXT)
 
 
-def span(kv: KVCache, filled: int, *tokens: int) -> TokenSpan:
-    sequence = kv.allocate(CONTEXT)
-    sequence.advance(filled)
-    return TokenSpan(sequence, tokens)
-
-
 def angles(positions: list[int], width: int, theta: float) -> np.ndarray:
     """[R, width / 2]"""
     return np.array(positions)[:, None] * theta ** -(np.arange(0, width, 2) / width)
-
-
-def test_batch_has_positions_and_masks_of_each_span(backbone: Backbone) -> None:
-    kv = KVCache(backbone.spec, torch.float32, CPU, 1024)
-    spans = [span(kv, 4, 1, 2), span(kv, 2, 7), span(kv, 3, 8), span(kv, 0, 5)]
-    batch = backbone.batch(spans)
-    assert (batch.rows, batch.decodes, batch.tokens.tolist()) == (5, False, [1, 2, 7, 8, 5])
-    no, yes = False, True
-    two = [[no, no, yes, yes, yes, no], [no, no, no, yes, yes, yes]]
-    windowed = [two, None, None, None]  # a single token needs none: it is given the last 3 of its tokens
-    assert [None if m is None else m.tolist() for m in batch.masks[3]] == windowed
-    causal = [[[yes] * 5 + [no], [yes] * 6], None, None, None]
-    assert [None if m is None else m.tolist() for m in batch.masks[None]] == causal
-    width, theta = backbone.spec.attention.rope_dim, backbone.spec.rope.theta
-    expected = angles([4, 5, 2, 3, 0], width, theta)
-    cos, sin = (table[:, 0].numpy() for table in batch.cos_sin)
-    np.testing.assert_allclose(cos, np.concatenate((np.cos(expected),) * 2, axis=1), atol=1e-5)
-    np.testing.assert_allclose(sin, np.concatenate((-np.sin(expected), np.sin(expected)), axis=1), atol=1e-5)
-    assert backbone.batch(spans[1:]).decodes
-
-
-def test_rows_that_need_logits_are_counted_for_each_input(backbone: Backbone) -> None:
-    kv = KVCache(backbone.spec, torch.float32, CPU, 1024)
-    inputs = [
-        StepInput(span(kv, 0, 1, 2), "last"),
-        StepInput(span(kv, 0, 1, 2, 3), "none"),
-        StepInput(span(kv, 0, 1, 2), "all"),
-        StepInput(span(kv, 0, 1), "last"),
-    ]
-    assert logit_rows(inputs) == ([1, 5, 6, 7], [1, 0, 2, 1])
 
 
 @pytest.mark.parametrize("name", ["layers.1.block_sparse_moe.gate", "layers.0.input_layernorm", "norm"])
@@ -103,15 +64,6 @@ def test_router_or_norm_that_is_not_finite_is_named(
         Backbone(source, model_spec(source.config), Precision("f32", device), CONTEXT)
 
 
-def test_progress_of_loading_ends_with_the_backbones_bytes(tiny_model: Path, device: CpuDevice) -> None:
-    source, seen = open_model(tiny_model), []
-    spec = model_spec(source.config)
-    backbone = Backbone(source, spec, Precision("bf16", device), CONTEXT, seen.append)
-    assert (backbone.dtype, backbone.differentiable, len(seen)) == (torch.bfloat16, True, spec.layers)
-    assert seen == sorted(seen)
-    assert seen[-1] == backbone.bytes > 0
-
-
 @pytest.mark.parametrize(("context", "lengths"), [(8, 2), (6, 1)])
 def test_rotary_tables_of_long_sequences_follow_those_of_short_ones(context: int, lengths: int) -> None:
     """Where the context has more tokens than the switch, 6."""
@@ -125,23 +77,11 @@ def test_rotary_tables_of_long_sequences_follow_those_of_short_ones(context: int
     np.testing.assert_allclose(sin[:, 0, 2:], (np.sin(at) * scale)[: len(rows)], atol=1e-6)
     assert len(tables[list(range(context * lengths))][0]) == context * lengths
     for found, addresses in zip((cos, sin), tables.addresses(rows), strict=True):
-        for row, address in zip(found, addresses.tolist(), strict=True):
+        for row, address in zip(found, addresses, strict=True):
             assert list((ctypes.c_float * 4).from_address(address)) == row.flatten().tolist()
     for outside in (-1, context * lengths):
         with pytest.raises(IndexError, match=f"of {context * lengths}"):
             tables.addresses([0, outside])
-
-
-def test_rotation_turns_each_pair_by_its_angle() -> None:
-    tables = RopeTables(Rope("default", 100.0), {}, 4, 9, open_device("cpu"))
-    x = torch.arange(1.0, 9.0).view(1, 2, 4)
-    found = rotate(x, tables[[7]]).numpy()
-    (first, second) = angles([7], 4, 100.0)[0]
-    for head in (0, 1):
-        a, b, c, d = x[0, head].tolist()
-        turned = (complex(a, c) * np.exp(1j * first), complex(b, d) * np.exp(1j * second))
-        expected = [turned[0].real, turned[1].real, turned[0].imag, turned[1].imag]
-        np.testing.assert_allclose(found[0, head], expected, rtol=1e-5)
 
 
 def test_frequencies_of_another_width_are_refused() -> None:
@@ -182,37 +122,3 @@ def test_probes_of_an_mlp_are_what_it_adds_to_the_next_gate(backbone: Backbone) 
     np.testing.assert_allclose(added, wanted + 1, rtol=1e-3, atol=1e-3)
     with pytest.raises(PlanError, match="trained gate -2 needs a calibration"):
         found.logits(-2, x)
-
-
-def test_observers_add_the_probes_that_the_policy_lacks() -> None:
-    class More(Notes):
-        def probes(self, layer: int) -> tuple[int, ...]:
-            return (3, layer + 1, 2)
-
-    assert with_observers(0, (), []) == []
-    assert with_observers(0, (2,), [Notes(), More(), Notes()]) == [2, 1, 3]
-    assert with_observers(1, [2, 0], [Notes(), More()]) == [2, 0, 3]
-
-
-@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1])
-def test_linear_layers_compute_in_their_dtype_and_add_their_bias(rows) -> None:
-    """On the host C computes a few rows, and torch more."""
-    device = CpuDevice()
-    weight, bias = torch.tensor([[1.0, 0.0], [0.5, 2.0]]), torch.tensor([10.0, 20.0])
-    x = torch.tensor([[1.0 + 2.0**-10, 4.0]]).repeat(rows, 1)
-    rounded = DenseLinear(weight.to(torch.bfloat16), device)(x)
-    assert (rounded.dtype, rounded.tolist()) == (torch.float32, rows * [[1.0, 8.5]])
-    assert DenseLinear(weight, device)(x).tolist() == rows * [[1.0 + 2.0**-10, 8.5 + 2.0**-11]]
-    biased = BiasedLinear(DenseLinear(weight.to(torch.bfloat16), device), bias)
-    assert biased(x).tolist() == rows * [[11.0, 28.5]]
-    device.close()
-
-
-def test_transient_sequence_stores_nothing() -> None:
-    new = [torch.ones(2, 3, 4), torch.zeros(2, 3, 4)]
-    for tokens, long in ((5, False), (6, True)):
-        sequence = TransientKV(tokens, switch=5)
-        assert sequence.long == long
-        found = sequence.write(1, *new)
-        assert [a is b for a, b in zip(found, new, strict=True)] == [True, True]
-        assert sequence.length == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from pipeline.device import cpu, open_device
 from pipeline.device.base import SPARE_BYTES
 from pipeline.device.cpu import WORTH_SHARING, CpuDevice
 from pipeline.errors import UsageError
-from protocol.messages import AttachSlab
-from shm.slab import Slab
 
 THREADS = 3
 
@@ -65,23 +62,6 @@ def test_slab_kv_cache_and_weights_must_fit_the_free_memory(
         UsageError, match=r"^the slab needs 1\.0 kB .* KV cache 200 B .* rest 500\.0 MB, .* 1\.0 kB"
     ):
         device.check_memory(slab, 200, 30)
-
-
-def test_slab_is_a_segment_that_other_processes_map_until_it_is_closed(device: CpuDevice) -> None:
-    name = f"/tandem-tests{os.getpid()}-cpu-slab"
-    slab = device.open_slab(name, 3, 100)
-    try:
-        address = slab.address()
-        assert address == AttachSlab("shm", name.encode(), 0, 3, 100)
-        assert (slab.slots, slab.slot_bytes) == (3, 100)
-        for index in range(3):
-            slab.slot(index).fill_(index + 1)
-        assert slab.slot(1) is slab.slot(1)
-        with Slab.attach(name, 3, 100) as other:
-            assert [other.slot(i).tolist() for i in range(3)] == [[i + 1] * 100 for i in range(3)]
-    finally:
-        slab.close()
-    assert not Path("/dev/shm" + name).exists()
 
 
 def test_named_device_is_opened(monkeypatch) -> None:

@@ -20,16 +20,6 @@ def drained(inbox: EngineInbox) -> list[tuple[bytes, EngineMessage]]:
     return items
 
 
-def test_flooding_client_waits_behind_its_own_messages() -> None:
-    inbox = EngineInbox()
-    for i in range(4):
-        inbox.put(b"a", Cancel(i))
-    inbox.put(b"b", Cancel(10))
-    inbox.put(b"b", Cancel(11))
-    order = [message.request for _, message in drained(inbox)]
-    assert order == [0, 10, 1, 11, 2, 3]
-
-
 @given(st.text("abc", max_size=40))
 def test_each_message_is_delivered_once_and_in_its_client_s_order(clients: str) -> None:
     inbox = EngineInbox()

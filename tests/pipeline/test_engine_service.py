@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,17 +183,6 @@ def test_uncounted_policy_stays_uncounted_when_it_is_made_anew(whole: WholeEngin
         assert engine.popularity.sum() - before == (8 if counted else 0)  # 2 experts in each of 2 layers
 
 
-def test_refused_policy_is_an_error_to_its_client_alone(
-    whole: WholeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(whole.parts.device, "open_slab", fails(NotEnoughMemory("full")))
-    unknown, refused = whole.serve(SetPolicy(7, "bad"), SetPolicy(8, "on-demand"))
-    assert unknown.text.startswith("unknown policy 'bad'")
-    assert (unknown.request, refused) == (7, Error(8, "full"))
-    assert len(whole.events) == 2
-    assert whole.parts.engine.policy.name == "all-host"
-
-
 def test_configured_policy_is_set_first_and_device_memory_opened_once(whole: WholeEngine) -> None:
     notes = len(whole.parts.notes)
     policies = whole.policies(policy="layerwise", policy_options={"replacement": "keep"})
@@ -204,6 +194,30 @@ def test_configured_policy_is_set_first_and_device_memory_opened_once(whole: Who
     memory = whole.parts.engine.first.memory
     whole.policies(policy="on-demand")
     assert whole.parts.engine.first.memory is memory
+
+
+def test_hosts_on_other_machines_keep_their_lease_while_device_memory_is_opened(
+    whole: WholeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restarted engine may wait there for longer, for the memory of the one before."""
+    open_slab, kept = whole.parts.device.open_slab, list[bool]()
+
+    class Machines:
+        @contextmanager
+        def kept(self) -> Iterator[None]:
+            kept.append(True)
+            yield
+            kept.append(False)
+
+    def opening(*arguments: Any) -> Any:
+        assert kept == [True]
+        return open_slab(*arguments)
+
+    with monkeypatch.context() as several:
+        several.setattr(whole.parts, "machines", Machines())
+        several.setattr(whole.parts.device, "open_slab", opening)
+        whole.policies(policy="layerwise")
+    assert kept == [True, False]
 
 
 def test_costs_are_measured_once(whole: WholeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from test_engine import Notes
 from thread_engine import PROMPT, Placed, decode, prefilled
 
-from pipeline.backbone.backbone import Backbone
 from pipeline.backbone.batch import StepInput, TokenSpan
-from pipeline.backbone.linear import Precision
-from pipeline.checkpoint.open import open_model
-from pipeline.device.cpu import CpuDevice
 from pipeline.errors import PolicyError
 from pipeline.experts.device_share import DeviceMemory
-from pipeline.models.registry import model_spec
 from pipeline.policies.presets import make_policy
 from pipeline.policies.view import PolicyRequest
 from pipeline.text.logprobs import Greedy
@@ -117,31 +111,3 @@ def test_logits_are_those_of_the_wanted_rows(parts) -> None:
                 np.testing.assert_array_equal(ours, theirs)
     nothing = step([0, 1], ["none", "none"])
     assert [(answer.shape, answer.dtype) for answer in nothing] == [((0, vocabulary), np.float32)] * 2
-
-
-def test_device_is_prepared_for_the_largest_product_of_each_step(parts, monkeypatch) -> None:
-    engine, _, kv = parts
-    prepared: list[int] = []
-    prepare, threads = engine.device.prepare, torch.get_num_threads()
-
-    def noted(products: int) -> None:
-        prepared.append(products)
-        prepare(products)
-
-    monkeypatch.setattr(engine.device, "prepare", noted)
-    new = prefilled(engine, kv)
-    decode(engine, new)
-    assert prepared == [len(PROMPT) ** 2 * 4 * 16, 4 * 16]  # the scores: C computes the matrices' products
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "products"), [("f32", (64, 69_632, 262_144, 640_000)), ("int8", (64, 18_496, 262_144, 640_000))]
-)
-def test_largest_product_is_a_matrix_or_the_scores(tiny_model, dtype, products) -> None:
-    """Of 1, 17, 64 and 100 rows: 64 * 64 numbers of a matrix, or 4 heads of 16 numbers for each pair of rows.
-    torch computes no product of a quantized matrix, and of no matrix for up to FEW_ROWS rows."""
-    source, device = open_model(tiny_model), CpuDevice()
-    backbone = Backbone(source, model_spec(source.config), Precision(dtype, device), 128)
-    assert tuple(backbone.largest_product(rows) for rows in (1, 17, 64, 100)) == products
-    device.close()

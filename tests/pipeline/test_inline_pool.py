@@ -84,15 +84,6 @@ def test_the_result_is_computed_when_it_is_asked_for(
     assert not y[1].any()
 
 
-def test_abandoned_and_empty_shares_are_not_computed(mover_store: Store, slow_kernel: SleepingClock) -> None:
-    pool = pool_of(mover_store)
-    pool.submit(plan(), X).abandon()
-    nothing = plan()._replace(hi=np.zeros(SHAPE.experts, np.int32))
-    empty = pool.submit(nothing, X)
-    assert empty.result().tolist() == np.zeros_like(X).tolist()
-    assert (empty.busy, slow_kernel.now) == (0.0, Clock.now)
-
-
 def test_a_work_that_cannot_be_computed_fails_alone(mover_store: Store) -> None:
     pool = pool_of(mover_store)
     with pytest.raises(ShardFailed, match=r"no (such )?layer"):

@@ -29,12 +29,6 @@ def test_margin_is_measured_against_the_rival(rival: int, runner_up: int, margin
     assert sent == [Token(0, 0, 9, "", margin, runner_up)]
 
 
-@pytest.mark.parametrize("rival", [-2, VOCABULARY])
-def test_rival_outside_the_vocabulary_is_refused(rival: int) -> None:
-    reason = f"token id {rival} is outside the vocabulary of {VOCABULARY}"
-    expect_error(RequestError, made, Generate(0, token_ids=PROMPT, rival=rival), [], match=reason)
-
-
 @pytest.mark.parametrize(
     ("reserve", "longest", "answer"),
     [

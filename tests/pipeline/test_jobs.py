@@ -280,17 +280,6 @@ def test_score_sends_blocks_of_every_row(full, monkeypatch: pytest.MonkeyPatch) 
         assert {m.logprobs.shape for m in sent} == {(0, 0)}
 
 
-def test_score_without_steps_is_one_prefill(clock: Clock) -> None:
-    sent: list = []
-    job = factory().score(b"c", Score(0, token_ids=PROMPT, prefill=1), sent.append)
-    job.admit(sequence(), 0, {})
-    clock.now += 3
-    assert step(job, 9) == list(PROMPT)
-    assert (job.reason, job.max_kv_tokens, job.grows) == ("stop", 3, False)
-    job.finish("stop", {})
-    assert (sent[-1].reason, sent[-1].stats["first_token_s"]) == ("stop", 3.0)
-
-
 # --- the factory ------------------------------------------------------------------------------------------
 
 
@@ -352,13 +341,3 @@ def submitted(message: Generate | Score, tokenizer: Letters) -> jobs.Job:
 def test_limits_of_a_request(message, field, good, bad, reason) -> None:
     assert submitted(replace(message, **{field: good}), Letters()).max_kv_tokens <= CONTEXT
     expect_error(RequestError, submitted, replace(message, **{field: bad}), Letters(), match=reason)
-
-
-def test_answer_is_limited_by_its_own_limit_and_by_the_context() -> None:
-    made = factory(Letters())
-    job = made.generate(b"c", Generate(0, token_ids=(97, 98, 99), max_tokens=6), lambda message: None)
-    assert (job.tokens, job.prompt_length, job.max_kv_tokens, job.grows) == ([97, 98, 99], 3, 9, True)
-    assert job.shares
-    asked = Generate(0, token_ids=(97, 98, 99), max_tokens=60, reuse=False)
-    job = made.generate(b"c", asked, lambda message: None)
-    assert (job.max_kv_tokens, job.shares) == (CONTEXT, False)

@@ -9,10 +9,9 @@ import torch
 from test_models import GOOD
 
 from pipeline.backbone.kv_blocks import quantized, widened
-from pipeline.backbone.kv_cache import BLOCKS, POSITIONS, KVCache, SequenceKV, table_of
+from pipeline.backbone.kv_cache import KVCache, SequenceKV
 from pipeline.config import KV_BLOCK
 from pipeline.errors import RequestError
-from pipeline.models.facts import facts_of
 from pipeline.models.registry import model_spec
 from pipeline.models.spec import GatedDelta
 from workers.kernels import layer as layer_kernels
@@ -142,14 +141,6 @@ def test_truncated_sequence_keeps_its_rows_and_grows_again(cache) -> None:
         assert torch.equal(values, wanted[1, layer])
 
 
-def test_many_blocks_stay_in_order() -> None:
-    cache = KVCache(model_spec(GOOD), torch.float32, torch.device("cpu"), budget=100 * KV_BLOCK)
-    sequence = cache.allocate(1)
-    for tokens in range(KV_BLOCK, 90 * KV_BLOCK, 50):
-        sequence.grow(tokens)
-    assert sequence.blocks.tolist() == list(range(len(sequence.blocks)))
-
-
 @pytest.mark.parametrize("width", [16, 128, 200, 576])
 def test_int8_is_within_half_a_step_of_each_run(width: int) -> None:
     x = torch.randn(3, 5, width, generator=torch.Generator().manual_seed(1)) * 10
@@ -179,35 +170,6 @@ def test_int8_is_read_as_it_is_written() -> None:
             assert torch.equal(found, widened(*quantized(wanted)))
 
 
-def test_table_has_a_line_for_each_block_of_the_rows(cache) -> None:
-    first, second = cache.allocate(65), cache.allocate(128)
-    first.advance(64)
-    second.advance(7)
-    table = table_of([(first, 64), (second, 7)], [3, 4], [0, 7], rows=4)
-    assert table[:BLOCKS].tolist() == [[3, 4, 0, 0], [0, 7, 0, 0], [64, 7, -1, -1]]
-    assert POSITIONS == 2
-    assert table[BLOCKS:, :2].tolist() == [[0, 2], [1, 0]]
-
-
-LATENT = {
-    "model_type": "deepseek_v2",
-    "n_routed_experts": 4,
-    "moe_intermediate_size": 32,
-    "kv_lora_rank": 20,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "num_key_value_heads": 4,
-}
-
-
-def test_latent_attention_caches_one_stream() -> None:
-    spec = model_spec(GOOD | LATENT)
-    cache = KVCache(spec, torch.float32, torch.device("cpu"), budget=10)
-    assert [[slab.numbers.shape for slab in layer] for layer in cache.slabs] == [[(1, 1, KV_BLOCK, 28)]] * 2
-    assert facts_of(GOOD | LATENT).kv_numbers_per_token == 2 * 28
-
-
 def test_crossing_the_rope_switch_drops_the_filled_tokens() -> None:
     factors = [1.0] * 8
     longrope = {"type": "longrope", "short_factor": factors, "long_factor": factors}
@@ -222,13 +184,6 @@ def test_crossing_the_rope_switch_drops_the_filled_tokens() -> None:
     assert (sequence.long, sequence.length) == (False, 6)
     assert not sequence.select_rope(7)
     assert (sequence.long, sequence.length, sequence.capacity) == (True, 0, 0)
-
-
-def test_without_a_rope_switch_nothing_is_dropped(cache) -> None:
-    sequence = cache.allocate(9)
-    sequence.advance(9)
-    assert sequence.select_rope(1000)
-    assert (sequence.long, sequence.length) == (False, 9)
 
 
 RECURRENT = GatedDelta(key_heads=1, value_heads=2, key_dim=3, value_dim=5, taps=4)
@@ -250,26 +205,6 @@ def step(sequence: SequenceKV, tokens: int) -> None:
 
 def states_are(sequence: SequenceKV, number: int) -> bool:
     return all(bool((state == number).all()) for state in sequence.states[0])
-
-
-def test_recurrent_layers_keep_states_instead_of_streams(recurrent) -> None:
-    sequence = recurrent.allocate(7)
-    assert [len(streams) for streams in recurrent.slabs] == [0, 2]
-    assert [[s.shape for s in layer] for layer in sequence.states] == [[(3, 16), (2, 3, 5)], []]
-    assert states_are(sequence, 0)
-
-
-def test_a_step_reads_states_and_writes_pending_ones(recurrent) -> None:
-    sequence = recurrent.allocate(7)
-    step(sequence, 2)
-    now, then = sequence.states[0], sequence.pending[0]
-    for state in then:
-        state.fill_(torch.nan)  # of a step that fails
-    assert states_are(sequence, 2)
-    step(sequence, 1)
-    assert states_are(sequence, 3)
-    assert sequence.states[0] is then
-    assert sequence.pending[0] is now
 
 
 def test_states_are_cut_back_to_copied_ones_the_present_length_and_zero(recurrent) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from pipeline.assets import model_dir
 from pipeline.backbone.rope import RopeTables
@@ -18,9 +19,9 @@ from pipeline.device import open_device
 from pipeline.errors import ModelError, UsageError
 from pipeline.models.facts import check_kind, expert_shape, facts_of
 from pipeline.models.registry import architecture_of, model_spec
-from pipeline.models.routing import Scored, Softmax, SparseMixer
+from pipeline.models.routing import Scored, Softmax
 from pipeline.models.shapes import SHAPES
-from pipeline.models.spec import GatedDelta, GroupedQuery, Latent, ModelSpec, Rope
+from pipeline.models.spec import GroupedQuery, Latent, ModelSpec, Rope
 from shm.expert_math import ExpertMath, Relu2
 from shm.layout import FORMATS, HALF_BYTES, REACH, TILE_BYTES, TILES_PER_EXPERT, format_named
 
@@ -57,14 +58,6 @@ def test_invalid_or_missing_number_is_named(key) -> None:
     for value in (None, "64", 0, -1, True, [4], float("nan"), float("inf")):
         assert key in refused(GOOD | {key: value}), value
     assert key in refused({name: value for name, value in GOOD.items() if name != key})
-
-
-def test_tiles_of_known_models() -> None:
-    small, large = expert_shape(GOOD, None, BF16), expert_shape(MIXTRAL_8X7B, None, BF16)
-    assert (small.tile, small.tiles) == (96, 1)  # a tile is at most an expert
-    assert (large.tile, large.tiles) == (896, 16)
-    assert expert_shape(GOOD, 40, BF16).tiles == 3
-    assert expert_shape(GOOD, 1000, BF16).tile == 96
 
 
 @given(st.integers(1, 1024), st.integers(1, 30000))
@@ -109,19 +102,6 @@ def test_small_expert_is_halved_in_every_format() -> None:
     halves = {name: expert_shape(config, None, format_named(name)).tiles for name in FORMATS}
     assert halves == dict.fromkeys(FORMATS, 2) | {"int2": 1}  # whose halves would be too small
     assert expert_shape(GOOD, None, BF16).tiles == 1  # a half would be too small
-
-
-def test_tiles_of_quantized_formats() -> None:
-    int4, wide = format_named("int4"), format_named("int4-g128")
-    for form in (int4, wide, format_named("int8")):
-        assert expert_shape(MIXTRAL_8X7B, None, form).tile == 896
-    qwen3 = GOOD | {"hidden_size": 2048, "intermediate_size": 768}
-    assert [expert_shape(qwen3, None, form).tile for form in (BF16, int4, wide)] == [96, 384, 384]
-    deepseek = GOOD | {"hidden_size": 2048, "intermediate_size": 1408}
-    assert [expert_shape(deepseek, None, form).tile for form in (BF16, int4, wide)] == [128, 704, 128]
-    assert (expert_shape(GOOD, None, int4).tile, expert_shape(GOOD, 6400, int4).tile) == (128, 128)
-    with pytest.raises(UsageError, match=r"^--tile 100: --format int4 .* groups of 64 .* like 128$"):
-        expert_shape(MIXTRAL_8X7B, 100, int4)
 
 
 @pytest.mark.parametrize(
@@ -313,121 +293,38 @@ LEAST: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": SMALL | FOUR | RECURRENT,
     "qwen3_5_moe": {"text_config": SMALL | FOUR | RECURRENT},
 }
-SAME = {"layers": 3, "hidden": 64, "top_k": 2, "vocabulary": 512, "max_positions": 256, "norm_eps": 1e-5}
-SAME |= {"experts": 5, "windows": (None,) * 3, "moe_layers": (0, 1, 2), "tied_embeddings": False}
-PLAIN_ROPE = Rope("default", 1e4)
-DEFAULTS: dict[str, ModelSpec] = {
-    "mixtral": ModelSpec(
-        **SAME,
-        intermediate=96,
-        attention=GroupedQuery(4, 2, 16),
-        rope=Rope("default", 1e6),
-        router=Softmax(2, rescaled=True),
-    ),
-    "phimoe": ModelSpec(
-        **SAME,
-        intermediate=96,
-        attention=GroupedQuery(4, 2, 16),
-        rope=Rope("default", 1e6),
-        router=SparseMixer(0.01),
-        layer_norm=True,
-    ),
-    "qwen2_moe": ModelSpec(
-        **SAME,
-        intermediate=40,
-        attention=GroupedQuery(4, 2, 16, bias=True),
-        rope=PLAIN_ROPE,
-        router=Softmax(2, rescaled=False),
-        dense_intermediate=96,
-        shared_intermediate=44,
-        shared_gate=True,
-    ),
-    "qwen3_moe": ModelSpec(
-        **SAME,
-        intermediate=40,
-        attention=GroupedQuery(4, 2, 16, qk_norm="head"),
-        rope=PLAIN_ROPE,
-        router=Softmax(2, rescaled=False),
-        dense_intermediate=96,
-    ),
-    "deepseek_v2": ModelSpec(
-        **SAME | {"experts": 6},
-        intermediate=40,
-        attention=Latent(4, None, 20, 10, 8, 14, bias=False, scale=18**-0.5),
-        rope=PLAIN_ROPE,
-        router=Softmax(2, rescaled=False),
-        dense_intermediate=96,
-    ),
-    "olmoe": ModelSpec(
-        **SAME,
-        intermediate=96,
-        attention=GroupedQuery(4, 2, 16, qk_norm="all"),
-        rope=PLAIN_ROPE,
-        router=Softmax(2, rescaled=False),
-    ),
-    "glm4_moe": ModelSpec(
-        **SAME | {"moe_layers": (1, 2)},
-        intermediate=40,
-        attention=GroupedQuery(4, 2, 16, rotated=8),
-        rope=PLAIN_ROPE,
-        router=Scored("sigmoid", 2, rescaled=True),
-        dense_intermediate=96,
-        shared_intermediate=40,
-        extra_layers=1,
-    ),
-    "minimax_m2": ModelSpec(
-        **SAME,
-        intermediate=96,
-        attention=GroupedQuery(4, 2, 128, qk_norm="all", rotated=128),
-        rope=Rope("default", 5e6),
-        router=Scored("sigmoid", 2, rescaled=True),
-    ),
-    "glm4_moe_lite": ModelSpec(
-        **SAME | {"moe_layers": (1, 2)},
-        intermediate=40,
-        attention=Latent(4, None, 20, 10, 8, 14, bias=False, scale=18**-0.5),
-        rope=PLAIN_ROPE,
-        router=Scored("sigmoid", 2, rescaled=True),
-        dense_intermediate=96,
-        shared_intermediate=40,
-        extra_layers=1,
-    ),
-    "deepseek_v3": ModelSpec(
-        **SAME | {"layers": 4, "windows": (None,) * 4, "moe_layers": (3,), "experts": 16},
-        intermediate=40,
-        attention=Latent(4, None, 20, 10, 8, 14, bias=False, scale=18**-0.5),
-        rope=PLAIN_ROPE,
-        router=Scored("sigmoid", 2, rescaled=True, groups=8, best_groups=4),
-        dense_intermediate=96,
-        shared_intermediate=40,
-        extra_layers=1,
-    ),
+# Where a key is absent that a class of transformers has a value of its own for, we go by the makers' files.
+HEADS = {"num_key_value_heads": 4, "q_lora_rank": None, "routed_scaling_factor": 1.0}
+ABSENT: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"q_lora_rank": None, "n_shared_experts": None},
+    "deepseek_v3": HEADS,
+    "glm4_moe_lite": HEADS,
+    "qwen3_next": {"head_dim": 16},
+    "qwen3_5_moe_text": {"head_dim": 16},
 }
-DEFAULTS["kimi_k2"] = DEFAULTS["deepseek_v3"]
-DEFAULTS["qwen3_next"] = ModelSpec(
-    **SAME,
-    intermediate=40,
-    attention=GroupedQuery(4, 2, 16, qk_norm="head", rotated=4, gated=True),
-    rope=PLAIN_ROPE,
-    router=Softmax(2, rescaled=True),
-    shared_intermediate=44,
-    shared_gate=True,
-    recurrent=GatedDelta(2, 6, 10, 12, 4),
-    recurrent_layers=(0, 2),
-)
-DEFAULTS["qwen3_5_moe_text"] = DEFAULTS["qwen3_5_moe"] = DEFAULTS["qwen3_next"]
+KNOWN = {"kimi_k2": "deepseek_v3", "qwen3_5_moe": "qwen3_5_moe_text"}  # to transformers by another name
+
+
+def least(family: str) -> ModelSpec:
+    return model_spec({"model_type": family} | LEAST[family])
+
+
+def written_out(family: str) -> ModelSpec:
+    """Of the same config with every default of transformers in it."""
+    known = KNOWN.get(family, family)
+    config = AutoConfig.for_model(known, **LEAST[known]).to_json_string(use_diff=False)
+    return model_spec(json.loads(config) | ABSENT.get(known, {}))
 
 
 @pytest.mark.parametrize("family", LEAST)
 def test_spec_of_the_least_config_of_a_family(family: str) -> None:
-    """With each default; null is as absent."""
+    """Defaults are those of transformers; null is as absent."""
     config = {"model_type": family} | LEAST[family]
     optional = ("head_dim", "attention_bias", "rope_theta", "rope_scaling", "norm_topk_prob", "clip_qkv")
     optional += ("sliding_window", "router_jitter_noise", "lm_head_bias", "mlp_only_layers", "q_lora_rank")
     optional += ("qkv_bias", "routed_scaling_factor", "n_shared_experts", "first_k_dense_replace")
     nulls = dict.fromkeys(optional) | {"tie_word_embeddings": None, "decoder_sparse_step": None}
-    assert model_spec(config) == DEFAULTS[family]
-    assert model_spec(config | nulls) == DEFAULTS[family]
+    assert model_spec(config) == model_spec(config | nulls) == written_out(family)
 
 
 YARN = {"type": "yarn", "factor": 40, "mscale_all_dim": 0.5, "rope_theta": 3e4}
@@ -487,7 +384,7 @@ PHI_ROPE |= {"long_mscale": 1.5, "original_max_position_embeddings": 128}
 def test_spec_follows_the_options_of_a_family(family: str, given: dict, changes: dict) -> None:
     """Those that transformers does not know or writes otherwise; tests/parity has the others."""
     config = {"model_type": family} | LEAST[family] | given
-    assert model_spec(config) == replace(DEFAULTS[family], **changes)
+    assert model_spec(config) == replace(least(family), **changes)
 
 
 @pytest.mark.parametrize(
@@ -559,7 +456,7 @@ def test_layers_that_predict_further_tokens_are_left_aside() -> None:
     assert glm.optional("model.layers.3.mlp.experts.0.up_proj.weight", spec)
     for name in ("model.layers.2.eh_proj.weight", "model.layers.4.eh_proj.weight", "model.layers.3"):
         assert not glm.optional(name, spec)
-    assert not glm.optional("model.layers.3.eh_proj.weight", DEFAULTS["qwen3_moe"])
+    assert not glm.optional("model.layers.3.eh_proj.weight", least("qwen3_moe"))
 
 
 def test_kimi_has_the_rotary_embedding_of_deepseek() -> None:

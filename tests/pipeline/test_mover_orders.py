@@ -143,20 +143,6 @@ def test_predicted_tiles_get_the_slots_before_placed_ones() -> None:
     assert link.expert_orders()[2:] == [(3, PREDICTED), (2, PLACED)]
 
 
-def test_waiting_order_of_a_demanded_expert_is_cancelled_and_its_tiles_are_copied() -> None:
-    """What has landed of it is used."""
-    mover, link, copier = mover_of(TILES, 3)
-    mover.retarget([Target(0, 1, TILES)])
-    mover.fetch_missing()
-    (background,) = link.sent
-    link.land(background, 2)
-    mover.collect_landings()
-    assert stream(mover, 0, Wanted(1, 2, TILES)) == [(1, 2), (1, 3)] == copier.tiles()
-    assert (background.cancelled, link.waits) == (True, 0)
-    assert (mover.cache.residency[0, 1], mover.idle) == (TILES, True)
-    mover.cache.audit(idle=True)
-
-
 @pytest.mark.parametrize("lost", [False, True])
 def test_tile_that_moves_is_awaited_and_the_others_are_copied(monkeypatch, lost: bool) -> None:
     """Other experts' copies have begun meanwhile. Where the prefetcher exits it is copied, too."""
@@ -173,20 +159,6 @@ def test_tile_that_moves_is_awaited_and_the_others_are_copied(monkeypatch, lost:
     rest = [(1, tile) for tile in range(len(first), TILES)]
     assert (given, copier.tiles()) == ([*first, (2, 0), *rest], [(2, 0), *rest])
     assert (mover.demanded, mover.cache.residency[0, 1]) == (TILES + 1, TILES)
-    mover.cache.audit(idle=True)
-
-
-def test_tile_that_lands_twice_is_kept_once() -> None:
-    """The prefetcher had begun with it before it received the cancel."""
-    mover, link, _ = mover_of(TILES, 4)
-    mover.retarget([Target(0, 1, TILES)])
-    mover.fetch_missing()
-    (order,) = link.sent
-    link.cancel = lambda order: None
-    assert len(stream(mover, 0, Wanted(1, 0, TILES))) == TILES
-    order.landed, order.final = 2, True
-    mover.collect_landings()
-    assert (mover.cache.residency[0, 1], mover.placed) == (TILES, 2)
     mover.cache.audit(idle=True)
 
 

@@ -146,13 +146,6 @@ def test_order_while_the_link_is_down_is_final_and_not_sent(harness) -> None:
     assert received(endpoint, Fetch)[0].id == sent.id
 
 
-def test_prefetcher_that_exits_before_it_has_mapped_the_slab(harness) -> None:
-    harness.start(0)
-    harness.exit(0)
-    harness.attach(1)
-    assert harness.reports == [WorkerUp("prefetcher", 0, 1)]
-
-
 def test_orders_of_a_prefetcher_that_exited_are_not_expected_of_the_next(harness, slices) -> None:
     harness.attach(0)
     harness.link.order(0, 0, 0, [1], PLACED)

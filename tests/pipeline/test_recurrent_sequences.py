@@ -86,7 +86,7 @@ def test_third_request_begins_where_the_second_went_on_otherwise(engine) -> None
 
 
 def test_preempted_requests_go_on(engine) -> None:
-    asked = [ask(i, range(3, 7 + i), 180 + 20 * i) for i in range(2)]
+    asked = [ask(i, range(3, 7 + i), 130 + 20 * i) for i in range(2)]
     harness = Harness(engine, CONTEXT, CONTEXT)
     for message in asked:
         harness.scheduler.enqueue(b"c", message)

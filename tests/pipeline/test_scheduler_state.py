@@ -104,17 +104,6 @@ def test_positions_are_reported_again_only_after_a_while(engine: Engine, monkeyp
     harness.check_empty()
 
 
-def test_sequence_grows_by_a_block_when_it_is_full(engine: Engine) -> None:
-    harness = Harness(engine, LONGEST, LONGEST)
-    harness.scheduler.enqueue(b"a", ask(0, 50, 60))
-    while (used := harness.scheduler.kv.used) in (0, KV_BLOCK):
-        harness.scheduler.round()
-    assert used == 2 * KV_BLOCK
-    assert len(harness.to(b"a", Token)) == KV_BLOCK - 50 + 2
-    harness.scheduler.cancel_all()
-    harness.check_empty()
-
-
 def test_preempted_request_goes_on_where_it_was_unless_its_blocks_were_needed(engine: Engine) -> None:
     """It counts as computed by itself."""
     for needed in (2, 4):
@@ -138,13 +127,3 @@ def test_preempted_request_goes_on_where_it_was_unless_its_blocks_were_needed(en
         assert (len(tokens), done.stats["preemptions"], done.stats["kv_reused_tokens"]) == (30, 1, 0)
         assert harness.scheduler.stats()["kv_reused_tokens"] == 0
         harness.check_empty()
-
-
-def test_score_takes_all_its_capacity_at_once_and_keeps_none(harness: Harness) -> None:
-    harness.scheduler.enqueue(b"c", Score(0, token_ids=tuple(range(30)), stepwise=True, prefill=1))
-    harness.scheduler.round()
-    assert harness.scheduler.kv.used == KV_BLOCK
-    harness.finish()
-    assert harness.scheduler.kv.used == 0
-    (done,) = harness.to(b"c", Done)
-    assert (done.reason, done.stats["decode_tokens"], done.stats["prompt_tokens"]) == ("stop", 29, 1)

@@ -48,6 +48,7 @@ from shm.layout import format_named
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
 CONTEXT = 96
+KINDS = ("mixtral", "phimoe", "qwen2_moe", "deepseek_v2", "gpt_oss", "glm4_moe")  # of layers between them
 CPU = torch.device("cpu")
 
 
@@ -68,7 +69,9 @@ def probing_of(backbone: Backbone) -> Probing:
     return Probing(backbone, CPU, None)
 
 
-@pytest.mark.parametrize("family", ATTENDING)
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f in KINDS else pytest.mark.slow) for f in ATTENDING]
+)
 @torch.inference_mode()
 def test_steps_are_those_without_graphs(family: str, tmp_path: Path, gpu) -> None:
     device, runtime = gpu

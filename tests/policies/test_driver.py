@@ -8,8 +8,7 @@ from policy_machine import Machine, make_routing, make_view, policy
 
 from pipeline.counters import LEAST, WINDOW
 from pipeline.engine.driver import PolicyDriver
-from pipeline.errors import PlanError
-from pipeline.policies.view import ModelShape, Target
+from pipeline.policies.view import ModelShape
 
 SHAPE = ModelShape(layers=3, experts=6, tiles=2, top_k=2)
 
@@ -26,22 +25,6 @@ def test_popularity_counts_the_rows_of_each_expert() -> None:
     assert machine.view.popularity.tolist() == counted.tolist()
     machine.driver.forget_counts()
     assert not machine.view.popularity.any()
-
-
-def test_step_has_its_phase_its_sequences_and_a_number() -> None:
-    driver = PolicyDriver[str](policy("all-host"), make_view(SHAPE, 0))
-    for number in range(3):
-        driver.begin_step("prefill", (4, 4, number))
-        view = driver.view
-        assert (view.phase, view.sequences, view.step, view.prefetching) == (
-            "prefill",
-            (4, 4, number),
-            number,
-            True,
-        )
-        assert not driver.end_step(0, 0)
-    with pytest.raises(ValueError, match="read-only"):
-        driver.view.popularity[0, 0] = 1
 
 
 @pytest.mark.parametrize(("useful", "on"), [(LEAST // 2, True), (LEAST // 2 - 1, False)])
@@ -62,23 +45,3 @@ def test_predictions_are_judged_by_decode_steps_under_this_policy(useful: int, o
     driver.forget_counts()
     assert driver.prefetch.on
     assert driver.prefetch.status == ""
-
-
-@pytest.mark.parametrize(
-    ("target", "refused"),
-    [(Target(1, 0, 1), True), (Target(1, 0, 0), True), (Target(1, 0, 2), False), (Target(2, 0, 0), False)],
-)
-def test_prediction_must_not_evict_tiles_of_its_layer(target: Target, refused: bool) -> None:
-    made = policy("on-demand", placement="first-layers")
-    machine = Machine(made, make_view(SHAPE, 36), np.random.default_rng(0))
-    machine.start()
-    made.predict = lambda layer, signals, gated, view: (target,)
-    machine.prefetch = lambda targets, wanted: machine._next("begin", "prefetch")
-    routing = make_routing(SHAPE, machine.rng, 1)
-    if refused:
-        with pytest.raises(
-            PlanError, match="policy on-demand evicts tiles of a layer that is being computed"
-        ):
-            machine.layer(1, routing)
-    else:
-        machine.layer(1, routing)

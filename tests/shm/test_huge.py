@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import gc
 import os
 from collections.abc import Iterator
@@ -12,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shm import huge, segment
+from shm import segment
 from shm.huge import HUGE, collapse, map_shared, private
 from shm.segment import Segment, unlink
 
@@ -62,16 +60,6 @@ def test_private_memory_is_new_writable_and_as_large_as_asked_for(size: int) -> 
         assert not mapped(address + size - 1)
 
 
-@pytest.mark.parametrize(("size", "pages"), [(3 * HUGE - 99, 3), (2 * HUGE + HUGE // 2, 3), (HUGE + 4096, 1)])
-def test_the_last_page_of_private_memory_is_huge_too_where_that_adds_little(size: int, pages: int) -> None:
-    """A huge page is mapped only as a whole: weights would be read more slowly at the end of each matrix."""
-    array = private(size)
-    end = array.ctypes.data + max(size, pages * HUGE)
-    assert mapped(end - 1)
-    assert not mapped(-(-end // 4096) * 4096)
-    assert len(array) == size
-
-
 def test_collapsing_pages_keeps_their_bytes(descriptor: int) -> None:
     array = map_shared(descriptor, SIZE, writable=True)
     array[:] = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8)
@@ -80,43 +68,6 @@ def test_collapsing_pages_keeps_their_bytes(descriptor: int) -> None:
     assert joined % HUGE == 0
     assert joined <= SIZE
     np.testing.assert_array_equal(array, before)
-
-
-class Advised:
-    """Takes the place of the C library: `errors` are those of the first calls of madvise, 0 for none."""
-
-    def __init__(self, *errors: int) -> None:
-        self.calls: list[tuple[int, int, int]] = []
-        self._errors = list(errors)
-
-    def madvise(self, address: int, length: int, advice: int) -> int:
-        self.calls.append((address, length, advice))
-        error = self._errors.pop(0) if self._errors else 0
-        ctypes.set_errno(error)
-        return -1 if error else 0
-
-
-@pytest.mark.parametrize(
-    ("errors", "calls", "joined"),
-    [
-        ((), 3, 3),
-        ((0, errno.EAGAIN, 0), 3, 2),  # of one page alone
-        ((errno.EAGAIN,) * 3, 3, 0),
-        ((0, errno.ENOMEM), 2, 1),  # the next one would fail, too
-        ((errno.EINVAL,), 1, 0),
-    ],
-)
-def test_each_whole_huge_page_is_collapsed_until_the_kernel_has_none(
-    descriptor: int, monkeypatch: pytest.MonkeyPatch, errors: tuple[int, ...], calls: int, joined: int
-) -> None:
-    array = map_shared(descriptor, SIZE, writable=True)
-    libc = Advised(*errors)
-    monkeypatch.setattr(huge, "_libc", libc)
-    found = collapse(array)
-    monkeypatch.undo()
-    assert found == joined * HUGE
-    start = array.ctypes.data
-    assert libc.calls == [(start + n * HUGE, HUGE, huge.MADV_COLLAPSE) for n in range(calls)]
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -349,7 +349,7 @@ def test_process_that_ends_at_random_instants_leaves_whole_answers_or_none(
         x = x_areas(areas.array, WIDE)
         for area in x:
             area[:] = np.random.default_rng(area.ctypes.data % 97).standard_normal(area.shape)
-        for generation in range(1, 7):
+        for generation in range(1, 5):
             lane = CoordinatorLane(compiled(), f"{name}-{generation}", WIDE, generation)
             command = [sys.executable, "-c", WORKER, areas.name, lane.name, str(generation)]
             process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE)
@@ -375,7 +375,7 @@ def test_process_that_ends_at_random_instants_leaves_whole_answers_or_none(
             answered += take_answers(lane, works, x)
             unanswered = sorted(works)
             unlink(lane.name)
-    assert answered > 6
+    assert answered > 4
 
 
 def take_answers(lane: CoordinatorLane, works: set[int], x: list[np.ndarray]) -> int:

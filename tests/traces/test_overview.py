@@ -6,13 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 from trace_files import drawn_steps, make_header, write_trace
 
 from pipeline.arrays import Phase
 from pipeline.policies.view import ModelShape
 from pipeline.replay.steps import division, summarize
-from pipeline.traces.trace import Trace, TracedStep
+from pipeline.traces.trace import Trace
 
 HEADER = make_header(ModelShape(layers=2, experts=4, tiles=2, top_k=2))
 
@@ -33,21 +32,6 @@ def test_summary_of_a_trace(tmp_path: Path) -> None:
         for layer, traced in enumerate(step.layers):
             np.add.at(counts[layer], traced.router_routing.experts.ravel(), 1)
     assert found.counts.tolist() == counts.tolist()
-
-
-def with_first(step: TracedStep) -> TracedStep:
-    logits = np.zeros((len(step.sequences), 4), np.float16)
-    return replace(step, layers=(*step.layers[:-1], replace(step.layers[-1], first=logits)))
-
-
-@pytest.mark.parametrize("without", [None, 0, 2])
-def test_gate_for_the_first_layer_is_known_where_each_step_has_it(
-    tmp_path: Path, without: int | None
-) -> None:
-    steps = [step if n == without else with_first(step) for n, step in enumerate(drawn_steps(HEADER, 2, 2))]
-    found = summarize(Trace(write_trace(tmp_path / "f", HEADER, steps)))
-    assert found.first == (without is None)
-    assert found.rest is None
 
 
 def texts(*lengths: int, batch: int = 1) -> list[tuple[Phase, tuple[int, ...]]]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -18,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import zmq
+from fork_server import ForkedChild
 
 import workers
 from protocol.codec import decode, encode
@@ -27,7 +26,7 @@ from shm.control import ControlSegment
 from shm.layout import ExpertShape, Float32
 from shm.segment import unlink
 from shm.store import StoreBuilder, StoreManifest, store_name
-from workers.lifetime import pack_config
+from workers.lifetime import environment, pack_config
 
 ROOT = Path(workers.__file__).parent.parent  # where child processes find the packages
 SHAPE = ExpertShape(layers=2, experts=4, hidden=48, intermediate=300, tile=16)  # 19 tiles, the last padded
@@ -72,7 +71,7 @@ class Child:
 
     name: bytes
     generation: int
-    process: subprocess.Popen[bytes]
+    process: ForkedChild
     lifeline: int
     errors: Path  # its stderr
 
@@ -104,7 +103,7 @@ class Surroundings:
         self.progress = ControlSegment.create(f"/tandem-tests-{uuid.uuid4().hex[:12]}-control-0", WORKERS)
         self._children: list[Child] = []
 
-    def start(self, python_path: Path | None = None, **changes: Any) -> Child:
+    def start(self, **changes: Any) -> Child:
         """Start a child without waiting for its Ready. Each index has a core, in turn."""
         generation = len(self._children) + 1
         cores = sorted(os.sched_getaffinity(0))
@@ -129,13 +128,7 @@ class Surroundings:
         os.write(lifeline, pack_config(config))
         errors = self.runtime / f"errors-{generation}"
         with errors.open("wb") as stderr:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "workers.child", MODULES[self.role], "--lifeline", str(for_child)],
-                cwd=ROOT,
-                pass_fds=(for_child,),
-                stderr=stderr,
-                env=os.environ | ({"PYTHONPATH": str(python_path)} if python_path else {}),
-            )
+            process = ForkedChild(MODULES[self.role], for_child, env=environment(1), stderr=stderr)
         os.close(for_child)
         child = Child(name, generation, process, lifeline, errors)
         self._children.append(child)
