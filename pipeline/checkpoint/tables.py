@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.index import BITS
 from pipeline.checkpoint.reader import Bits, TensorReader, fill, numbers_of, to_float32
+from pipeline.errors import ModelError
 from pipeline.models.architecture import TensorRows
 from shm.layout import Float32
 
@@ -54,13 +55,16 @@ class DiskTable:
 
     def rows(self, places: Places) -> Float32:
         """Implements `Table.rows`."""
+        rows = self._starts[-1]
+        if len(wrong := places[(places < 0) | (places >= rows)]):  # of a token that the table does not know
+            raise ModelError(f"{self._parts[0].name}: row {wrong[0]} is wanted of {rows}")
         of = self._starts.searchsorted(places, side="right") - 1
         within = places - self._starts[of]
         if self._dtype:
             return to_float32(self._dtype, self._plain(of, within))
         each = zip(of.tolist(), within.tolist(), strict=True)
-        rows = [self._reader.rows(self._parts[part], row, row + 1) for part, row in each]
-        return np.concatenate([numbers_of(row) for row in rows])
+        found = [self._reader.rows(self._parts[part], row, row + 1) for part, row in each]
+        return np.concatenate([numbers_of(row) for row in found])
 
     def _plain(self, of: Places, within: Places) -> Bits:
         """The bits of rows, each of a part. The disk is asked for all before the first is read."""

@@ -249,9 +249,11 @@ class Scheduler:
         except StepFailed as e:
             if e.begins_again:
                 return
-            if len(jobs) == 1:
+            if len(jobs) == 1 and not jobs[0].guesses:
                 self._end(jobs[0], "error", e)
-            else:  # so that only the job that causes the failure ends
+            else:  # so that only the job that causes the failure ends, and none for a guess
+                for job in jobs:
+                    job.guesses = []
                 self._step_each(jobs, phase)
             return
         answers: list[tuple[bytes, object]] = []

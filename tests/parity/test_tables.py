@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from comparison import exactly, scored
@@ -66,6 +67,10 @@ async def test_rows_are_read_from_the_checkpoint(family: str, start_engine, tmp_
         device.close()
         with pytest.raises(ModelError, match="cannot be read by rows"):
             weights.table(f"{backbone.facts.tables[0].name}.weight", (1, 1))
+        name, shape = backbone.facts.tables[0]
+        for place in (-1, shape[0]):  # the row of a token that a table does not have
+            with pytest.raises(ModelError, match=f"row {place} is wanted of {shape[0]}"):
+                weights.table(f"{name}.weight", shape).rows(np.array([0, place]))
     assert backbone.facts.table_numbers == TABLES[family]
     planned = needs(source, config, "f32").backbone
     assert abs(backbone.bytes - planned) < 1024  # neither has a table; the input's is the head as well

@@ -500,6 +500,27 @@ def test_failed_shard_ends_only_the_request_that_causes_it(harness, monkeypatch)
     assert [len(harness.answer(i)[0]) for i in (0, 2)] == [6, 6]
 
 
+def test_a_guess_that_cannot_be_computed_ends_nothing(engine, monkeypatch) -> None:
+    """Its request, alone and beside another, goes on without."""
+    harness = Harness(engine, speculate=4)
+    step, failures = engine.step, []
+
+    def failing(inputs, phase, live):
+        if any(item.span.drafted for item in inputs):
+            failures.append(len(inputs))
+            raise ShardFailed("a guess cannot be computed")
+        return step(inputs, phase, live)
+
+    monkeypatch.setattr(engine, "step", failing)
+    for request, count in enumerate((50, 30)):
+        ids = (5, 6, 7, 8) * 3
+        harness.scheduler.enqueue(b"c", Generate(request, token_ids=ids, max_tokens=count, ignore_eos=True))
+    harness.finish()
+    assert {1, 2} <= {*failures}
+    assert [len(harness.answer(request)[0]) for request in range(2)] == [50, 30]
+    harness.check_empty()
+
+
 def test_requests_go_on_alone_where_a_step_of_several_finds_no_memory(engine, monkeypatch) -> None:
     """At the first token of a block, which is given back with the step."""
     harness = Harness(engine, 8 * KV_BLOCK, 2 * KV_BLOCK)
