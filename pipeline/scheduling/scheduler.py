@@ -171,10 +171,7 @@ class Scheduler:
         client with most is preempted. For a request that can run, paused ones are preempted before. Those
         that wait for another one's prefill are left out."""
         paused = functools.cache(self._congested)  # one answer for the whole loop, so that it ends
-        while True:
-            job = self._waiting.next(self._running, self.prefixes.awaits, paused)
-            if job is None:
-                return
+        while (job := self._waiting.next(self._running, self.prefixes.awaits, paused)) is not None:
             running = {j.client for j in self._running}
             slots = self._max_sequences + (job.client not in running)
             try:

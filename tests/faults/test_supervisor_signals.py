@@ -37,7 +37,6 @@ TERMINAL = shutil.which("setsid")
 def test_signals_during_the_start_stop_the_engine(place, child, signals) -> None:
     name = f"early-{os.getpid()}"
     with Engine(place, name) as engine:
-        # The first that it names: a file that the loader still writes is the next start's to remove.
         assert wait_until(lambda: engine.doing().startswith(child), LIMIT)
         for number in signals:
             engine.process.send_signal(number)
@@ -45,7 +44,9 @@ def test_signals_during_the_start_stop_the_engine(place, child, signals) -> None
         code = engine.process.wait(SOON)
         assert code == 0 or len(signals) == 2  # 0: by the signal
         assert engine.processes() == []
-        assert place.remains(name) == []
+        # A file that a killed loader still wrote is the next start's to remove.
+        ended_at_once = {"half-written cache"} if len(signals) == 2 else set[str]()
+        assert set(place.remains(name)) <= ended_at_once
 
 
 # --- in a terminal of its own -------------------------------------------------------------------------
