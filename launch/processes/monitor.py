@@ -377,8 +377,9 @@ class ProcessMonitor:
     async def _restart_all(self, pause: float) -> None:
         self._engine_restarts += 1
         others = dict.fromkeys(slot.role for slot in self._slots.values() if slot.role not in ALONE)
-        self._group.kill(*others)
-        await self._group.wait_killed(*others)
+        if others:  # of none, all would be killed, and for good
+            self._group.kill(*others)
+            await self._group.wait_killed(*others)
         await self._wait_reader_gone()
         self._on_restart()
         await asyncio.sleep(pause)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -239,9 +240,14 @@ async def test_request_that_was_computed_at_two_crashes_is_refused_and_no_other(
     assert state.segments() == []
 
 
-async def test_engine_without_workers_restarts_with_the_same_answers(start_engine, tiny_model) -> None:
+async def test_engine_of_one_process_restarts_with_the_same_answers(
+    start_engine, tiny_model, tmp_path: Path
+) -> None:
+    """Without workers, and without a tokenizer for a text process."""
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tiny_model / name, tmp_path)
     async with (
-        start_engine(config(tiny_model, workers=0)) as (supervisor, client),
+        start_engine(config(tmp_path, workers=0)) as (supervisor, client),
         AsyncExitStack() as clients,
     ):
         whole = bits(await answer(client))
