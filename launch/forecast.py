@@ -300,8 +300,7 @@ def by_replay(
     timed. Raises PolicyError where the preset lacks an input or needs every expert in memory, TraceError
     where the routing lacks one, PlanError."""
     policy, size = make_policy(setting.policy, seed), sizes.header.tile_bytes
-    heads = isinstance(format_named(sizes.format), FloeFormat)
-    if sizes.needs.partial and (why := needs_all(policy, heads)):
+    if sizes.needs.partial and (why := needs_all(policy, format_named(sizes.format))):
         raise PolicyError(why)
     taken, steps = timed(policy), Counter(step.phase for step in text.steps)
     outcome = text.replay(sizes.header, policy, priced.costs, setting.capacity)

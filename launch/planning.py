@@ -44,7 +44,6 @@ from pipeline.policies.presets import make_policy
 from pipeline.policies.view import Policy, PolicyRequest
 from protocol.program import COMMAND, user_folder
 from shm.disk_cache import free_on_disk, store_path
-from shm.floe import FloeFormat
 from shm.layout import format_named
 from shm.segment import SHM_FOLDER, available_memory, byte_size, free_shm_bytes, total_memory
 from workers.lifetime import PYTHON, environment
@@ -202,14 +201,9 @@ def make_plan(model: Path, now: Situation) -> tuple[Plan, list[str]]:
         plan = plan_on_disk(source, now, every)
     if plan is None:
         raise UsageError(refusal(source, now, every))
-    if plan.needs.partial and (why := needs_all(now.policy, has_heads(plan.needs.format))):
+    if plan.needs.partial and (why := needs_all(now.policy, format_named(plan.needs.format))):
         raise UsageError(why)
     return plan, [*memory_lines(plan, now.machine), *reasons(plan, now, every)]
-
-
-def has_heads(format: FormatName) -> bool:
-    """Tells whether the experts' format keeps up matrices apart."""
-    return isinstance(format_named(format), FloeFormat)
 
 
 def plan_on_disk(source: ModelSource, now: Situation, every: Sequence[Needs]) -> Plan | None:
@@ -219,7 +213,7 @@ def plan_on_disk(source: ModelSource, now: Situation, every: Sequence[Needs]) ->
     if (
         config.host_memory is not None
         or config.lanes is not None
-        or needs_all(now.policy, has_heads(last.format))
+        or needs_all(now.policy, format_named(last.format))
     ):
         return None
     pool = worst(now.smallest(last), now.machine)

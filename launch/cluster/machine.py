@@ -123,9 +123,8 @@ def read_rate(cores: int) -> float:
 
 
 class LogLines:
-    """The latest lines of a host's log, each with its file and the byte at which it ends there, by which
-    another actor would name it too; also those of a host before, whose log is removed when the next one
-    starts."""
+    """The latest lines of a host's log, each with its file and the byte at which it ends there: a restarted
+    actor gives a line the same place. Lines of the host before stay, whose file the next host removes."""
 
     def __init__(self, name: str) -> None:
         """`name`: the host's."""

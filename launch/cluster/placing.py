@@ -143,7 +143,7 @@ class _Placing:
             self._log(key, "")
 
     def _pass_on(self, machine: str, name: str, latest: list[tuple[str, int, str]]) -> None:
-        """Log lines of a host's log that were not logged yet, also where another actor has told them."""
+        """Log the new lines of a host's log; those that an actor before a restart has sent are not new."""
         before = self._lines.get((machine, name), {})
         for file, end, text in latest:
             if end > before.get(file, 0):

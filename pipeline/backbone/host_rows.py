@@ -1,7 +1,7 @@
 """The rows of a step that decodes on the host, and the memory that its layers write.
 
-Tensors, arrays and addresses are made once a step. So no layer calls torch, whose code would have to be read
-from memory each time, because the weights of a layer displace it from the caches.
+Tensors, arrays and addresses are made once a step, so that no layer calls torch: the weights of a layer evict
+torch's code from the caches, and each call would read it from memory again.
 """
 
 from __future__ import annotations

@@ -141,8 +141,8 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def tables_of(model: PreTrainedModel) -> dict[nn.Embedding, str]:
-    """The decoder's embeddings beside that of the input, with their names in the whole model: tables whose
-    rows are read by token. One that shares its weights is none."""
+    """Returns the decoder's embeddings other than the input's, with their names in the whole model. An
+    embedding with tied weights is left out."""
     decoder = model.get_decoder()
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     shared = {*tied.keys(), *tied.values()}

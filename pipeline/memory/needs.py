@@ -40,7 +40,7 @@ from pipeline.models.registry import architecture_of, model_spec
 from pipeline.policies.view import Policy
 from shm.codes import CODE_FORMATS, format_of_all
 from shm.fp8 import BLOCK
-from shm.layout import FORMATS, MatrixFormat, format_named
+from shm.layout import FORMATS, FloeFormat, MatrixFormat, TileFormat, format_named
 from shm.segment import allocated_bytes, byte_size
 from shm.store import StoreManifest, store_bytes, store_name
 
@@ -177,10 +177,9 @@ def drafts(config: EngineConfig, partial: bool) -> bool:
     return config.speculate != "off" and config.record is None and not several
 
 
-def needs_all(policy: Policy, heads: bool) -> str:
-    """Tells why a policy cannot be used with experts on disk; empty where it can. `heads`: the format has
-    them."""
-    if not heads or not policy.uses_device:
+def needs_all(policy: Policy, format: TileFormat) -> str:
+    """Tells why a policy cannot be used with experts of this format on disk; empty where it can."""
+    if not isinstance(format, FloeFormat) or not policy.uses_device:
         return ""
     return f"policy {policy.name} has the up matrices of all experts on the device: give no --host-memory"
 

@@ -61,7 +61,7 @@ class PolicySwitch:
         if policy.runs_ahead and self._parts.machines is not None:
             why = "on other machines, experts of the device's would have another input, too"
             raise PolicyError(f"policy {policy.name} is for one machine alone, unless with early=0: {why}")
-        if self._parts.tier is not None and (why := needs_all(policy, engine.layout.head_bytes > 0)):
+        if self._parts.tier is not None and (why := needs_all(policy, engine.layout.format)):
             raise PolicyError(why)
         if not policy.exact:  # before it is asked to be calibrated
             engine.backbone.check_choices(f"policy {policy.name}")
